@@ -1,0 +1,1 @@
+"""Passes: pure functions, one frozen data structure in, the next out."""

@@ -1,0 +1,138 @@
+"""Plan: stages, schedule parameters, forecast and certificate; strict JSON that people edit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEMA = "pdcompile.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How far the objective is from the optimum, who proved it, and inside which scope."""
+
+    objective_seconds: float
+    bound_seconds: float
+    status: Literal["optimal", "feasible"]
+    prover: str  # "brute force" | "dynamic program over all ideals" | "CP-SAT" | "relaxation"
+    seconds: float  # wall time of the search
+    scope: str  # "exact graph" or the coarsening rules that hold
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / objective; at most 1e-5 counts as 0 (integer rounding)."""
+        if self.objective_seconds <= 0:
+            return 0.0
+        gap = (self.objective_seconds - self.bound_seconds) / self.objective_seconds
+        return gap if gap > 1e-5 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLedger:
+    """Bytes that one rank will hold, by line. `peak_bytes` is the simulator's, per schedule."""
+
+    weights_bytes: int = 0  # all versions
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0  # saved for backward, times in flight
+    receive_bytes: int = 0  # receive slots
+    send_bytes: int = 0
+    workspace_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: ops of the train graph in topological order, and where it runs."""
+
+    index: int
+    ops: tuple[str, ...]
+    parameters: tuple[str, ...]  # canonical FQNs held here (tied copies included), sorted
+    replicas: int = 1
+    ranks: tuple[int, ...] = ()
+    forward_seconds: float = 0.0  # per microbatch, on this stage's device
+    backward_seconds: float = 0.0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    saved_bytes: int = 0  # per microbatch in flight
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that crosses stages: sent from `source` once to each of `targets` (ascending).
+
+    When `gradient`, the gradient is chained: last target → … → first target → source, each
+    passing on the sum that it received plus its own contribution (eager's summation order).
+    """
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    bytes: int  # per microbatch of the planned size
+    gradient: bool
+    shape: tuple[str, ...] = ()  # as text, "b" is the microbatch size
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """A trainable parameter held by several stages; `stages[0]` is the owner.
+
+    Per microbatch its gradient is chained from the last stage to the owner (bitwise eager's
+    order); the owner alone steps the optimizer and sends the new weights to the others.
+    """
+
+    fqn: str
+    stages: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The part of the configuration that changes what is computed: part of the fingerprint."""
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    batch_size: int = 1  # global minibatch, samples
+    warmup: tuple[int, ...] = ()  # per stage: forwards before the first backward, beyond one
+    loss_reduction: str = "mean"  # mean | sum | callable
+    autocast: str | None = None
+    max_grad_norm: float | None = None
+    optimizer_factor: float = 2.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the simulator says of one step in steady state."""
+
+    step_seconds: float
+    samples_per_second: float
+    bubble: float  # idle fraction of the devices' time
+    sent_bytes: tuple[int, ...]  # per rank and step
+    ledgers: tuple[MemoryLedger, ...]  # per rank
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that the schedule, the code generator and the runtime need to know."""
+
+    fingerprint: str  # of graph, costs and cluster
+    stages: tuple[StagePlan, ...]
+    edges: tuple[Edge, ...]
+    tied: tuple[TiedParameter, ...]
+    training: Training
+    cluster: str  # canonical TOML text of the cluster
+    certificate: Certificate
+    forecast: Forecast | None = None
+    notes: tuple[str, ...] = ()
+    schema: str = SCHEMA
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(stage.replicas for stage in self.stages)

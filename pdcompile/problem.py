@@ -1,0 +1,109 @@
+"""PartitionProblem and Partition: the planner's mathematics, free of torch.
+
+Everything is per microbatch.  Seconds are for a device of speed 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What may not be cut: one or more ops that stay together.
+
+    parameter_bytes counts parameters owned by this item's ops, each parameter once: a tied
+    parameter is counted through `ParameterUse`, not here.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0  # largest transient of one of its ops
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One value and the items that consume it: sent once to each consuming stage.
+
+    `orders` is False for a hyperedge that only costs (imported training graphs).
+    """
+
+    value: str
+    producer: int  # item index
+    consumers: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int = 0  # its gradient; 0 when none flows
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several items read: each stage that holds one of them holds a copy."""
+
+    fqn: str
+    bytes: int
+    trainable: bool
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """What position s of the pipeline offers."""
+
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    bytes_per_second: float = float("inf")  # of the link to the next position
+    full_duplex: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRule:
+    """How many bytes a stage needs: filled in by the schedule functions, one number for all.
+
+    bytes = trainable·(versions + gradient_buffers + optimizer_factor) + frozen
+            + in_flight[s]·(saved + received) + workspace
+    """
+
+    versions: int = 1
+    gradient_buffers: int = 1
+    optimizer_factor: float = 2.0  # optimizer state bytes per trainable parameter byte
+    in_flight: tuple[int, ...] = ()  # per stage
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionProblem:
+    """Assign items (in topological order) to `len(stages)` stages, monotone along traffic.
+
+    `objective`: ``bottleneck`` minimises max_s load_s (no flush); ``flush`` minimises the
+    schedule's makespan for `num_microbatches` (the bottleneck is the first-order term and the
+    simulator decides among candidates).
+    `together` are groups of item indices on one stage; `pins` (item, stage).
+    `allow_empty`: stages may stay empty.
+    """
+
+    items: tuple[Item, ...]
+    traffic: tuple[Traffic, ...]
+    stages: tuple[StageLimits, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    order: tuple[tuple[int, int], ...] = ()  # further precedence pairs without traffic
+    together: tuple[tuple[int, ...], ...] = ()
+    pins: tuple[tuple[int, int], ...] = ()
+    memory: MemoryRule = MemoryRule()
+    num_microbatches: int = 1
+    objective: Literal["bottleneck", "flush"] = "bottleneck"
+    allow_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """An answer: the stage of each item, and what the independent evaluator says of it."""
+
+    stage_of: tuple[int, ...]
+    objective: float  # seconds
+    loads: tuple[float, ...]  # seconds per stage
+    memory_bytes: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""The runtime: small, interprets a schedule on torch.distributed."""
