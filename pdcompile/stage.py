@@ -35,7 +35,8 @@ class Signature:
     ``forward(*inputs) -> tuple(outputs)``; on the last stage of a model with an outside
     loss_fn, ``loss(*loss_inputs) -> scalar``, whose inputs are outputs of forward and target
     leaves.  `loss` is the value name of the loss (an output of forward when the model returns
-    it); None elsewhere.  `outputs` are what later stages and (last stage) the model's own
+    it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
+    draws in order of execution (a module may be called on several stages).  `outputs` are what later stages and (last stage) the model's own
     output need.
     """
 
@@ -43,6 +44,7 @@ class Signature:
     outputs: tuple[Port, ...]
     loss_inputs: tuple[Port, ...] = ()
     loss: str | None = None
+    draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

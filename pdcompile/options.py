@@ -1,0 +1,41 @@
+"""Options: the arguments of `pdcompile.compile`, validated once, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pdcompile.errors import ConfigError
+
+SCHEDULES = ("gpipe", "1f1b", "2bw", "stash", "vsync", "interleaved", "zb-h1", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """See `pdcompile.compile` for what each means; names and defaults are the same."""
+
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = None
+    cluster: Any = "auto"
+    stages: int | None = None
+    schedule: str = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    memory: int | str | None = None  # per device
+    constraints: Sequence[Any] = ()
+    batch_dims: Any = 0
+    loss_reduction: Literal["mean", "sum"] | Callable[..., Any] = "mean"
+    autocast: Any = None
+    grad_scaler: Any = None
+    max_grad_norm: float | None = None
+    seed: int = 0
+    costs: Any = "measured"
+    verify: Literal["auto", "full", "blocks", "off"] = "auto"
+    outputs: Literal["none", "last", "all"] = "last"
+    keep_model: bool = False
+    max_staleness: int | Literal["any"] = 0
+    time_limit: float | None = None
+    plan: Any = None
+    sources: Any = None
+    allow_edited: bool = False
+    group: Any = None
