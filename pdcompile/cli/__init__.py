@@ -1,1 +1,26 @@
-"""cli"""
+"""The command line, one file a verb."""
+
+from __future__ import annotations
+
+import sys
+
+from pdcompile.cli.app import app
+from pdcompile.cli.output import fail
+from pdcompile.errors import PdcompileError
+
+__all__ = ["app", "main"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 bad input, 3 infeasible, 130 interrupted.
+
+    A `PdcompileError` is printed as its message, place and remedy; any other exception is a
+    defect and keeps its traceback (exit code 1).
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(given, prog_name="pdcompile")
+    except PdcompileError as error:
+        sys.exit(fail(error, as_json="--json" in given))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,61 @@
+# make demo | test | lint | docs | bench | venv.  Each first makes .venv when it is missing or older
+# than pyproject.toml or constraints.txt.
+#
+#   PYTHON=python3.12      which interpreter .venv is made from (3.11 or newer)
+#   PIP_ARGS=...           further arguments of pip install (an index that offers torch for CPU)
+#   ARGS=...               further arguments of pytest, the demo or the benchmarks
+#   SLOW=1                 make test runs the slow tests too
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+SELECTION := $(if $(SLOW),,-m "not slow")
+
+.PHONY: help venv demo test lint format docs bench clean
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+
+venv: $(READY)
+
+# --no-compile: bytecode is written when a module is first imported, which halves the set-up.
+# The constraints pin torch, so that no newer one (gigabytes of CUDA packages) is ever considered.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "make: there is no '$(PYTHON)'; install Python 3.11 or newer, or: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $$($(PYTHON) --version) is too old, 3.11 or newer is needed; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints.txt -e '.[test,lint,docs]'
+	@touch $@
+	@echo "ready: $(BIN)/pdcompile $(BIN)/torchrun"
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(SELECTION) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/python docs/build.py
+
+bench: $(READY)
+	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""The application: its verbs in the order in which a person meets them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="pdcompile",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import pdcompile
+
+        typer.echo(f"pdcompile {pdcompile.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def front(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile an ordinary PyTorch model into a pipeline that is proved before it runs.
+
+    A TARGET is [bold]file.py:function[/] or [bold]package.module:function[/]; the function
+    returns a pdcompile.Workload (model, example inputs, loss function, batches).
+
+    Exit codes: 0 done, 2 bad input, 3 no plan satisfies the limits.  --json prints exactly one
+    JSON object on stdout; progress and messages go to stderr.
+    """

@@ -1,0 +1,114 @@
+"""What the verbs print: results on stdout, progress and errors on stderr, JSON alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from pdcompile.errors import InfeasibleError, PdcompileError
+
+EXIT_BAD_INPUT = 2
+EXIT_INFEASIBLE = 3
+
+
+def stdout() -> Console:
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    # A pipe or a log has no width: 100 columns, so that tables are not cut to 80.
+    return Console(file=file, highlight=False, width=None if file.isatty() else 100)
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints: under torchrun only rank 0 does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def emit_json(document: dict[str, Any]) -> None:
+    """Write exactly one JSON object to stdout; numbers that are not finite become null."""
+    json.dump(_finite(document), sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and value - value != 0.0:
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def error_document(error: PdcompileError) -> dict[str, Any]:
+    """The JSON form of an error: status "infeasible" or "error", and what the text says."""
+    return {
+        "status": "infeasible" if isinstance(error, InfeasibleError) else "error",
+        "error": {
+            "kind": type(error).__name__,
+            "message": error.message,
+            "where": error.where,
+            "remedy": error.remedy,
+        },
+    }
+
+
+def fail(error: PdcompileError, *, as_json: bool = False) -> int:
+    """Print an error as a person wants to read it; the exit code that belongs to it."""
+    if as_json:
+        emit_json(error_document(error))
+    infeasible = isinstance(error, InfeasibleError)
+    text = Text()
+    text.append("infeasible: " if infeasible else "error: ", style="bold red")
+    text.append(error.message)
+    for label, line in (("where", error.where), ("remedy", error.remedy)):
+        if line:
+            text.append(f"\n  {label}: ", style="bold")
+            text.append(line)
+    # soft_wrap: a path or a command that can be pasted is never broken.
+    stderr().print(text, soft_wrap=True)
+    return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
+
+
+@contextmanager
+def passes_progress(title: str) -> Iterator[Any]:
+    """A listener for `Steps`: a spinner with the running pass on a terminal, else one line each.
+
+    Yields ``listener(name, seconds)``; seconds < 0 means that the pass starts.
+    """
+    console = stderr()
+    if not is_first_rank():
+        yield lambda name, seconds: None
+        return
+    if not console.is_terminal:
+
+        def listen(name: str, seconds: float) -> None:
+            if seconds >= 0:
+                console.print(f"{title}: {name} {seconds:.2f} s", soft_wrap=True)
+
+        yield listen
+        return
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(title, total=None)
+
+        def show(name: str, seconds: float) -> None:
+            bar.update(task, description=f"{title}: {name}" if seconds < 0 else title)
+
+        yield show

@@ -1,0 +1,271 @@
+"""Workload: what a command-line target hands over — a model and what it is trained on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.errors import ConfigError, PdcompileError
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS = "`file.py:function` or `package.module:function`"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and what it is trained on.
+
+    Args:
+        model: any nn.Module; may be on the meta device.
+        example_inputs: one global minibatch (batch dimension first): a tensor, a tuple of
+            positional or a dict of keyword arguments of forward.
+        loss_fn: ``loss_fn(output, target) -> scalar``; None: the model returns the loss.
+        batches: called for a fresh pass over the data, yields ``(inputs, target)`` pairs of
+            global minibatches; inputs have the form of `example_inputs`, target is any pytree
+            (None without loss_fn).
+    """
+
+    model: torch.nn.Module
+    example_inputs: Any
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+
+    def example_target(self) -> Any:
+        """The target that belongs to the example: that of the first batch.
+
+        Returns:
+            None when there is no loss_fn, for then the model takes its targets as inputs.
+
+        Raises:
+            ConfigError: there is a loss_fn but no batches, or batches yield nothing.
+        """
+        return self.example()[1]
+
+    def example(self) -> tuple[Any, Any]:
+        """``(inputs, target)`` to capture with; inputs and target are of one batch."""
+        if self.loss_fn is None:
+            return self.example_inputs, None
+        if self.batches is None:
+            raise ConfigError(
+                "the workload has a loss_fn but no batches, so there is no example target",
+                where="Workload.batches",
+                remedy="give Workload(..., batches=function) that yields (inputs, target)",
+            )
+        return next(self.stream())
+
+    def stream(self) -> Iterator[tuple[Any, Any]]:
+        """Minibatches without end: `batches` from the start again whenever it is used up.
+
+        Without batches, the example inputs for ever.
+        """
+        if self.batches is None:
+            while True:
+                yield self.example_inputs, None
+        while True:
+            empty = True
+            for index, batch in enumerate(self.batches()):
+                if not (isinstance(batch, tuple | list) and len(batch) == 2):
+                    raise ConfigError(
+                        f"batch {index} is {_kind(batch)}, not a pair (inputs, target)",
+                        where="Workload.batches",
+                        remedy="yield (inputs, target); target is None when the model has the loss",
+                    )
+                empty = False
+                yield batch[0], batch[1]
+            if empty:
+                raise ConfigError(
+                    "batches() yields nothing",
+                    where="Workload.batches",
+                    remedy="return a fresh iterable of (inputs, target) at every call",
+                )
+
+
+def load_target(target: str) -> Workload:
+    """Import ``file.py:function`` or ``package.module:function`` and call it.
+
+    The function returns a `Workload`, or a tuple of its first fields.  This runs code that
+    the user names, as ``python file.py`` would.
+
+    Raises:
+        ConfigError: the text has another form; file, module or function is missing; the
+            function wants arguments, raises (the cause is chained) or returns something else.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ConfigError(
+            f"the target '{target}' has not the form {FORMS}",
+            remedy="for example: pdcompile plan examples/gpt.py:build --cluster 1x2",
+        )
+    module = _load_file(Path(place), target) if _is_file(place) else _load_module(place, target)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"there is no function '{name}' in {place}",
+            where=target,
+            remedy=_suggest(module),
+        )
+    return _as_workload(_call(function, target), target)
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def _load_file(path: Path, target: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file '{path}'",
+            where=target,
+            remedy=f"the path is relative to {Path.cwd()}",
+        )
+    # Under its plain name, as `import` would see it beside the file: pickles and generated
+    # sources refer to its classes by it.
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    name = path.stem if known is None else f"pdcompile_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'{path}' is no Python file", where=target, remedy=f"write {FORMS}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except PdcompileError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(f"importing '{path}' failed", error, target) from error
+    return module
+
+
+def _load_module(place: str, target: str) -> ModuleType:
+    # The command's own folder is not on the path of an installed script; python -m has it.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or place
+        if place != missing and not place.startswith(missing + "."):
+            raise _failed(f"importing '{place}' failed", error, target) from error
+        raise ConfigError(
+            f"there is no module '{missing}'",
+            where=target,
+            remedy=f"run in the folder that holds it, install it, or write {FORMS}",
+        ) from error
+    except PdcompileError:
+        raise
+    except Exception as error:
+        raise _failed(f"importing '{place}' failed", error, target) from error
+
+
+def _call(function: Callable[[], Any], target: str) -> Any:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"the target function cannot be called without arguments: {error}",
+            where=target,
+            remedy="give its parameters defaults, or wrap it in a function without parameters",
+        ) from error
+    try:
+        return function()
+    except PdcompileError:
+        raise
+    except Exception as error:
+        raise _failed("the target function raised", error, target) from error
+
+
+def _failed(what: str, error: Exception, target: str) -> ConfigError:
+    """An error that quotes the user's own exception with the innermost place of it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = target
+    if frame is not None:
+        where = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{error.filename}:{error.lineno}"
+    return ConfigError(
+        f"{what}: {type(error).__name__}: {error}",
+        where=where,
+        remedy=f"make `{_python_of(target)}` work first",
+    )
+
+
+def _python_of(target: str) -> str:
+    place, _, name = target.rpartition(":")
+    if _is_file(place):
+        path = Path(place)
+        return f"cd {path.parent} && python -c 'import {path.stem}; {path.stem}.{name}()'"
+    return f"python -c 'import {place} as m; m.{name}()'"
+
+
+def _as_workload(value: Any, target: str) -> Workload:
+    from torch import nn
+
+    if isinstance(value, nn.Module):
+        raise ConfigError(
+            f"the target returned only a model ({type(value).__name__}), without example inputs",
+            where=target,
+            remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches)",
+        )
+    if isinstance(value, tuple) and 2 <= len(value) <= 4:
+        value = Workload(*value)
+    if not isinstance(value, Workload):
+        raise ConfigError(
+            f"the target returned {_kind(value)}, not a workload",
+            where=target,
+            remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches) "
+            "or a tuple of its first fields",
+        )
+    if not isinstance(value.model, nn.Module):
+        raise ConfigError(
+            f"the workload's model is {_kind(value.model)}, not an nn.Module",
+            where=target,
+            remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches)",
+        )
+    for field in ("loss_fn", "batches"):
+        given = getattr(value, field)
+        if given is not None and not callable(given):
+            raise ConfigError(
+                f"the workload's {field} is {_kind(given)}, not a function",
+                where=target,
+                remedy="batches is a function that returns a fresh iterable of (inputs, target)"
+                if field == "batches"
+                else "loss_fn is a function (output, target) -> scalar",
+            )
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _suggest(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    ]
+    if not names:
+        return f"define one there; a target is {FORMS}"
+    return f"it defines: {', '.join(sorted(names)[:12])}"

@@ -1,0 +1,154 @@
+"""The house holds its order: imports point one way, and the front door is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pdcompile"
+
+# Where a module may import from inside pdcompile.  "data" is every module right under the
+# package that is not named here.
+FRONT = {"pdcompile", "pdcompile.__main__", "pdcompile.driver"}
+TORCH_FREE = {
+    "pdcompile",
+    "pdcompile.__main__",
+    "pdcompile.cluster",
+    "pdcompile.errors",
+    "pdcompile.graph",
+    "pdcompile.options",
+    "pdcompile.plan",
+    "pdcompile.problem",
+    "pdcompile.schedule",
+    "pdcompile.stage",
+    "pdcompile.workload",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name (passes and runtime through the links)."""
+    found = {}
+    for top in (PACKAGE, PACKAGE / "passes", PACKAGE / "runtime"):
+        for path in top.rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return "TYPE_CHECKING" in ast.unparse(test)
+
+
+def imported(path: Path, name: str, *, top_level: bool = False) -> set[str]:
+    """Dotted names that a file imports; `top_level`: only what importing the file executes."""
+    found: set[str] = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            children: list[ast.AST] = [] if top_level else list(node.body)
+            for child in [*children, *node.orelse]:
+                visit(child)
+            return
+        if top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def layer(name: str) -> str:
+    if name in FRONT:
+        return "front"
+    second = name.split(".")[1]
+    return second if second in {"passes", "runtime", "cli", "report"} else "data"
+
+
+FORBIDDEN = {
+    "data": {"pdcompile.passes", "pdcompile.runtime", "pdcompile.driver", "pdcompile.cli"},
+    "passes": {"pdcompile.runtime", "pdcompile.driver", "pdcompile.cli"},
+    "runtime": {"pdcompile.passes", "pdcompile.driver", "pdcompile.cli"},
+    "report": {"pdcompile.runtime", "pdcompile.driver", "pdcompile.cli"},
+    "cli": set(),
+    "front": set(),
+}
+# The runtime asks the schedules for its programs, and nothing else of the compiler.
+ALLOWED = {"runtime": "pdcompile.passes.schedules"}
+
+
+def below(name: str, root: str) -> bool:
+    return name == root or name.startswith(root + ".")
+
+
+def offences(name: str, imports: set[str]) -> list[str]:
+    allowed = ALLOWED.get(layer(name))
+    found = []
+    for other in sorted(imports):
+        if allowed and (below(other, allowed) or other == "pdcompile.passes"):
+            continue
+        if any(below(other, root) for root in FORBIDDEN[layer(name)]):
+            found.append(other)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_point_one_way(name: str) -> None:
+    path = modules()[name]
+    assert offences(name, imported(path, name)) == [], f"{name} must not import these"
+
+
+def test_the_layers_are_told_apart() -> None:
+    assert offences("pdcompile.plan", {"pdcompile.passes.partition"})
+    assert offences("pdcompile.passes.check", {"pdcompile.runtime.pipeline"})
+    assert offences("pdcompile.runtime.pipeline", {"pdcompile.passes.partition"})
+    assert not offences("pdcompile.runtime.pipeline", {"pdcompile.passes.schedules"})
+    assert not offences("pdcompile.cli.plan", {"pdcompile.driver"})
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_FREE))
+def test_data_modules_do_not_name_torch_at_the_top(name: str) -> None:
+    heavy = {i.split(".")[0] for i in imported(modules()[name], name, top_level=True)}
+    assert not heavy & {"torch", "ortools", "sympy", "matplotlib"}
+
+
+def test_import_pdcompile_is_light() -> None:
+    """One process: the front door, every torch-free module, and no torch, ortools or numpy."""
+    program = "\n".join(
+        [
+            "import sys, importlib",
+            f"for name in {sorted(TORCH_FREE)}:",
+            "    importlib.import_module(name)",
+            "heavy = {'torch', 'ortools', 'sympy', 'matplotlib'} & set(sys.modules)",
+            "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_name_for_one_module() -> None:
+    """`import passes` would make a second copy of every class."""
+    for name, path in modules().items():
+        tops = {other.split(".")[0] for other in imported(path, name)}
+        assert not tops & {"passes", "runtime"}, name
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}

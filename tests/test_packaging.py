@@ -1,0 +1,106 @@
+"""One installed name, from a checkout with links, from a wheel and from an sdist without."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def copy_checkout(folder: Path) -> Path:
+    """The sources of this checkout, links kept as links."""
+    leave = shutil.ignore_patterns(
+        ".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", "out", "build"
+    )
+    return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=leave))
+
+
+def normal(requirement: str) -> str:
+    return re.split(r"[<>=!~\[; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_links_are_relative_and_right() -> None:
+    for name in ("passes", "runtime"):
+        assert os.readlink(ROOT / "pdcompile" / name) == f"../{name}"
+
+
+def test_every_dependency_is_pinned() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[normal(name)] = version
+    wanted = list(PROJECT["project"]["dependencies"])
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    assert {normal(requirement) for requirement in wanted} - set(pins) == set()
+    assert pins["torch"] == "2.13.0"
+    assert not [version for version in pins.values() if "+" in version or not version]
+
+
+def test_lost_links_are_explained(tmp_path: Path) -> None:
+    """A ZIP unpacked without links leaves `passes` a small text file."""
+    package = tmp_path / "pdcompile"
+    package.mkdir()
+    shutil.copy(ROOT / "pdcompile" / "__init__.py", package)
+    (package / "passes").write_text("../passes", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "import pdcompile"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "git clone -c core.symlinks=true" in done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_install_without_links(tmp_path: Path) -> None:
+    """Built and installed offline; everything lies under one name, `pdcompile`."""
+    checkout = copy_checkout(tmp_path / "checkout")
+    built = tmp_path / "built"
+    for kind in ("sdist", "wheel"):
+        program = f"from setuptools.build_meta import build_{kind} as build; build('{built}')"
+        run(sys.executable, "-c", program, cwd=checkout)
+    (archive,) = built.glob("*.tar.gz")
+    (wheel,) = built.glob("*.whl")
+
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    assert {"pdcompile/passes/__init__.py", "pdcompile/runtime/__init__.py"} <= set(names)
+    assert "pdcompile/py.typed" in names
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pdcompile"}
+
+    with tarfile.open(archive) as file:
+        assert not [member.name for member in file if member.issym()]
+        file.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    run(
+        *pip, "--no-build-isolation", "--no-compile", "--target", str(target), str(unpacked),
+        cwd=tmp_path,
+    )  # fmt: skip
+    shown = run(
+        sys.executable, "-c",
+        "import pdcompile, pdcompile.passes, pdcompile.runtime; print(pdcompile.__file__)",
+        cwd=tmp_path, env={"PYTHONPATH": str(target)},
+    )  # fmt: skip
+    assert shown.strip() == str(target / "pdcompile" / "__init__.py")
