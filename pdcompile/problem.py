@@ -39,6 +39,7 @@ class Traffic:
     consumers: tuple[int, ...]
     forward_bytes: int
     backward_bytes: int = 0  # its gradient; 0 when none flows
+    orders: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class StageLimits:
     memory_bytes: int | None = None
     bytes_per_second: float = float("inf")  # of the link to the next position
     full_duplex: bool = True
+    latency_seconds: float = 0.0  # of each message on the link to the next position
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,10 @@ class PartitionProblem:
     `objective`: ``bottleneck`` minimises max_s load_s (no flush); ``flush`` minimises the
     schedule's makespan for `num_microbatches` (the bottleneck is the first-order term and the
     simulator decides among candidates).
-    `together` are groups of item indices on one stage; `pins` (item, stage).
+    `together` are groups of item indices on one stage; `pins` (item, stage); `apart` are pairs
+    of items that may not share a stage.
     `allow_empty`: stages may stay empty.
+    `scope` says what coarsening kept together and why: the certificate holds inside it.
     """
 
     items: tuple[Item, ...]
@@ -93,10 +97,12 @@ class PartitionProblem:
     order: tuple[tuple[int, int], ...] = ()  # further precedence pairs without traffic
     together: tuple[tuple[int, ...], ...] = ()
     pins: tuple[tuple[int, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
     memory: MemoryRule = MemoryRule()
     num_microbatches: int = 1
     objective: Literal["bottleneck", "flush"] = "bottleneck"
     allow_empty: bool = False
+    scope: str = "exact graph"
 
 
 @dataclass(frozen=True, slots=True)
