@@ -1,0 +1,60 @@
+"""Plans made by hand: the ops of a capture, split at given positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdcompile.graph import Capture
+from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops, tied
+from pdcompile.passes.held import held_tensors
+from pdcompile.plan import Certificate, Plan, StagePlan, Training
+
+
+def cut(capture: Capture, positions: Sequence[int], **training: object) -> Plan:
+    """Stage k has the ops from positions[k-1] up to positions[k] of the train graph.
+
+    Positions count the ops of the model's forward; those of the loss go to the last stage.
+    """
+    graph = capture.train
+    names = [op.name for op in graph.ops if op.region == "forward"]
+    starts = [0, *positions]
+    stops = [*positions, len(names)]
+    groups = [names[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    groups[-1] += [op.name for op in graph.ops if op.region == "loss"]
+    return plan_of(capture, groups, **training)
+
+
+def plan_of(capture: Capture, groups: Sequence[Sequence[str]], **training: object) -> Plan:
+    """A plan whose stage k has the ops groups[k], one rank a stage, times all zero."""
+    bare = [StagePlan(k, tuple(ops), (), ranks=(k,)) for k, ops in enumerate(groups)]
+    plan = _plan(bare, **training)
+    graph = capture.train
+    stage_of = stage_of_ops(graph, plan)
+    held = held_tensors(capture, plan, stage_of, place_eval(capture, stage_of))
+    stages = [
+        StagePlan(
+            k,
+            tuple(ops),
+            tuple(sorted(f for f in held[k] if graph.tensors[f].kind == "parameter")),
+            ranks=(k,),
+        )
+        for k, ops in enumerate(groups)
+    ]
+    return _plan(
+        stages,
+        edges=edges(graph, stage_of, len(groups), graph.batch_size),
+        tied=tied(graph, stage_of),
+        **training,
+    )
+
+
+def _plan(stages: Sequence[StagePlan], edges=(), tied=(), **training) -> Plan:  # type: ignore[no-untyped-def]
+    return Plan(
+        fingerprint="by hand",
+        stages=tuple(stages),
+        edges=tuple(edges),
+        tied=tuple(tied),
+        training=Training(**training),
+        cluster="",
+        certificate=Certificate(0.0, 0.0, "feasible", "nobody", 0.0, "by hand"),
+    )
