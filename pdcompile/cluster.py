@@ -1,8 +1,50 @@
-"""Cluster: the machines that a plan is for."""
+"""Cluster: the machines that a plan is for.
+
+Read from ``cluster.toml``::
+
+    [[devices]]              # in rank order; count is 1 when left out
+    count = 8
+    kind = "cuda"
+    memory = "80 GB"         # left out: no limit
+    speed = 1.0              # relative to the device that the costs were measured on
+
+    [[levels]]               # innermost first; sizes multiply to the number of devices
+    name = "nvlink"
+    size = 4
+    bandwidth = "100 GB/s"   # per device and direction
+    latency = "5 us"
+    duplex = "full"          # or "half"
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pdcompile.errors import ClusterError, ConfigError
+from pdcompile.problem import StageLimits
+from pdcompile.units import (
+    exact_bytes,
+    exact_rate,
+    exact_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
+
+MAX_DEVICES = 65_536
+BARE_NOTE = (
+    "cluster {text!r} says nothing of memory and links: assumed no memory limit, "
+    "100 GB/s inside a host and 12.5 GB/s between hosts, full duplex"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +74,278 @@ class Level:
 class Cluster:
     """Devices in rank order, and the levels that join them (their sizes multiply to the count).
 
-    `in_process` marks `Cluster.local(n)`: all stages run in one process.
+    `in_process` marks `Cluster.local(n)`: all stages run in one process.  `notes` say what was
+    assumed; `explain` repeats them.
     """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     in_process: bool = False
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def local(n: int, *, memory: int | str | None = None) -> Cluster:
-        """n stages in this process: no links to speak of, CPU, optional memory limit each."""
-        raise NotImplementedError
+        """n stages in this process: no links to speak of, CPU, optional memory limit each.
+
+        Raises:
+            ClusterError: n is no positive whole number.
+            ConfigError: `memory` is no number of bytes.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_DEVICES:
+            raise ClusterError(
+                f"a local cluster of {n!r} stages", remedy="give a whole number from 1: local(2)"
+            )
+        limit = None if memory is None else parse_bytes(memory, what="memory")
+        level = Level("memory", n, math.inf)
+        return Cluster((Device("cpu", limit),) * n, (level,), in_process=True)
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """``2x4`` (hosts x devices) or ``4``."""
-        raise NotImplementedError
+        """``2x4`` (hosts x devices) or ``4`` (one host), with assumed links and no memory limit.
+
+        Raises:
+            ClusterError: any other text.
+        """
+        match = re.fullmatch(r"(?:([1-9][0-9]{0,5})[x×])?([1-9][0-9]{0,5})", text.strip())
+        hosts, devices = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+        if not 1 <= hosts * devices <= MAX_DEVICES:
+            raise ClusterError(
+                f"cluster {text!r} is neither HOSTSxDEVICES nor a number of devices",
+                remedy='write "2x4" for 2 hosts of 4 devices, "4" for one host, '
+                "or name a .toml file",
+            )
+        levels = [Level("host", devices, 100e9)]
+        if hosts > 1:
+            levels.append(Level("network", hosts, 12.5e9))
+        note = BARE_NOTE.format(text=text.strip())
+        return Cluster((Device(),) * (hosts * devices), tuple(levels), notes=(note,))
+
+    @staticmethod
+    def auto(environ: Mapping[str, str] = os.environ) -> Cluster:
+        """What torchrun started (WORLD_SIZE, LOCAL_WORLD_SIZE), else two stages in this process.
+
+        Raises:
+            ClusterError: the variables are no positive numbers that divide.
+        """
+        if "WORLD_SIZE" not in environ:
+            return Cluster.local(2)
+        world, local = environ["WORLD_SIZE"], environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])
+        digits = world.isdecimal() and local.isdecimal() and int(local) > 0 and int(world) > 0
+        if not digits or int(world) % int(local):
+            raise ClusterError(
+                f"WORLD_SIZE={world!r} and LOCAL_WORLD_SIZE={local!r} describe no cluster",
+                remedy="start with torchrun, with equally many processes on every host",
+            )
+        return Cluster.parse(f"{int(world) // int(local)}x{local}")
 
     @staticmethod
     def load(path: str) -> Cluster:
-        """Read cluster.toml."""
-        raise NotImplementedError
+        """Read cluster.toml.
+
+        Raises:
+            ClusterError: unreadable file, unknown key or unit, level sizes that do not multiply
+                to the number of devices; names the file and the key.
+        """
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ClusterError(
+                f"cannot read the cluster file: {error.strerror or error}", where=str(path)
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ClusterError(
+                "the cluster file is not UTF-8 text", where=f"{path}: byte {error.start}"
+            ) from error
+        return Cluster.from_toml(text, where=str(path))
+
+    @staticmethod
+    def from_toml(text: str, *, where: str = "cluster.toml") -> Cluster:
+        """Inverse of `to_toml`; raises ClusterError that names file and key."""
+        try:
+            data = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ClusterError(
+                f"the cluster file is not TOML: {str(error).lower()}", where=where
+            ) from error
+        try:
+            return _read(_Table(data, where, ""))
+        except ConfigError as error:  # a unit: the parser of units knows no clusters
+            raise ClusterError(error.message, where=error.where, remedy=error.remedy) from error
+
+    def to_toml(self) -> str:
+        """Canonical text; `from_toml` gives an equal cluster."""
+        lines = []
+        if self.in_process:
+            lines.append("in_process = true")
+        if self.notes:
+            lines.append(f"notes = [{', '.join(_quote(note) for note in self.notes)}]")
+        for device, equal in groupby(self.devices):
+            lines += ["", "[[devices]]", f"count = {len(list(equal))}"]
+            lines.append(f"kind = {_quote(device.kind)}")
+            if device.memory_bytes is not None:
+                lines.append(f'memory = "{exact_bytes(device.memory_bytes)}"')
+            lines.append(f"speed = {device.speed!r}")
+        for level in self.levels:
+            lines += ["", "[[levels]]", f"name = {_quote(level.name)}", f"size = {level.size}"]
+            if not math.isinf(level.bytes_per_second):
+                lines.append(f'bandwidth = "{exact_rate(level.bytes_per_second)}"')
+            lines.append(f'latency = "{exact_seconds(level.latency_seconds)}"')
+            lines.append(f'duplex = "{"full" if level.full_duplex else "half"}"')
+        return "\n".join(lines).lstrip("\n") + "\n"
 
     def level_between(self, a: int, b: int) -> Level:
-        """The slowest level that joins devices a and b."""
-        raise NotImplementedError
+        """The level that joins devices a and b: the innermost one whose block holds both.
+
+        Raises:
+            ClusterError: no such device.
+        """
+        for rank in (a, b):
+            if not 0 <= rank < len(self.devices):
+                raise ClusterError(
+                    f"there is no device {rank}: the cluster has {len(self.devices)}"
+                )
+        block = 1
+        for level in self.levels:
+            block *= level.size
+            if a // block == b // block:
+                return level
+        raise ClusterError(f"no level joins devices {a} and {b}")
+
+
+def stage_limits(
+    cluster: Cluster, num_stages: int, memory: int | str | None = None
+) -> tuple[StageLimits, ...]:
+    """What each pipeline position offers when stage s runs on device s.
+
+    `memory` lowers every device's limit.  The last position has no next: it repeats the link
+    before it.
+
+    Raises:
+        ClusterError: more stages than devices, or fewer than one.
+    """
+    if not 1 <= num_stages <= len(cluster.devices):
+        raise ClusterError(
+            f"{num_stages} stages do not fit a cluster of {len(cluster.devices)} devices",
+            remedy=f"ask for 1 to {len(cluster.devices)} stages",
+        )
+    cap = None if memory is None else parse_bytes(memory, what="memory")
+    links = [cluster.level_between(s, s + 1) for s in range(num_stages - 1)]
+    links = links + links[-1:] or [cluster.levels[0]]
+    limits = []
+    for s, (device, link) in enumerate(zip(cluster.devices, links, strict=False)):
+        known = [limit for limit in (device.memory_bytes, cap) if limit is not None]
+        limits.append(
+            StageLimits(
+                speed=device.speed,
+                memory_bytes=min(known, default=None),
+                bytes_per_second=link.bytes_per_second,
+                full_duplex=link.full_duplex and links[max(s - 1, 0)].full_duplex,
+                latency_seconds=link.latency_seconds,
+            )
+        )
+    return tuple(limits)
+
+
+class _Table:
+    """A TOML table that knows its place in the file and complains about keys nobody asked for."""
+
+    def __init__(self, data: Any, where: str, path: str):
+        self.where = f"{where}: {path}" if path else where
+        self.path, self.file = path, where
+        if not isinstance(data, dict):
+            raise ClusterError("expected a table", where=self.where)
+        self.data = dict(data)
+
+    def take(self, key: str, kind: Any, default: Any = None) -> Any:
+        if key not in self.data:
+            return default
+        value = self.data.pop(key)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            expected = getattr(kind, "__name__", "number")
+            raise ClusterError(f"{key} is {value!r}, not of type {expected}", where=self.key(key))
+        return value
+
+    def key(self, key: str) -> str:
+        return f"{self.file}: {self.path}.{key}" if self.path else f"{self.file}: {key}"
+
+    def tables(self, key: str) -> list[_Table]:
+        found = self.take(key, list, [])
+        return [_Table(item, self.file, f"{key}[{i}]") for i, item in enumerate(found)]
+
+    def finish(self, known: str) -> None:
+        for key in self.data:
+            raise ClusterError(
+                f"unknown key {key!r}", where=self.key(key), remedy=f"known keys are {known}"
+            )
+
+
+def _read(table: _Table) -> Cluster:
+    devices: list[Device] = []
+    for row in table.tables("devices"):
+        count = row.take("count", int, 1)
+        if not 1 <= count <= MAX_DEVICES:
+            raise ClusterError(f"{count} devices of a kind", where=row.key("count"))
+        devices += [_device(row)] * count
+    levels = tuple(_level(row) for row in table.tables("levels"))
+    notes = tuple(table.take("notes", list, []))
+    if not all(isinstance(note, str) for note in notes):
+        raise ClusterError("notes are not all text", where=table.key("notes"))
+    in_process = table.take("in_process", bool, False)
+    table.finish("devices, levels, notes, in_process")
+    if not devices:
+        raise ClusterError(
+            "the cluster has no devices", where=table.where, remedy="add a [[devices]] table"
+        )
+    if not levels and len(devices) == 1:
+        levels = (Level("host", 1, math.inf),)
+    product = math.prod(level.size for level in levels)
+    if product != len(devices):
+        sizes = " x ".join(str(level.size) for level in levels) or "none"
+        raise ClusterError(
+            f"level sizes {sizes} multiply to {product}, but there are {len(devices)} devices",
+            where=table.key("levels"),
+            remedy="make the product of the sizes equal to the number of devices",
+        )
+    return Cluster(tuple(devices), levels, in_process, notes)
+
+
+def _device(row: _Table) -> Device:
+    kind = row.take("kind", str, "cpu")
+    memory = row.take("memory", object)
+    speed = float(row.take("speed", (int, float), 1.0))
+    row.finish("count, kind, memory, speed")
+    if not (math.isfinite(speed) and speed > 0):
+        raise ClusterError(f"speed is {speed!r}, not above 0", where=row.key("speed"))
+    device = Device(kind, None, speed)
+    if memory is None:
+        return device
+    limit = parse_bytes(memory, what="memory", where=row.key("memory"))
+    return replace(device, memory_bytes=limit)
+
+
+def _level(row: _Table) -> Level:
+    name = row.take("name", str, "link")
+    size = row.take("size", int, 0)
+    bandwidth = row.take("bandwidth", object, math.inf)
+    latency = row.take("latency", object, 0.0)
+    duplex = row.take("duplex", str, "full")
+    row.finish("name, size, bandwidth, latency, duplex")
+    if not 1 <= size <= MAX_DEVICES:
+        raise ClusterError(f"size is {size}, not from 1", where=row.key("size"))
+    if duplex not in ("full", "half"):
+        raise ClusterError(f'duplex is {duplex!r}, not "full" or "half"', where=row.key("duplex"))
+    if bandwidth is not math.inf:
+        bandwidth = parse_rate(bandwidth, what="bandwidth", where=row.key("bandwidth"))
+    if bandwidth <= 0:
+        raise ClusterError(
+            "bandwidth is 0",
+            where=row.key("bandwidth"),
+            remedy='give what a device can send per second, such as "12.5 GB/s"',
+        )
+    seconds = parse_seconds(latency, what="latency", where=row.key("latency"))
+    return Level(name, size, bandwidth, seconds, duplex == "full")
+
+
+def _quote(text: str) -> str:
+    """A TOML basic string: JSON's escapes, and DEL, which TOML wants escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -1,9 +1,14 @@
-"""Plan: stages, schedule parameters, forecast and certificate; strict JSON that people edit."""
+"""The dataclasses of a plan."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
+
+from pdcompile.errors import PlanError
+from pdcompile.jsonio import canonical, decode, dumps, loads
+from pdcompile.plan.validate import validate
 
 SCHEMA = "pdcompile.plan/1"
 
@@ -136,3 +141,39 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return sum(stage.replicas for stage in self.stages)
+
+    def to_json(self) -> str:
+        """Indented JSON, one field a line; `from_json` gives an equal plan.
+
+        Raises:
+            PlanError: a number is NaN or infinite, or the plan is nonsense (see `validate`).
+        """
+        validate(self, "plan")
+        return dumps(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, where: str = "plan.json") -> Plan:
+        """Read a plan that somebody may have edited.
+
+        Raises:
+            PlanError: not strict JSON, another schema, wrong types, or nonsense; `where` is the
+                place in the file, like ``plan.json: stages[1].ops[3]``.
+        """
+        data = loads(text, where=where)
+        schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
+        if schema != SCHEMA:
+            raise PlanError(
+                f"schema {schema!r} is not {SCHEMA!r}",
+                where=f"{where}: schema",
+                remedy="make the plan again with this version of pdcompile",
+            )
+        plan = decode(Plan, data, where=where)
+        validate(plan, where)
+        return plan
+
+    def hash(self) -> str:
+        """64 hex digits (SHA-256 of the canonical JSON): equal for equal plans only."""
+        return hashlib.sha256(canonical(self)).hexdigest()
+
+    def __str__(self) -> str:
+        return self.to_json()

@@ -1,0 +1,210 @@
+"""Strict JSON to and from frozen dataclasses.
+
+Python's own reader takes NaN, Infinity, 1e999 and repeated keys, and a dataclass takes
+anything; a plan that people edit deserves better.  Everything wrong is reported with its place
+in the file, ``plan.json: stages[1].ops[3]``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pdcompile.errors import PdcompileError, PlanError
+
+MAX_BYTES = 64 * 2**20
+MAX_DEPTH = 64
+T = TypeVar("T")
+
+
+class _Refused(ValueError):
+    """Raised inside json's hooks; `loads` adds the file."""
+
+
+def loads(text: str | bytes, *, where: str, error: type[PdcompileError] = PlanError) -> Any:
+    """Parse strict JSON: no NaN or infinity, no repeated keys, at most 64 MiB and 64 levels.
+
+    Raises:
+        error: with the reason, and line and column where there is one.
+    """
+    if len(text) > MAX_BYTES:
+        raise error(f"the file has {len(text)} bytes, more than {MAX_BYTES}", where=where)
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            raise error(
+                "the file is not UTF-8 text", where=f"{where}: byte {wrong.start}"
+            ) from wrong
+    try:
+        data = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_small,
+        )
+        _check_tree(data)
+    except json.JSONDecodeError as wrong:
+        reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
+        place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
+        raise error(reason, where=place) from wrong
+    except RecursionError as wrong:
+        raise error(f"nested deeper than {MAX_DEPTH} levels", where=where) from wrong
+    except _Refused as wrong:
+        raise error(str(wrong), where=where) from wrong
+    return data
+
+
+def decode(kind: type[T], data: Any, *, where: str, error: type[PdcompileError] = PlanError) -> T:
+    """An instance of the dataclass `kind` from parsed JSON, every type checked.
+
+    Fields with a default may be left out; unknown ones are refused.  An int is taken for a
+    float, nothing else is converted.
+    """
+    result: T = _decode(kind, data, where + ":", error)
+    return result
+
+
+def encode(value: Any) -> Any:
+    """Dataclasses to dicts (fields in order), tuples to lists; the inverse of `decode`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [encode(part) for part in value]
+    if isinstance(value, dict):
+        return {key: encode(part) for key, part in value.items()}
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Readable JSON: one field a line, lists of plain values in lines of at most 100 columns."""
+    return _dump(encode(value), 0) + "\n"
+
+
+def canonical(value: Any) -> bytes:
+    """One line, keys sorted: what hashes are taken of."""
+    text = json.dumps(encode(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _Refused(f"key {_short(key)} appears twice in one object")
+        result[key] = value
+    return result
+
+
+def _no_constant(text: str) -> Any:
+    raise _Refused(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _Refused(f"number {text[:40]} is too large")
+    return number
+
+
+def _small(text: str) -> int:
+    if len(text) > 20 or abs(number := int(text)) >= 2**63:
+        raise _Refused(f"number {text[:40]} has more than 63 bits")
+    return number
+
+
+def _check_tree(data: Any) -> None:
+    """Depth, and text that no file could hold (half a surrogate pair)."""
+    stack = [(data, 1)]
+    while stack:
+        part, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(part, dict):
+            stack += [(key, depth) for key in part]
+            stack += [(item, depth + 1) for item in part.values()]
+        elif isinstance(part, list):
+            stack += [(item, depth + 1) for item in part]
+        elif isinstance(part, str) and any("\ud800" <= letter <= "\udfff" for letter in part):
+            raise _Refused(f"text {_short(part)} holds half a surrogate pair")
+
+
+def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> Any:
+    if is_dataclass(kind):
+        return _decode_dataclass(kind, data, where, error)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise _mismatch(data, "a list", where, error)
+        return tuple(_decode(args[0], item, f"{where}[{i}]", error) for i, item in enumerate(data))
+    if origin is Literal:
+        if data not in args or not isinstance(data, str):
+            choices = ", ".join(f'"{choice}"' for choice in args)
+            raise _mismatch(data, f"one of {choices}", where, error)
+        return data
+    if origin in (Union, types.UnionType):  # only "something or None" occurs
+        return None if data is None else _decode(args[0], data, where, error)
+    if kind is float and type(data) is int:
+        return float(data)
+    if type(data) is not kind:
+        raise _mismatch(data, _NAMES[kind], where, error)
+    return data
+
+
+def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> Any:
+    if not isinstance(data, dict):
+        raise _mismatch(data, "an object", where, error)
+    hints = get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}
+    for key in data:
+        if key not in known:
+            remedy = f"remove it; known keys are {', '.join(known)}"
+            raise error(f"unknown key {_short(key)}", where=where, remedy=remedy)
+    for name, field in known.items():
+        optional = field.default is not MISSING or field.default_factory is not MISSING
+        if name not in data and not optional:
+            raise error(f"key {name!r} is missing", where=where, remedy=f"add {name!r}")
+    parts = {key: _decode(hints[key], data[key], _below(where, key), error) for key in data}
+    return kind(**parts)
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _mismatch(data: Any, expected: str, where: str, error: type[PdcompileError]) -> PdcompileError:
+    return error(f"{_short(data)} is not {expected}", where=where, remedy=f"write {expected}")
+
+
+def _below(where: str, key: str) -> str:
+    return f"{where} {key}" if where.endswith(":") else f"{where}.{key}"
+
+
+def _short(data: Any) -> str:
+    text = json.dumps(data)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _dump(value: Any, indent: int) -> str:
+    inner = " " * (indent + 1)
+    if isinstance(value, dict) and value:
+        rows = [f"{json.dumps(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(inner + row for row in rows) + "\n" + " " * indent + "}"
+    if not isinstance(value, list) or not value:
+        return json.dumps(value, allow_nan=False)
+    if any(isinstance(item, dict | list) for item in value):
+        rows = [_dump(item, indent + 1) for item in value]
+        return "[\n" + ",\n".join(inner + row for row in rows) + "\n" + " " * indent + "]"
+    words = [json.dumps(item, allow_nan=False) for item in value]
+    if len(line := "[" + ", ".join(words) + "]") + indent <= 80:
+        return line
+    lines = [inner]
+    for word in words:
+        if len(lines[-1]) + len(word) > 95 and lines[-1].strip():
+            lines.append(inner)
+        lines[-1] += word + ", "
+    body = "\n".join(line.rstrip() for line in lines).rstrip(",")
+    return "[\n" + body + "\n" + " " * indent + "]"

@@ -1,0 +1,197 @@
+"""What a plan must satisfy by itself, without graph or cluster: numbers, indices, order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ClusterError, PlanError
+from pdcompile.graph import DTYPE_BYTES
+from pdcompile.options import SCHEDULES
+
+if TYPE_CHECKING:
+    from pdcompile.plan.model import Plan
+
+_SIZE = re.compile(r"[0-9]+|(-?[0-9]+\*)?b([+-][0-9]+)?")
+
+
+def validate(plan: Plan, where: str = "plan.json") -> None:
+    """Refuse nonsense.
+
+    Raises:
+        PlanError: the first thing wrong, with its place and what to do.
+    """
+    for path, message, remedy in _problems(plan):
+        raise PlanError(message, where=f"{where}: {path}", remedy=remedy)
+
+
+Problem = tuple[str, str, str]  # path, message, remedy
+
+
+def _problems(plan: Plan) -> Iterator[Problem]:
+    yield from _numbers(plan, "")
+    yield from _stages(plan)
+    yield from _ranks(plan)
+    yield from _edges(plan)
+    yield from _tied(plan)
+    yield from _training(plan)
+    yield from _certificate(plan)
+    yield from _cluster(plan)
+
+
+def _numbers(part: Any, path: str) -> Iterator[Problem]:
+    """Every number of a plan counts something: finite and not negative."""
+    if is_dataclass(part):
+        for field in fields(part):
+            below = f"{path}.{field.name}" if path else field.name
+            yield from _numbers(getattr(part, field.name), below)
+    elif isinstance(part, tuple):
+        for i, item in enumerate(part):
+            yield from _numbers(item, f"{path}[{i}]")
+    elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
+        yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
+
+
+def _stages(plan: Plan) -> Iterator[Problem]:
+    if not plan.stages:
+        yield "stages", "the plan has no stages", "make the plan again"
+    first: dict[str, str] = {}
+    for s, stage in enumerate(plan.stages):
+        path = f"stages[{s}]"
+        if stage.index != s:
+            remedy = "number the stages from 0 without gaps"
+            yield f"{path}.index", f"index {stage.index} in position {s}", remedy
+        for i, op in enumerate(stage.ops):
+            here = f"{path}.ops[{i}]"
+            if not op.isidentifier():
+                yield here, f"{op!r} is no op name", "use the names of the graph"
+            if op in first:
+                message = f"op {op!r} is assigned twice, first in {first[op]}"
+                yield here, message, "keep it on one stage"
+            first[op] = here
+        if list(stage.parameters) != sorted(set(stage.parameters)):
+            message = "parameters are not sorted, or one appears twice"
+            yield f"{path}.parameters", message, "sort them and remove repetitions"
+        if stage.trainable_bytes > stage.parameter_bytes:
+            message = f"{stage.trainable_bytes} trainable of {stage.parameter_bytes} bytes"
+            yield f"{path}.trainable_bytes", message, "trainable bytes are part of parameter_bytes"
+
+
+def _ranks(plan: Plan) -> Iterator[Problem]:
+    taken: dict[int, int] = {}
+    for s, stage in enumerate(plan.stages):
+        path = f"stages[{s}]"
+        if stage.replicas < 1:
+            yield f"{path}.replicas", "a stage without replicas", "write 1 or more"
+        if stage.ranks and len(stage.ranks) != stage.replicas:
+            message = f"{len(stage.ranks)} ranks for {stage.replicas} replicas"
+            yield f"{path}.ranks", message, "give one rank to each replica"
+        for rank in stage.ranks:
+            if rank in taken:
+                message = f"rank {rank} also runs stage {taken[rank]}"
+                yield f"{path}.ranks", message, "give every rank to one stage"
+            taken[rank] = s
+
+
+def _edges(plan: Plan) -> Iterator[Problem]:
+    stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
+    seen: set[str] = set()
+    for i, edge in enumerate(plan.edges):
+        path = f"edges[{i}]"
+        if edge.value in seen:
+            yield path, f"value {edge.value!r} has two edges", "list all targets in one edge"
+        seen.add(edge.value)
+        if edge.source >= len(plan.stages):
+            yield f"{path}.source", f"there is no stage {edge.source}", "name an existing stage"
+        if stage_of.get(edge.value, edge.source) != edge.source:
+            message = f"{edge.value!r} is made on stage {stage_of[edge.value]}, not {edge.source}"
+            yield f"{path}.source", message, "send a value from the stage that makes it"
+        if not edge.targets:
+            yield f"{path}.targets", "an edge without targets", "remove the edge"
+        yield from _ascending(edge.targets, len(plan.stages), f"{path}.targets")
+        if edge.targets and min(edge.targets) <= edge.source:
+            message = f"goes from stage {edge.source} to stage {min(edge.targets)}"
+            yield f"{path}.targets", message, "values only go to later stages"
+        if edge.dtype not in DTYPE_BYTES:
+            yield f"{path}.dtype", f"unknown dtype {edge.dtype!r}", "use torch's names"
+        for size in edge.shape:
+            if not _SIZE.fullmatch(size):
+                yield f"{path}.shape", f"{size!r} is no size", 'write "4", "b" or "2*b+1"'
+
+
+def _tied(plan: Plan) -> Iterator[Problem]:
+    for i, tied in enumerate(plan.tied):
+        path = f"tied[{i}]"
+        if len(tied.stages) < 2:
+            message = f"{tied.fqn!r} is tied to fewer than two stages"
+            yield f"{path}.stages", message, "list only parameters held by several stages"
+        yield from _ascending(tied.stages, len(plan.stages), f"{path}.stages")
+        for s in tied.stages:
+            if s < len(plan.stages) and tied.fqn not in plan.stages[s].parameters:
+                message = f"stage {s} does not hold {tied.fqn!r}"
+                yield f"{path}.stages", message, f"add it to stages[{s}].parameters"
+    if len({tied.fqn for tied in plan.tied}) != len(plan.tied):
+        yield "tied", "a parameter is listed twice", "keep one entry a parameter"
+
+
+def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[Problem]:
+    if any(a >= b for a, b in pairwise(stages)):
+        yield path, f"{list(stages)} is not ascending", "sort and remove repetitions"
+    if stages and max(stages) >= num_stages:
+        yield path, f"there is no stage {max(stages)}", "name existing stages"
+
+
+def _training(plan: Plan) -> Iterator[Problem]:
+    training, num_stages = plan.training, len(plan.stages)
+    if training.schedule not in SCHEDULES or training.schedule == "auto":
+        known = ", ".join(name for name in SCHEDULES if name != "auto")
+        message = f"unknown schedule {training.schedule!r}"
+        yield "training.schedule", message, f"write one of {known}"
+    for name in ("num_microbatches", "batch_size"):
+        if getattr(training, name) < 1:
+            yield f"training.{name}", f"{name} is 0", "write 1 or more"
+    if training.max_grad_norm == 0:
+        yield "training.max_grad_norm", "clips every gradient to 0", "write null or more than 0"
+    warmup = training.warmup
+    if warmup and len(warmup) != num_stages:
+        message = f"{len(warmup)} warm-up depths for {num_stages} stages"
+        yield "training.warmup", message, "give one depth to each stage"
+    replicated = any(stage.replicas > 1 for stage in plan.stages)
+    if not replicated and any(a < b for a, b in pairwise(warmup)):
+        remedy = "a stage needs at least the depth of the next one"
+        yield "training.warmup", f"warm-up {list(warmup)} increases", remedy
+
+
+def _certificate(plan: Plan) -> Iterator[Problem]:
+    found = plan.certificate
+    if found.bound_seconds > found.objective_seconds * (1 + 1e-9):
+        message = f"bound {found.bound_seconds!r} is above objective {found.objective_seconds!r}"
+        yield "certificate.bound_seconds", message, "make the plan again"
+    if found.status == "optimal" and found.gap > 0:
+        message = f'"optimal" with a gap of {found.gap:.2%}'
+        yield "certificate.status", message, 'write "feasible", or make the plan again'
+    forecast = plan.forecast
+    if forecast is not None:
+        for name in ("sent_bytes", "ledgers"):
+            if len(getattr(forecast, name)) not in (0, plan.num_ranks):
+                message = f"{len(getattr(forecast, name))} entries for {plan.num_ranks} ranks"
+                yield f"forecast.{name}", message, "remove the forecast"
+
+
+def _cluster(plan: Plan) -> Iterator[Problem]:
+    try:
+        cluster = Cluster.from_toml(plan.cluster, where="cluster")
+    except ClusterError as error:
+        yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
+        return
+    if plan.num_ranks > len(cluster.devices):
+        message = f"{plan.num_ranks} ranks on a cluster of {len(cluster.devices)} devices"
+        yield "cluster", message, "use a larger cluster, or fewer stages"
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    if ranks and max(ranks) >= len(cluster.devices):
+        yield "stages", f"the cluster has no device {max(ranks)}", "name existing ranks"

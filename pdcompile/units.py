@@ -1,0 +1,140 @@
+"""Bytes, rates and seconds as people write them: ``80 GB``, ``25 Gbit/s``, ``5 us``.
+
+Decimal prefixes are powers of 1000 (``kB``, ``MB``, ``GB``), binary ones of 1024 (``KiB``,
+``MiB``, ``GiB``).  `format_*` rounds for a reader; `exact_*` gives a text that parses back to
+the same number, for files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from pdcompile.errors import ConfigError
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+RATES = {f"{unit}/s": float(factor) for unit, factor in BYTES.items()} | {
+    f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()
+}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
+_SYNONYMS = {"KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
+
+
+def parse_bytes(value: int | str, *, what: str = "size", where: str | None = None) -> int:
+    """Bytes of ``80 GB``, ``1.5 GiB``, ``4096 B`` or a plain integer (bytes).
+
+    Raises:
+        ConfigError: no such unit, negative, not finite, or not a whole number of bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise _wrong(value, what, BYTES, where)
+        return value
+    number = _parse(value, BYTES, what, where)
+    if number != int(number):
+        raise ConfigError(f"{what} {value!r} is no whole number of bytes", where=where)
+    return int(number)
+
+
+def parse_rate(value: int | float | str, *, what: str = "rate", where: str | None = None) -> float:
+    """Bytes per second of ``100 GB/s``, ``25 Gbit/s``, ``1 GiB/s`` or a plain number."""
+    return _scalar(value, RATES, what, where)
+
+
+def parse_seconds(
+    value: int | float | str, *, what: str = "time", where: str | None = None
+) -> float:
+    """Seconds of ``5 us``, ``1.5 ms``, ``2 s`` or a plain number."""
+    return _scalar(value, SECONDS, what, where)
+
+
+def format_bytes(count: float) -> str:
+    """Three digits for a reader: ``1.50 GB``."""
+    return _format(count, [("B", 1.0), *((f"{p}B", float(f)) for p, f in _DECIMAL.items() if p)])
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Three digits for a reader: ``12.5 GB/s``."""
+    return "unlimited" if math.isinf(bytes_per_second) else format_bytes(bytes_per_second) + "/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits for a reader: ``1.25 ms``."""
+    return _format(seconds, [("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
+
+
+def exact_bytes(count: int) -> str:
+    """A text that `parse_bytes` reads back: the largest unit that divides."""
+    decimal = [(factor, f"{prefix}B") for prefix, factor in _DECIMAL.items()]
+    binary = [(factor, f"{prefix}B") for prefix, factor in _BINARY.items()]
+    factor, unit = max((f, u) for f, u in decimal + binary if count % f == 0)
+    return f"{count // factor} {unit}" if count else "0 B"
+
+
+def exact_rate(bytes_per_second: float) -> str:
+    """A text that `parse_rate` reads back exactly."""
+    return _exact(bytes_per_second, ("GB/s", "MB/s", "kB/s", "B/s"), RATES)
+
+
+def exact_seconds(seconds: float) -> str:
+    """A text that `parse_seconds` reads back exactly."""
+    return _exact(seconds, ("us", "ms", "s"), SECONDS)
+
+
+def _parse(value: object, units: Mapping[str, float], what: str, where: str | None) -> float:
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise _wrong(value, what, units, where)
+    unit = _SYNONYMS.get(match[2], match[2])
+    if unit not in units:
+        raise _wrong(value, what, units, where)
+    # Integers stay exact: 2**60 B must not pass through a float.
+    number = int(match[1]) if match[1].isdigit() else float(match[1])
+    result = number * units[unit]
+    if (result > 2.0**62 and units is BYTES) or not math.isfinite(result):
+        raise ConfigError(f"{what} {value!r} is too large", where=where)
+    return result
+
+
+def _scalar(value: object, units: Mapping[str, float], what: str, where: str | None) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (math.isfinite(value) and value >= 0):
+            raise _wrong(value, what, units, where)
+        return float(value)
+    return float(_parse(value, units, what, where))
+
+
+def _wrong(value: object, what: str, units: Mapping[str, float], where: str | None) -> ConfigError:
+    return ConfigError(
+        f"{what} {value!r} is not a non-negative number with a unit",
+        where=where,
+        remedy=f"write a number and one of {', '.join(units)}",
+    )
+
+
+def _format(number: float, units: list[tuple[str, float]]) -> str:
+    if not math.isfinite(number):
+        return str(number)
+    if number == 0:
+        return f"0 {'s' if units[-1][0] == 's' else 'B'}"
+    unit, factor = next(((u, f) for u, f in reversed(units) if abs(number) / f >= 0.9995), units[0])
+    scaled = number / factor
+    if abs(scaled) >= 999.5 or (unit == "B" and scaled == int(scaled)):
+        return f"{scaled:.0f} {unit}"
+    digits = max(0, 2 - math.floor(math.log10(abs(scaled)))) if scaled else 0
+    return f"{scaled:.{min(digits, 2)}f} {unit}"
+
+
+def _exact(number: float, choices: tuple[str, ...], units: Mapping[str, float]) -> str:
+    for unit in choices if number else ():
+        scaled = float(f"{number / units[unit]:.12g}")
+        text = f"{scaled:.12g} {unit}"
+        if 1e-3 <= scaled < 1e6 and _scalar(text, units, "number", None) == number:
+            return text
+    return f"{number!r} {choices[-1]}" if number else f"0 {choices[-1]}"
