@@ -1,0 +1,279 @@
+"""Random numbers that do not depend on how a model is cut.
+
+Eager PyTorch draws from one generator in program order, so a model that runs in pieces, on
+several ranks and with microbatches interleaved would draw other numbers.  Here every random op
+has a stream of its own, named by (seed, minibatch, microbatch, module path, draw index); the
+default generator is re-seeded before each one.
+
+The draw index counts, within one microbatch's forward (model, then loss_fn under the path
+``loss_fn``), every call of a random function or of a random leaf module below its module path:
+the leaf's own FQN, or for a function the FQN of the innermost running module.  It counts whether
+or not the call would draw in this mode (eval, p=0), so that train and eval agree.  What a leaf
+module or a random function calls inside is not counted: the op is seeded once, on entry.
+A module's FQN is its first name in ``model.named_modules()``; a module that has none (made on
+the fly) is transparent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LOSS_PATH = "loss_fn"
+
+# aten ops tagged `nondeterministic_seeded`; their public faces carry the same name in torch,
+# torch.Tensor, torch.nn.functional, torch._C._nn (a test compares with the installed torch).
+_SEEDED = """
+    _cudnn_attention_backward _cudnn_attention_forward _cudnn_init_dropout_state _cudnn_rnn
+    _efficient_attention_forward _fill_mem_eff_dropout_mask_ _flash_attention_forward
+    _flash_attention_forward_no_dropout_inplace _fused_dropout _fused_sdp_choice _lstm_mps
+    _nested_tensor_softmax_with_shape _sample_dirichlet _scaled_dot_product_attention_math
+    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_fused_attention_overrideable _standard_gamma
+    _triton_scaled_dot_attention alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial
+    cauchy cauchy_ dropout dropout_ exponential exponential_ feature_alpha_dropout
+    feature_alpha_dropout_ feature_dropout feature_dropout_ geometric geometric_ gru log_normal
+    log_normal_ lstm miopen_rnn multinomial native_dropout normal normal_ normal_functional
+    poisson rand rand_like randint randint_like randn randn_like random random_ randperm
+    rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+    rrelu_with_noise_functional scaled_dot_product_attention uniform uniform_
+"""
+SEEDED_OPS = frozenset(_SEEDED.split())
+
+# Python functions of torch that reach one of the above and that a TorchFunctionMode sees as
+# one call, without what they call inside.
+_COMPOSITE = {
+    F: """dropout1d dropout2d dropout3d gumbel_softmax multi_head_attention_forward
+          fractional_max_pool2d fractional_max_pool2d_with_indices _fractional_max_pool2d
+          fractional_max_pool3d fractional_max_pool3d_with_indices _fractional_max_pool3d""",
+    nn.init: """uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_
+                kaiming_normal_ orthogonal_ sparse_""",
+    torch: "svd_lowrank pca_lowrank lobpcg",
+}  # fmt: skip
+
+_RANDOM_MODULES: tuple[type[nn.Module], ...] = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+
+
+def _public_functions() -> frozenset[Any]:
+    found: set[Any] = set()
+    for name in SEEDED_OPS:
+        for home in (torch, torch._C._VariableFunctions, torch.Tensor, F, torch._C._nn):
+            function = getattr(home, name, None)
+            # torch.random is a module, torch.seed-like attributes are no ops
+            if callable(function) and not isinstance(function, type):
+                found.add(function)
+    for home, names in _COMPOSITE.items():
+        found.update(getattr(home, name) for name in names.split())
+    return frozenset(found)
+
+
+_FUNCTIONS = _public_functions()
+
+
+def is_random_function(func: Callable[..., Any]) -> bool:
+    """Whether a public torch function, method or ATen op may draw from a generator.
+
+    `func` is what ``__torch_function__`` receives: ``F.dropout``, ``torch.rand``,
+    ``torch.Tensor.normal_``, ``torch.ops.aten.bernoulli`` (packet or overload).
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in func.tags
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return func.__name__ in SEEDED_OPS and func._qualified_op_name.startswith("aten::")
+    try:
+        return func in _FUNCTIONS
+    except TypeError:  # an unhashable callable is nothing of torch's
+        return False
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether capture keeps the module whole: a torch.nn built-in that runs no other module.
+
+    Subclasses of built-ins are user code and no leaves.  MultiheadAttention is a leaf although
+    it has a child (out_proj), whose weight it reads without calling it.  Containers
+    (Sequential, …) never are, nor are modules with forward hooks: a hook is the user's code.
+    """
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    home = type(module).__module__
+    if not home.startswith("torch.nn.modules.") or home == "torch.nn.modules.container":
+        return False
+    return isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
+
+
+def is_random_module(module: nn.Module) -> bool:
+    """Whether the module is a leaf that may draw (dropouts, RReLU, attention, fused RNNs, …)."""
+    return isinstance(module, _RANDOM_MODULES) and is_leaf(module)
+
+
+def seed_of(seed: int, minibatch: int, microbatch: int, module_path: str, draw: int) -> int:
+    """The 64-bit seed of one random draw: a stable hash, equal in every process and release.
+
+    `minibatch` counts the training calls (`step`, `forward_backward`) from 0; the n-th
+    evaluation call (`eval_step`, `predict`, from 0) has ``evaluation_minibatch(n)``.
+    Only the low 32 bits reach the CPU's Mersenne twister, all 64 reach CUDA's Philox.
+    """
+    text = f"{seed}:{minibatch}:{microbatch}:{draw}:{module_path}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def evaluation_minibatch(call: int) -> int:
+    """The minibatch index that names the streams of an evaluation call: negative, its own."""
+    return -1 - call
+
+
+def reseed(seed: int, device: torch.device | None = None) -> None:
+    """Re-seed the default CPU generator (1 µs), and the one of `device` if that is CUDA."""
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
+@contextmanager
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Give the caller's generators (CPU, and CUDA `device`) back in the state they had."""
+    cuda = device if device is not None and device.type == "cuda" else None
+    state = torch.default_generator.get_state()
+    cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if cuda is not None and cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, cuda)
+
+
+class DrawScope(torch.overrides.TorchFunctionMode):
+    """Runs eager modules with the streams of one microbatch.
+
+    Inside ``with DrawScope(model, seed, minibatch, microbatch) as scope:`` every counted call is
+    re-seeded; ``with scope.loss():`` runs the loss function.  `draws` lists what was counted, as
+    (module path, draw index), in order.  The caller's generator is not preserved here: wrap
+    the whole minibatch in `preserved_rng`.
+
+    Keep the scope entered during backward, after ``scope.replay()``: a region under
+    `torch.utils.checkpoint` runs again there, and has to draw what it drew in forward.  Its
+    recomputation starts from the generator state that checkpoint saved, whose seed says after
+    which draw of the forward it begins; from there the recorded seeds are used in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        seed: int,
+        minibatch: int,
+        microbatch: int,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.draws: list[tuple[str, int]] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stream = (seed, minibatch, microbatch)
+        self._device = device
+        self._counters: dict[str, int] = {}
+        self._path = ""
+        self._in_leaf = False
+        self._replaying = False
+        self._following: dict[int, int] = {}  # seed of one draw -> seed of the next
+        self._last = seed_of(*self._stream, "", -1)
+
+    def __enter__(self) -> DrawScope:
+        # Nothing in forward may depend on what the generator did before, listed or not.
+        reseed(self._last, self._device)
+        self._plain_call = nn.Module.__call__
+        nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        nn.Module.__call__ = self._plain_call  # type: ignore[method-assign]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._in_leaf and is_random_function(func):
+            self.draw(self._path)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def loss(self) -> Iterator[None]:
+        """Functions called in here, outside any module of the model, draw as ``loss_fn``."""
+        outer, self._path = self._path, LOSS_PATH
+        try:
+            yield
+        finally:
+            self._path = outer
+
+    def replay(self) -> None:
+        """From now on (backward) random calls repeat draws of the forward."""
+        self._replaying = True
+
+    def draw(self, path: str) -> None:
+        """Seed the generator for the next draw of `path`."""
+        if self._replaying:
+            following = self._following.get(torch.default_generator.initial_seed())
+            if following is not None:
+                reseed(following, self._device)
+            return
+        index = self._counters.get(path, 0)
+        self._counters[path] = index + 1
+        self.draws.append((path, index))
+        seed = seed_of(*self._stream, path, index)
+        self._following[self._last] = seed
+        self._last = seed
+        reseed(seed, self._device)
+
+    def call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's ``__call__`` with this scope knowing which module is running."""
+        path = self._names.get(id(module))
+        if path is None or self._in_leaf:
+            return plain(module, *args, **kwargs)
+        if is_leaf(module):
+            if is_random_module(module):
+                self.draw(path)
+            return self._run_leaf(module, plain, args, kwargs)
+        outer, self._path = self._path, path
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            self._path = outer
+
+    def _run_leaf(
+        self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        outer, self._in_leaf = self._in_leaf, True
+        try:
+            current = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+            if current is not self:
+                return plain(module, *args, **kwargs)
+            # As in plain eager: any function mode turns off attention's fast path.
+            with torch.overrides._pop_mode_temporarily():
+                return plain(module, *args, **kwargs)
+        finally:
+            self._in_leaf = outer
+
+
+def _watched(scope: DrawScope, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return scope.call(self, plain, args, kwargs)
+
+    return __call__
