@@ -1,1 +1,1 @@
-"""report"""
+"""What a person looks at: tables, timelines, memory, HTML, traces for Perfetto."""

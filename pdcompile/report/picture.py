@@ -1,0 +1,89 @@
+"""Timelines as picture files: SVG by ourselves, PNG and PDF by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdcompile.errors import ConfigError
+from pdcompile.report.svg import FILLS, NAMES, Panel, draw
+from pdcompile.report.timeline import bars, duration, idle
+from pdcompile.units import format_seconds
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def save(panels: Sequence[Panel], path: Path) -> None:
+    """Draw the panels into `path`; its suffix chooses the format.
+
+    Raises:
+        ConfigError: another suffix, or matplotlib is missing for PNG and PDF.
+        OSError: the file cannot be written.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(
+            f"'{path.suffix}' is no picture format", where=str(path), remedy=" or ".join(FORMATS)
+        )
+    if path.suffix == ".svg":
+        path.write_text(draw(panels), encoding="utf-8")
+    else:
+        _matplotlib(panels, path)
+
+
+def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError(
+            f"a {path.suffix} picture needs matplotlib, which is not installed",
+            where=str(path),
+            remedy="pip install matplotlib, or write an .svg, which needs nothing",
+        ) from error
+    content = [(panel.title, bars(panel.events)) for panel in panels]
+    sizes = [len({bar.rank for bar in shown}) for _, shown in content]
+    longest = max((duration(shown) for _, shown in content), default=0.0) or 1.0
+    scale, unit = next(
+        (s, u) for s, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if longest * s >= 1 or u == "us"
+    )
+    figure = Figure(figsize=(11, 1.2 + sum(0.35 * size + 0.7 for size in sizes)), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(
+        len(content), 1, sharex=True, squeeze=False, height_ratios=[size + 1 for size in sizes]
+    )[:, 0]
+    for axis, (title, shown) in zip(axes, content, strict=True):
+        summary = f"{format_seconds(duration(shown))}, {100 * idle(shown):.0f} % idle"
+        axis.set_title(f"{title}: {summary}", loc="left", fontsize=10)
+        ranks = sorted({bar.rank for bar in shown})
+        for bar in shown:
+            axis.barh(
+                ranks.index(bar.rank),
+                (bar.end - bar.start) * scale,
+                left=bar.start * scale,
+                height=0.9,
+                color=FILLS[bar.kind][bar.minibatch % 2],
+                edgecolor="white",
+                linewidth=0.4,
+            )
+            label = str(bar.microbatch) if bar.microbatch >= 0 else ""
+            if label and (bar.end - bar.start) / longest * 130 >= len(label):
+                axis.text(
+                    (bar.start + bar.end) / 2 * scale,
+                    ranks.index(bar.rank),
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="black" if bar.minibatch % 2 else "white",
+                )
+        axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_facecolor("#eef0f3")
+        axis.spines[:].set_visible(False)
+    axes[-1].set_xlim(0, longest * scale)
+    axes[-1].set_xlabel(f"{unit}; dark and light: even and odd minibatches", fontsize=8)
+    keys = [Patch(color=FILLS[kind][0], label=NAMES[kind]) for kind in FILLS]
+    figure.legend(handles=keys, loc="lower right", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,163 @@
+"""A plan as a person reads it: stages, memory, traffic, forecast, certificate."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdcompile.cluster import Cluster
+from pdcompile.plan import Certificate, MemoryLedger, Plan
+from pdcompile.report import names
+from pdcompile.units import format_bytes, format_seconds
+
+LEDGER_LINES = tuple(
+    (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
+)
+
+
+def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
+    """The tables of `plan_report` as text of at most `width` columns."""
+    file = StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=color, highlight=False, no_color=not color
+    )
+    console.print(plan_report(plan))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def plan_report(plan: Plan) -> Group:
+    """Stages, memory, forecast, certificate and notes, one below the other."""
+    parts: list[RenderableType] = [headline(plan), stage_table(plan)]
+    if plan.forecast is not None:
+        parts += [memory_table(plan), forecast_line(plan)]
+    parts.append(certificate_line(plan.certificate, plan.training.schedule))
+    parts += [Text(f"note: {note}") for note in plan.notes]
+    return Group(*parts)
+
+
+def headline(plan: Plan) -> Text:
+    training = plan.training
+    text = Text()
+    text.append(f"{training.schedule}", style="bold")
+    text.append(
+        f": {_count(len(plan.stages), 'stage')} on {_count(plan.num_ranks, 'rank')}, "
+        f"minibatches of {_count(training.batch_size, 'sample')} "
+        f"in {_count(training.num_microbatches, 'microbatch', 'microbatches')}"
+    )
+    if training.max_grad_norm is not None:
+        text.append(f", gradients clipped to norm {training.max_grad_norm:g}")
+    return text
+
+
+def stage_table(plan: Plan) -> Table:
+    """One row a stage; times are per microbatch, in flight counts microbatches."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    replicated = any(stage.replicas > 1 for stage in plan.stages)
+    table.add_column("stage", justify="right")
+    table.add_column("ranks" if replicated else "rank")
+    table.add_column("holds", ratio=1, overflow="fold")
+    for name in ("ops", "parameters", "forward", "backward", "in flight", "sends"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        table.add_row(
+            str(stage.index),
+            names.ranks(stage.ranks),
+            names.modules(stage.parameters, stage.ops),
+            str(len(stage.ops)),
+            format_bytes(stage.parameter_bytes),
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds),
+            str(in_flight(plan, stage.index)),
+            _sends(plan, stage.index),
+        )
+    return table
+
+
+def in_flight(plan: Plan, stage: int) -> int:
+    """Microbatches whose activations the stage holds at most (warm-up depth plus one)."""
+    training = plan.training
+    if training.schedule == "gpipe" or stage >= len(training.warmup):
+        return training.num_microbatches
+    held = training.warmup[stage] + 1
+    return min(held, training.num_microbatches) if training.schedule == "1f1b" else held
+
+
+def _sends(plan: Plan, stage: int) -> str:
+    """What leaves the stage forwards and its gradients backwards, per microbatch."""
+    total = 0
+    for edge in plan.edges:
+        if edge.source == stage:
+            total += edge.bytes * len(edge.targets)
+        if edge.gradient and stage in edge.targets:
+            total += edge.bytes
+    return format_bytes(total) if total else "-"
+
+
+def limits(plan: Plan) -> dict[int, int | None]:
+    """Memory limit of each rank in bytes, from the plan's cluster."""
+    devices = Cluster.from_toml(plan.cluster, where="plan: cluster").devices
+    return {rank: device.memory_bytes for rank, device in enumerate(devices)}
+
+
+def memory_table(plan: Plan) -> Table:
+    """What each rank will hold at its peak, line by line, against its limit."""
+    assert plan.forecast is not None
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("memory", no_wrap=True)
+    used = [
+        (name, label)
+        for name, label in LEDGER_LINES
+        if any(getattr(ledger, name) for ledger in plan.forecast.ledgers)
+    ]
+    for _, label in used:
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("total", justify="right", style="bold", no_wrap=True)
+    table.add_column("limit", justify="right", no_wrap=True)
+    limit_of = limits(plan)
+    for rank, ledger in enumerate(plan.forecast.ledgers):
+        limit = limit_of.get(rank)
+        table.add_row(
+            f"rank {rank}",
+            *(format_bytes(getattr(ledger, name)) for name, _ in used),
+            format_bytes(ledger.total_bytes),
+            "none" if limit is None else format_bytes(limit),
+            style="red" if limit is not None and ledger.total_bytes > limit else None,
+        )
+    return table
+
+
+def forecast_line(plan: Plan) -> Text:
+    forecast = plan.forecast
+    assert forecast is not None
+    sent = " + ".join(format_bytes(count) for count in forecast.sent_bytes)
+    if len(forecast.sent_bytes) > 4:
+        sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
+    return Text(
+        f"forecast: {format_seconds(forecast.step_seconds)} a step, "
+        f"{forecast.samples_per_second:,.0f} samples/s, "
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}"
+    )
+
+
+def certificate_line(certificate: Certificate, schedule: str) -> Text:
+    """Objective, bound, gap, prover, scope and seconds, as one sentence."""
+    flush = schedule in ("gpipe", "1f1b", "interleaved", "zb-h1")
+    what = "a step" if flush else "a microbatch"
+    text = Text("certificate: ")
+    text.append(
+        certificate.status, style="bold green" if certificate.status == "optimal" else "bold yellow"
+    )
+    text.append(
+        f", {format_seconds(certificate.objective_seconds)} {what}, "
+        f"lower bound {format_seconds(certificate.bound_seconds)}, "
+        f"gap {100 * certificate.gap:.2g} %; by {certificate.prover} "
+        f"in {format_seconds(certificate.seconds)}; scope: {certificate.scope}"
+    )
+    return text
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

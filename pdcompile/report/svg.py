@@ -1,0 +1,113 @@
+"""Timelines as SVG: no library, no script, a tooltip on every bar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from pdcompile.report.timeline import Bar, Event, Kind, bars, duration, idle
+from pdcompile.units import format_seconds
+
+# Fill of even and odd minibatches; distinct in lightness too, for those who see no colour.
+FILLS: dict[Kind, tuple[str, str]] = {
+    "forward": ("#4f8ff7", "#9cc2ff"),
+    "backward": ("#2f9e5f", "#93d6ae"),
+    "step": ("#d08a13", "#efc46d"),
+}
+NAMES: dict[Kind, str] = {"forward": "forward", "backward": "backward", "step": "update"}
+
+WIDTH, MARGIN, ROW, GAP = 1000, 64, 26, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One timeline of a picture; panels share the time axis, so that lengths compare."""
+
+    title: str
+    events: Iterable[Event]
+
+
+def draw(panels: Sequence[Panel]) -> str:
+    """A standalone SVG document of the panels, one below the other on one time axis."""
+    content = [(panel.title, bars(panel.events)) for panel in panels]
+    total = max((duration(shown) for _, shown in content), default=0.0)
+    parts: list[str] = []
+    y = 12
+    for title, shown in content:
+        parts.append(_text(MARGIN, y + 12, f"{title}: {_summary(shown)}", "title"))
+        y += 22
+        for rank in sorted({bar.rank for bar in shown}):
+            row = [bar for bar in shown if bar.rank == rank]
+            parts.append(_text(MARGIN - 8, y + 17, f"rank {rank}", "rank"))
+            length = _x(duration(shown), total) - MARGIN
+            parts.append(
+                f'<rect class="idle" x="{MARGIN}" y="{y}" width="{length:.1f}" height="{ROW - 2}"/>'
+            )
+            parts.extend(_bar(bar, y, total) for bar in row)
+            y += ROW
+        y += GAP + 6
+    parts.append(_axis(y, total))
+    y += 26
+    parts.append(_legend(y))
+    height = y + 24
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img">\n<style>{_STYLE}</style>\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>\n{body}\n</svg>\n'
+    )
+
+
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}"
+    ".title{font-size:13px;font-weight:600}.rank{text-anchor:end;fill:#555}"
+    ".label{font-size:10px;text-anchor:middle;fill:#fff;pointer-events:none}"
+    ".odd{fill:#223}.idle{fill:#eef0f3}.tick{text-anchor:middle;fill:#555}"
+    ".bar{stroke:#fff;stroke-width:.8}"
+)
+
+
+def _summary(shown: Sequence[Bar]) -> str:
+    return f"{format_seconds(duration(shown))}, {100 * idle(shown):.0f} % idle"
+
+
+def _x(seconds: float, total: float) -> float:
+    return MARGIN + (WIDTH - MARGIN - 16) * (seconds / total if total else 0.0)
+
+
+def _text(x: float, y: float, content: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
+
+
+def _bar(bar: Bar, y: int, total: float) -> str:
+    left, right = _x(bar.start, total), _x(bar.end, total)
+    odd = bar.minibatch % 2
+    hover = f"{bar.describe()}: {format_seconds(bar.end - bar.start)}"
+    hover += f" from {format_seconds(bar.start)}"
+    drawn = (
+        f'<rect class="bar" x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
+        f'height="{ROW - 2}" fill="{FILLS[bar.kind][odd]}"><title>{escape(hover)}</title></rect>'
+    )
+    label = str(bar.microbatch) if bar.microbatch >= 0 else ""
+    if label and right - left >= 6 * len(label) + 3:
+        kind = "label odd" if odd else "label"
+        drawn += _text((left + right) / 2, y + 16, label, kind)
+    return drawn
+
+
+def _axis(y: int, total: float) -> str:
+    ticks = [total * i / 5 for i in range(6)]
+    return "".join(_text(_x(t, total), y + 4, format_seconds(t), "tick") for t in ticks)
+
+
+def _legend(y: int) -> str:
+    x, parts = MARGIN, []
+    for kind, fills in FILLS.items():
+        parts.append(f'<rect x="{x}" y="{y - 6}" width="14" height="12" fill="{fills[0]}"/>')
+        parts.append(f'<rect x="{x + 14}" y="{y - 6}" width="14" height="12" fill="{fills[1]}"/>')
+        parts.append(_text(x + 34, y + 4, NAMES[kind], "key"))
+        x += 110
+    note = "number: microbatch; dark and light: even and odd minibatches; grey: idle"
+    parts.append(_text(x, y + 4, note, "key"))
+    return "".join(parts)

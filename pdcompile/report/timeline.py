@@ -1,0 +1,138 @@
+"""A timeline as data, and as text for the terminal.
+
+Predicted timelines (`passes.simulate`) and measured ones have the same events, so every
+drawing here takes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rich.text import Text
+
+Kind = Literal["forward", "backward", "step"]
+
+# Instructions that occupy the device; everything else waits or moves bytes.
+COMPUTE: dict[str, Kind] = {"F": "forward", "B": "backward", "STEP": "step"}
+LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "step": "U"}
+FILL: dict[Kind, str] = {"forward": "-", "backward": "=", "step": "U"}
+STYLES: dict[Kind, tuple[str, str]] = {  # even and odd minibatches
+    "forward": ("black on #7fb2ff", "black on #b5d3ff"),
+    "backward": ("black on #7fcf9a", "black on #b4e4c3"),
+    "step": ("black on #f0b84f", "black on #f7d697"),
+}
+
+
+class Event(Protocol):
+    """One instruction on one rank: what `simulate` and a measured run record."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def action(self) -> str: ...
+    @property
+    def minibatch(self) -> int: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def start_seconds(self) -> float: ...
+    @property
+    def end_seconds(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Compute on one rank, in seconds from the start of the timeline."""
+
+    rank: int
+    stage: int
+    kind: Kind
+    minibatch: int
+    microbatch: int  # −1 for an optimizer step
+    start: float
+    end: float
+
+    @property
+    def label(self) -> str:
+        """``F3``, ``B3``, ``U``."""
+        return LETTERS[self.kind] + (str(self.microbatch) if self.microbatch >= 0 else "")
+
+    def describe(self) -> str:
+        where = f"stage {self.stage}, minibatch {self.minibatch}"
+        if self.kind == "step":
+            return f"optimizer step, {where}"
+        return f"{self.kind}, {where}, microbatch {self.microbatch}"
+
+
+def bars(events: Iterable[Event]) -> tuple[Bar, ...]:
+    """The compute events of a timeline, ordered by rank and start, from second 0."""
+    chosen = [event for event in events if str(event.action) in COMPUTE]
+    first = min((event.start_seconds for event in chosen), default=0.0)
+    found = [
+        Bar(
+            event.rank,
+            event.stage,
+            COMPUTE[str(event.action)],
+            event.minibatch,
+            event.microbatch,
+            event.start_seconds - first,
+            event.end_seconds - first,
+        )
+        for event in chosen
+    ]
+    return tuple(sorted(found, key=lambda bar: (bar.rank, bar.start, bar.end)))
+
+
+def duration(shown: Sequence[Bar]) -> float:
+    """Seconds from the first start to the last end."""
+    return max((bar.end for bar in shown), default=0.0)
+
+
+def idle(shown: Sequence[Bar]) -> float:
+    """The idle fraction of all ranks over the whole of the timeline that is shown."""
+    ranks = {bar.rank for bar in shown}
+    total = duration(shown) * len(ranks)
+    return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
+
+
+def text(events: Iterable[Event], *, width: int = 96) -> Text:
+    """One line a rank: ``F2--`` a forward of microbatch 2, ``B2====`` its backward, ``U`` an
+    update, dots where the rank is idle; colours tell minibatches apart.
+
+    `width` is the number of characters of a line, the rank's name included.
+    """
+    shown = bars(events)
+    ranks = sorted({bar.rank for bar in shown})
+    names = {rank: f"rank {rank} " for rank in ranks}
+    margin = max((len(name) for name in names.values()), default=0)
+    columns = max(width - margin, 10)
+    total = duration(shown)
+    drawing = Text(no_wrap=True)
+    for rank in ranks:
+        drawing.append(names[rank].rjust(margin), style="bold")
+        drawing.append_text(_line([bar for bar in shown if bar.rank == rank], total, columns))
+        drawing.append("\n")
+    return drawing
+
+
+def _line(row: Sequence[Bar], total: float, columns: int) -> Text:
+    line = Text(no_wrap=True)
+    at = 0
+    for bar in row:
+        start = max(at, round(bar.start / total * columns)) if total else at
+        end = min(columns, max(start, round(bar.end / total * columns))) if total else at
+        if end == start:
+            # Too short for a character: better left out than drawn over its neighbour.
+            continue
+        line.append("·" * (start - at), style="dim")
+        length = end - start
+        # A label that does not fit would name another microbatch: 1 of 12 becomes a letter.
+        label = bar.label if len(bar.label) <= length else LETTERS[bar.kind]
+        line.append(label.ljust(length, FILL[bar.kind]), style=STYLES[bar.kind][bar.minibatch % 2])
+        at = end
+    line.append("·" * (columns - at), style="dim")
+    return line

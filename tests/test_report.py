@@ -1,0 +1,188 @@
+"""Tables and drawings show the numbers of the plan and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcompile.errors import ConfigError
+from pdcompile.plan import MemoryLedger
+from pdcompile.report import chrome, html, names, picture, plan_table, svg, timeline
+from tests.helpers.report_data import Event, one_f_one_b, plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_text_timeline_is_the_textbook_picture() -> None:
+    # 12.5 seconds on 25 characters: a forward is 2, a backward 4, an update 1.
+    drawn = timeline.text(one_f_one_b(2, 3, 1.0, 2.0), width=7 + 25).plain.splitlines()
+    assert drawn == [
+        "rank 0 F0F1····B0==F2B1==··B2==U",
+        "rank 1 ··F0B0==F1B1==F2B2==U····",
+    ]
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(30, 140))
+def test_text_timeline_keeps_its_width_and_order(stages: int, num: int, width: int) -> None:
+    lines = timeline.text(one_f_one_b(stages, num), width=width).plain.splitlines()
+    assert len(lines) == stages
+    assert {len(line) for line in lines} == {width}
+    for line in lines:
+        labels = [int(i) for i in re.findall(r"F(\d+)", line)]
+        assert labels == sorted(labels)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_idle_fraction_of_1f1b(stages: int, num: int) -> None:
+    """Without updates the bubble of equal stages is (S − 1) / (M + S − 1)."""
+    events = [event for event in one_f_one_b(stages, num) if event.action != "STEP"]
+    expected = (stages - 1) / (num + stages - 1)
+    assert timeline.idle(timeline.bars(events)) == pytest.approx(expected)
+
+
+def test_waits_and_sends_are_not_compute() -> None:
+    events = [*one_f_one_b(), Event(0, 0, "SEND", 0, 0, 0.0, 9.0)]
+    assert timeline.bars(events) == timeline.bars(one_f_one_b())
+
+
+def test_empty_timeline_draws_nothing() -> None:
+    assert timeline.text([]).plain == ""
+    assert timeline.idle(()) == 0.0
+    ElementTree.fromstring(svg.draw([svg.Panel("nothing", [])]))
+
+
+def test_svg_has_one_bar_an_instruction_on_a_common_axis() -> None:
+    short, long = one_f_one_b(2, 2), one_f_one_b(2, 8)
+    root = ElementTree.fromstring(
+        svg.draw([svg.Panel("a <b> & c", short), svg.Panel("long", long)])
+    )
+    bars = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "bar"]
+    assert len(bars) == len(short) + len(long)
+    right = [float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars]
+    assert max(right[: len(short)]) < max(right[len(short) :]) <= svg.WIDTH
+    assert any(text.text and text.text.startswith("a <b> & c") for text in root.iter(f"{SVG}text"))
+    hovers = [title.text or "" for title in root.iter(f"{SVG}title")]
+    assert "forward, stage 0, minibatch 0, microbatch 0: 1.00 ms from 0 s" in hovers
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_picture_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"timeline{suffix}"
+    picture.save([svg.Panel("1f1b", one_f_one_b())], path)
+    assert path.read_bytes()[:4] in (b"<svg", b"\x89PNG")
+
+
+def test_picture_of_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no picture format"):
+        picture.save([], tmp_path / "timeline.bmp")
+
+
+def test_chrome_trace_has_every_event_in_microseconds() -> None:
+    events = [*one_f_one_b(2, 2), Event(1, 1, "SEND_GRADIENT", 0, 1, 0.001, 0.003)]
+    document = json.loads(json.dumps(chrome.trace(events)))
+    spans = [record for record in document["traceEvents"] if record["ph"] == "X"]
+    assert len(spans) == len(events)
+    assert spans[-1]["ts"] == pytest.approx(1000.0)
+    assert spans[-1]["dur"] == pytest.approx(2000.0)
+    assert spans[-1]["tid"] != spans[0]["tid"]
+    tracks = {(r["pid"], r["args"]["name"]) for r in document["traceEvents"] if r["ph"] == "M"}
+    assert (1, "rank 1 (stage 1)") in tracks
+
+
+def test_explain_says_what_the_plan_says() -> None:
+    text = plan_table.explain(plan(), width=110)
+    for part in (
+        "1f1b: 2 stages on 2 ranks, minibatches of 16 samples in 4 microbatches",
+        "clipped to norm 1",
+        "blocks.0–1, tokens",
+        "1.50 ms",
+        "3.00 ms",
+        "65.5 kB",
+        "3.52 MB",
+        "4.00 MB",
+        "22.5 ms a step",
+        "certificate: optimal",
+        "by CP-SAT",
+        "exact graph",
+        "note: batch norm",
+    ):
+        assert part in " ".join(text.split()), part
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_explain_does_not_call_a_gap_optimal() -> None:
+    text = plan_table.explain(plan(status="feasible"), width=120)
+    assert "feasible" in text
+    assert "gap 11 %" in text
+    assert "optimal" not in text
+
+
+def test_explain_without_forecast() -> None:
+    text = plan_table.explain(plan(forecast=False))
+    assert "forecast" not in text
+    assert "certificate" in text
+
+
+def test_memory_over_the_limit_is_marked() -> None:
+    full = dataclasses.replace(plan(), forecast=None)
+    forecast = plan().forecast
+    assert forecast is not None
+    big = dataclasses.replace(forecast, ledgers=(MemoryLedger(weights_bytes=9_000_000),) * 2)
+    rows = plan_table.memory_table(dataclasses.replace(full, forecast=big)).rows
+    assert [row.style for row in rows] == ["red", "red"]
+    assert [row.style for row in plan_table.memory_table(plan()).rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", [2, 1]), ("gpipe", [4, 4]), ("2bw", [2, 1])]
+)
+def test_in_flight(schedule: str, expected: list[int]) -> None:
+    made = plan(schedule=schedule)
+    assert [plan_table.in_flight(made, stage) for stage in (0, 1)] == expected
+
+
+def test_html_is_complete_escaped_and_loads_nothing() -> None:
+    hostile = dataclasses.replace(plan(), notes=("<script>alert(1)</script>",))
+    text = html.page(hostile, one_f_one_b(2), title="a & b")
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "a &amp; b" in text
+    assert not re.findall(r"(?:src|href|@import|url\()", text)
+    assert text.count("<svg") == 2
+    assert "limit: 4.00 MB" in text
+
+
+def test_module_ranges() -> None:
+    parameters = [f"net.blocks.{i}.w" for i in (0, 1, 2, 4)] + ["head.bias", "3.w"]
+    assert names.modules(parameters) == "3, head, net.blocks.0–2,4"
+    assert names.modules((), ("relu", "add")) == "relu … add"
+    assert names.modules((), ("relu",)) == "relu"
+    assert names.ranks((0, 1, 2, 5)) == "0–2,5"
+    assert names.ranks(()) == "-"
+
+
+@given(st.sets(st.integers(0, 30), min_size=1))
+def test_ranges_name_exactly_their_numbers(numbers: set[int]) -> None:
+    found: set[int] = set()
+    for run in names.ranks(sorted(numbers)).split(","):
+        first, _, last = run.partition("–")
+        found.update(range(int(first), int(last or first) + 1))
+    assert found == numbers
+
+
+def test_reports_need_no_torch() -> None:
+    program = (
+        "import sys, pdcompile.report.html, pdcompile.report.picture, pdcompile.report.chrome;"
+        "sys.exit(bool({'torch', 'ortools', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False)
+    assert done.returncode == 0
