@@ -6,8 +6,16 @@ with tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import astuple, dataclass
 from enum import StrEnum
+from itertools import zip_longest
+from typing import Any
+
+from pdcompile.errors import ScheduleError
+
+SCHEMA = "pdcompile.schedule/1"
 
 
 class Action(StrEnum):
@@ -18,16 +26,18 @@ class Action(StrEnum):
     Values (per edge of the plan, microbatch, peer rank): POST_RECV/WAIT_RECV of an activation,
     SEND (posts; the sender keeps the tensor until WAIT_SEND), the same for gradients
     (*_GRADIENT), with the chained sum in them.
-    FREE ends the life of a microbatch's receive slots on a stage (activation slots after its
-    backward; in a forward-only program after its forward).
+    FREE ends the life of a microbatch's receive slots on a stage (activation and gradient
+    slots after its backward; in a forward-only program after its forward).
     Tied parameters (edge field: index into plan.tied): SEND_TIED / POST_RECV_TIED /
     WAIT_RECV_TIED carry the per-microbatch gradient chain (m-th microbatch) towards the
     owner; SEND_WEIGHT / POST_RECV_WEIGHT / WAIT_RECV_WEIGHT carry the updated parameter of a
     minibatch from the owner to one other stage.
-    Collectives: POST_NORMS / WAIT_NORMS (all ranks exchange their vectors of per-parameter
-    gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one minibatch
-    over the replicas of the stage), LOSS (the last stage's loss of one minibatch to every
-    rank: send there, post of the receive elsewhere; waited for lazily by the user).
+    Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
+    per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
+    minibatch over the replicas of the stage), LOSS (the loss of one minibatch from a rank of
+    the last stage to every other rank; peer −1: send, else post of the receive from `peer`;
+    waited for lazily by the user.  Replicas of the last stage send one part each; the loss is
+    the sum).
     """
 
     FORWARD = "F"
@@ -62,11 +72,13 @@ class Instruction:
     """One instruction of one rank.
 
     `minibatch` is relative to the call (0: this call's, −1: the one before, …), so that the
-    steady-state program is one object however long the training runs.  `microbatch` is an
-    index inside its minibatch, −1 where the action is about a whole minibatch.
+    steady-state program is one object however long the training runs.  In a flush program −1
+    is the last minibatch that was started.  `microbatch` is an index inside its minibatch, −1
+    where the action is about a whole minibatch.
     `edge` indexes plan.edges (values) or plan.tied (tied and weight actions), −1 elsewhere.
     `peer` is the rank at the other end of a send or receive, −1 elsewhere.
-    `lag`: FORWARD and BACKWARD of minibatch t run on weights W_max(t − lag, 0).
+    `lag`: FORWARD and BACKWARD of minibatch t run on weights W_max(t − lag, 0); a forward-only
+    program runs on the newest weights.
     """
 
     action: Action
@@ -77,6 +89,27 @@ class Instruction:
     peer: int = -1
     lag: int = 0
 
+    def text(self, home: int | None = None) -> str:
+        """The cell of a table: ``SEND -1:3 e0 >1``; the stage only where it is not `home`."""
+        words = [self.action.value]
+        where = str(self.microbatch) if self.microbatch >= 0 else ""
+        if self.minibatch:
+            where = f"{self.minibatch}:{where}"
+        if where:
+            words.append(where)
+        if self.edge >= 0:
+            words.append(f"{'t' if _is_parameter(self.action) else 'e'}{self.edge}")
+        if self.peer >= 0:
+            words.append(f"{'>' if 'SEND' in self.action else '<'}{self.peer}")
+        if self.lag:
+            words.append(f"W-{self.lag}")
+        if self.stage != home:
+            words.append(f"s{self.stage}")
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        return self.text()
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -84,3 +117,149 @@ class Schedule:
 
     name: str  # gpipe, 1f1b, 2bw, …, and "+flush", "+eval" for those programs
     columns: tuple[tuple[Instruction, ...], ...]
+
+    def __str__(self) -> str:
+        """A table with one column a rank and one instruction a row; `parse` reads it back."""
+        homes = [column[0].stage if column else -1 for column in self.columns]
+        cells = [
+            [f"rank {rank} stage {home}", *(one.text(home) for one in column)]
+            for rank, (home, column) in enumerate(zip(homes, self.columns, strict=True))
+        ]
+        widths = [max(map(len, column)) for column in cells]
+        lines = [f"schedule {self.name}", *LEGEND]
+        for row in zip_longest(*cells, fillvalue=""):
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("| " + " | ".join(padded) + " |")
+        return "\n".join(lines)
+
+    @staticmethod
+    def parse(text: str, where: str = "schedule") -> Schedule:
+        """Read what `str` wrote.  Raises ScheduleError with the line that is not understood."""
+        lines = [line for line in text.splitlines() if line.strip() and line[0] != "#"]
+        if not lines or not re.fullmatch(r"schedule \S+", lines[0].strip()):
+            raise ScheduleError("the text does not begin with 'schedule NAME'", where=where)
+        name = lines[0].split()[1]
+        rows = [_row(line, where) for line in lines[1:]]
+        if not rows:
+            return Schedule(name, ())
+        homes = []
+        for rank, cell in enumerate(rows[0]):
+            match = re.fullmatch(r"rank (\d+) stage (-?\d+)", cell)
+            if match is None or int(match[1]) != rank:
+                raise ScheduleError(f"column {rank} is headed {cell!r}", where=where)
+            homes.append(int(match[2]))
+        columns: list[list[Instruction]] = [[] for _ in homes]
+        for number, row in enumerate(rows[1:]):
+            if len(row) != len(homes):
+                raise ScheduleError(
+                    f"row {number} has {len(row)} cells for {len(homes)} ranks", where=where
+                )
+            for rank, cell in enumerate(row):
+                if not cell:
+                    continue
+                if len(columns[rank]) != number:
+                    raise ScheduleError(f"a gap in the column of rank {rank}", where=where)
+                columns[rank].append(_cell(cell, homes[rank], where))
+        return Schedule(name, tuple(map(tuple, columns)))
+
+    def to_json(self) -> str:
+        """One list of numbers an instruction: action, then the other fields in their order."""
+        columns = [[list(astuple(one)) for one in column] for column in self.columns]
+        return json.dumps(
+            {"schema": SCHEMA, "name": self.name, "columns": columns}, separators=(",", ":")
+        )
+
+    @staticmethod
+    def from_json(text: str, where: str = "schedule.json") -> Schedule:
+        """Read strictly what `to_json` wrote.  Raises ScheduleError naming the place."""
+        try:
+            data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ScheduleError(f"the schedule is not strict JSON: {error}", where=where) from error
+        if not isinstance(data, dict) or set(data) != {"schema", "name", "columns"}:
+            raise ScheduleError("expected the keys schema, name and columns", where=where)
+        if data["schema"] != SCHEMA:
+            raise ScheduleError(
+                f"schema {data['schema']!r} is not {SCHEMA!r}", where=f"{where}: schema"
+            )
+        name, columns = data["name"], data["columns"]
+        if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
+            raise ScheduleError(f"{name!r} is no schedule name", where=f"{where}: name")
+        if not isinstance(columns, list) or not all(isinstance(one, list) for one in columns):
+            raise ScheduleError("columns is not a list of lists", where=f"{where}: columns")
+        return Schedule(
+            name,
+            tuple(
+                tuple(
+                    _entry(entry, f"{where}: columns[{rank}][{index}]")
+                    for index, entry in enumerate(column)
+                )
+                for rank, column in enumerate(columns)
+            ),
+        )
+
+
+LEGEND = (
+    "# one column a rank, one instruction a row; ACTION MINIBATCH:MICROBATCH, then",
+    "#   eK edge K of the plan, tK tied parameter K, >R to rank R, <R from rank R,",
+    "#   W-1 on the weights of one minibatch before, sK on stage K (where not the column's);",
+    "#   MINIBATCH is relative to the call and left out where it is 0",
+)
+
+_ACTIONS = {action.value: action for action in Action}
+_CELL = re.compile(
+    r"(?P<action>[A-Z_]+)(?: (?:(?P<minibatch>-?\d+):)?(?P<microbatch>\d+)?)?"
+    r"(?: (?P<kind>[et])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+))?"
+    r"(?: W-(?P<lag>\d+))?(?: s(?P<stage>-?\d+))?"
+)
+
+
+def _is_parameter(action: Action) -> bool:
+    return action.endswith(("_TIED", "_WEIGHT"))
+
+
+def _row(line: str, where: str) -> list[str]:
+    line = line.strip()
+    if not (line.startswith("|") and line.endswith("|") and len(line) > 1):
+        raise ScheduleError(f"not a row of the table: {line!r}", where=where)
+    return [cell.strip() for cell in line[1:-1].split("|")]
+
+
+def _cell(cell: str, home: int, where: str) -> Instruction:
+    match = _CELL.fullmatch(cell)
+    if match is None or match["action"] not in _ACTIONS:
+        raise ScheduleError(f"no instruction: {cell!r}", where=where)
+
+    def number(key: str, default: int) -> int:
+        return default if match[key] is None else int(match[key])
+
+    found = Instruction(
+        _ACTIONS[match["action"]],
+        number("stage", home),
+        number("minibatch", 0),
+        number("microbatch", -1),
+        number("edge", -1),
+        number("peer", -1),
+        number("lag", 0),
+    )
+    if found.text(home) != cell:
+        raise ScheduleError(f"{cell!r} should be written {found.text(home)!r}", where=where)
+    return found
+
+
+def _entry(entry: Any, where: str) -> Instruction:
+    if not isinstance(entry, list) or len(entry) != 7 or entry[0] not in _ACTIONS:
+        raise ScheduleError(f"{entry!r} is no instruction", where=where)
+    if any(type(number) is not int for number in entry[1:]) or min(entry[3:]) < -1:
+        raise ScheduleError(f"{entry!r} holds something else than small integers", where=where)
+    return Instruction(_ACTIONS[entry[0]], *entry[1:])
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key comes twice")
+    return dict(pairs)
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")

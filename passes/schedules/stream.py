@@ -1,0 +1,119 @@
+"""Stream: the programs of successive calls, one after another.
+
+A schedule with a flush leaves nothing behind: every call has the same program.  2bw leaves
+microbatches in flight, so that a call's program depends on what the calls before it left.
+Only that remainder is the state, relative to the call; after two calls it repeats, and so does
+the program, as the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pdcompile.errors import ScheduleError
+from pdcompile.passes.layout import Layout, layout_of
+from pdcompile.passes.lower_comm import Column, RankState, Step, lower_evaluation, project
+from pdcompile.passes.schedules import gpipe, one_f_one_b, two_bw
+from pdcompile.plan import Edge, Plan
+from pdcompile.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where a pipeline stands between two calls.  `states[s][q]`: replica q of stage s."""
+
+    layout: Layout
+    states: tuple[tuple[RankState, ...], ...]
+
+    def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
+        """The program of one minibatch, and the stream after it.
+
+        Raises ScheduleError when the plan has fewer microbatches.
+        """
+        if not 1 <= num_microbatches <= self.layout.num_microbatches:
+            raise ScheduleError(
+                f"{num_microbatches} microbatches, planned are 1 to {self.layout.num_microbatches}",
+                remedy="split the minibatch into the planned number of microbatches",
+            )
+        return _step(self, num_microbatches)
+
+    def flush(self) -> tuple[Schedule, Stream]:
+        """The program that drains what is in flight, and the stream after it."""
+        return _flush(self)
+
+
+def make_stream(plan: Plan) -> Stream:
+    """The stream of a plan at its beginning.  Raises ScheduleError for an unusable plan."""
+    return _start(layout_of(plan))
+
+
+def evaluation(
+    plan: Plan, edges: tuple[Edge, ...], num_microbatches: int, *, with_loss: bool = False
+) -> Schedule:
+    """Forward-only program over the given edges, replicas round-robin, complete in itself.
+
+    With `with_loss` the last stage sends the loss of minibatch 0 to every rank.
+    """
+    return _evaluation(layout_of(plan), edges, num_microbatches, with_loss)
+
+
+def _start(layout: Layout) -> Stream:
+    return Stream(layout, tuple(tuple(RankState() for _ in ranks) for ranks in layout.ranks))
+
+
+_evaluation = lru_cache(maxsize=32)(lower_evaluation)
+
+
+@lru_cache(maxsize=64)
+def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
+    layout = stream.layout
+    columns = []
+    for column, state, replica in _columns(stream):
+        share = layout.share(column.stage, replica, num_microbatches)
+        column.unstepped.append(0)
+        column.unreduced.append(0)
+        column.receive_loss(num_microbatches)
+        column.begin(share, layout.pool(column.stage))
+        column.train(_order(layout, column.stage, state, share))
+        if not layout.lag:
+            column.finish()
+        columns.append(column)
+    return project(layout, layout.name, columns, num_microbatches), _after(stream, columns, 1)
+
+
+@lru_cache(maxsize=64)
+def _flush(stream: Stream) -> tuple[Schedule, Stream]:
+    layout = stream.layout
+    columns = []
+    for column, state, _ in _columns(stream):
+        late = layout.late(column.stage)
+        column.train(two_bw.drain(state.pending, state.unstepped, late))
+        column.finish()
+        columns.append(column)
+    return project(layout, f"{layout.name}+flush", columns, 0), _after(stream, columns, 0)
+
+
+def _columns(stream: Stream) -> Iterator[tuple[Column, RankState, int]]:
+    for stage, states in enumerate(stream.states):
+        for replica, state in enumerate(states):
+            yield Column(stream.layout, stage, replica, state), state, replica
+
+
+def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
+    following = iter(columns)
+    states = tuple(tuple(next(following).state(shift) for _ in one) for one in stream.states)
+    return stream if states == stream.states else Stream(stream.layout, states)
+
+
+def _order(layout: Layout, stage: int, state: RankState, share: range) -> list[Step]:
+    if layout.name == "2bw":
+        late, depth = layout.late(stage), layout.warmup[stage]
+        return list(two_bw.order(state.pending, state.unstepped, share, depth, late))
+    if layout.name == "gpipe":
+        compute = gpipe.order(share)
+    else:
+        compute = one_f_one_b.order(share, layout.warmup[stage])
+    steps = [(action, 0, microbatch) for action, microbatch in compute]
+    return [*steps, (Action.STEP, 0, -1)]
