@@ -9,16 +9,14 @@ from the stage that makes it, however many stages lie between.
 
 from __future__ import annotations
 
-import keyword
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from pdcompile.errors import PlanError
-from pdcompile.graph import Affine, Capture, Op, OpGraph, Ref, Value, walk
+from pdcompile.graph import Capture, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.held import held_tensors, stage_names
+from pdcompile.passes.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.stage import Port, Signature, StageInterface
+from pdcompile.stage import StageInterface
 
 
 def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
@@ -151,12 +149,12 @@ def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
     num_stages = len(plan.stages)
     train_stage_of = stage_of_ops(capture.train, plan)
     eval_stage_of = place_eval(capture, train_stage_of)
-    modes = ((capture.train, train_stage_of), (capture.eval, eval_stage_of))
+    train = Mode(capture.train, train_stage_of, num_stages, edges)
+    evaluation = Mode(capture.eval, eval_stage_of, num_stages, edges)
     held = held_tensors(capture, plan, train_stage_of, eval_stage_of)
     names = stage_names(capture, held, train_stage_of, eval_stage_of)
     found = []
     for k in range(num_stages):
-        train, evaluation = (_signature(graph, of, k, num_stages) for graph, of in modes)
         tensors = {
             fqn: capture.train.tensors.get(fqn) or capture.eval.tensors[fqn] for fqn in held[k]
         }
@@ -167,8 +165,8 @@ def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
         found.append(
             StageInterface(
                 index=k,
-                train=train,
-                eval=evaluation,
+                train=signature(train, k),
+                eval=signature(evaluation, k),
                 parameters=by_kind["parameter"],
                 buffers=by_kind["buffer"],
                 constants=by_kind["constant"],
@@ -176,40 +174,6 @@ def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
             )
         )
     return tuple(found)
-
-
-def identifier(text: str, fallback: str = "value") -> str:
-    """A Python identifier that looks like `text`; never a keyword, never dunder."""
-    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")[:40].strip("_")
-    if not word or word[0].isdigit():
-        word = f"{fallback}_{word}" if word else fallback
-    return f"{word}_" if keyword.iskeyword(word) or keyword.issoftkeyword(word) else word
-
-
-# What generated source refers to by these names; no variable may hide them.
-RESERVED = frozenset(
-    ("self", "torch", "nn", "F", "math", "operator", "draw", "super")
-    + ("range", "float", "int", "getattr", "setattr", "print")
-)
-
-
-def unique(wish: str, taken: Iterable[str]) -> str:
-    """`wish`, or the first of wish_1, wish_2, … that is neither taken nor reserved."""
-    used = {*taken, *RESERVED}
-    name, count = wish, 0
-    while name in used:
-        count += 1
-        name = f"{wish}_{count}"
-    return name
-
-
-def value_name(graph: OpGraph, name: str) -> str:
-    """The variable that a reader of the model would expect for a value."""
-    for item in graph.inputs:
-        if item.name == name:
-            return identifier(item.path, "input")
-    op = next(op for op in graph.ops if op.name == name)
-    return identifier(op.variable or op.name)
 
 
 def _key(op: Op) -> tuple[str, int, str, str]:
@@ -239,107 +203,3 @@ def _gradient_returns(
             if any(graph.values[name].needs_gradient for name in written if name in graph.values):
                 return True
     return False
-
-
-@dataclass(slots=True)
-class _Names:
-    """Names of one stage's ports; a result may take the name of an argument that is dead."""
-
-    graph: OpGraph
-    ops: list[Op]
-
-    def inputs(self, values: list[str]) -> dict[str, str]:
-        named: dict[str, str] = {}
-        for value in values:
-            named[value] = unique(value_name(self.graph, value), named.values())
-        return named
-
-    def outputs(self, values: list[str], inputs: Mapping[str, str]) -> dict[str, str]:
-        position = {op.name: i for i, op in enumerate(self.ops)}
-        last_use = {name: i for i, op in enumerate(self.ops) for name in op.inputs}
-        named: dict[str, str] = {value: inputs[value] for value in values if value in inputs}
-        for value in values:
-            if value in named:
-                continue
-            alive = [
-                name for other, name in inputs.items() if last_use.get(other, -1) > position[value]
-            ]
-            named[value] = unique(value_name(self.graph, value), [*named.values(), *alive])
-        return named
-
-
-def _signature(graph: OpGraph, stage_of: Mapping[str, int], k: int, num_stages: int) -> Signature:
-    last = k == num_stages - 1
-    everything = [op for op in graph.ops if stage_of[op.name] == k]
-    ops = [op for op in everything if op.region == "forward"]
-    results = (
-        list(dict.fromkeys(ref.name for ref in walk(graph.output, Ref)))
-        if last
-        else [edge.value for edge in edges(graph, stage_of, num_stages, 1) if edge.source == k]
-    )
-    made = {op.name for op in ops}
-    used = dict.fromkeys(name for op in ops for name in op.inputs)
-    needed = {name for name in (*used, *results) if name not in made}
-    received = [op.name for op in graph.ops if op.name in needed]
-    received += [item.name for item in graph.inputs if item.name in needed]
-    received += _size_carrier(graph, ops, received)
-    names = _Names(graph, ops)
-    inputs = names.inputs(received)
-    outputs = names.outputs(results, inputs)
-    loss_ops = [op for op in everything if op.region == "loss"]
-    loss_made = {op.name for op in loss_ops}
-    loss_used = {name for op in loss_ops for name in op.inputs if name not in loss_made}
-    loss_values = [name for name in results if name in loss_used]
-    loss_values += [i.name for i in graph.inputs if i.name in loss_used and i.name not in results]
-    strange = loss_used - set(loss_values)
-    if strange:
-        raise PlanError(
-            f"the loss reads {sorted(strange)}, which the model does not return",
-            where=loss_ops[0].source,
-            remedy="return from forward what loss_fn needs",
-        )
-    draws: dict[str, tuple[int, ...]] = {}
-    for op in ops:
-        if op.draw is not None and op.kind in ("module", "opaque"):
-            draws[op.module_path] = (*draws.get(op.module_path, ()), op.draw)
-    mutated = {graph.values[name].storage for op in ops for name in op.mutates} - {-1}
-    mutated_names = {name for op in ops for name in op.mutates}
-
-    def port(value: str, name: str, *, entering: bool) -> Port:
-        info = graph.values[value]
-        source = next((item for item in graph.inputs if item.name == value), None)
-        affine = (i for i, size in enumerate(info.shape) if isinstance(size, Affine))
-        return Port(
-            name=name,
-            value=value,
-            path=source.path if source else None,
-            shape=info.shape,
-            dtype=info.dtype,
-            requires_grad=info.requires_grad,
-            needs_gradient=info.needs_gradient,
-            batch_dim=source.batch_dim if source else next(affine, None),
-            mutated=entering and (info.storage in mutated or value in mutated_names),
-            stride_order=info.stride_order,
-        )
-
-    loss_names = names.inputs(loss_values)
-    return Signature(
-        inputs=tuple(port(value, inputs[value], entering=True) for value in received),
-        outputs=tuple(port(value, outputs[value], entering=False) for value in results),
-        loss_inputs=tuple(port(v, loss_names[v], entering=False) for v in loss_values),
-        loss=graph.loss if last else None,
-        draws=draws,
-    )
-
-
-def _size_carrier(graph: OpGraph, ops: list[Op], received: list[str]) -> list[str]:
-    """One input to learn the microbatch size from, when ops need it and nothing else tells."""
-    if not any(walk((op.args, op.kwargs), Affine) for op in ops):
-        return []
-    known = (*received, *(op.name for op in ops))
-    if any(isinstance(size, Affine) for name in known for size in graph.values[name].shape):
-        return []
-    for item in graph.inputs:
-        if any(isinstance(size, Affine) for size in graph.values[item.name].shape):
-            return [item.name]
-    return []

@@ -1,0 +1,99 @@
+"""Names for a reader: Python identifiers for values, close to what the model's author wrote."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping
+
+from pdcompile.graph import Op, OpGraph, Ref, Value
+
+# What generated source refers to by these names; no variable may hide them.
+RESERVED = frozenset(
+    {"self", "torch", "nn", "F", "math", "operator", "draw", "super", "range", "float", "complex"}
+    | {"slice", "getattr", "setattr", "str", "print", "len", "sum", "abs", "sorted", "tuple"}
+)
+
+
+def identifier(text: str, fallback: str = "value") -> str:
+    """An ASCII identifier that looks like `text`; never a keyword, a dunder or over 40 long."""
+    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")[:40].strip("_")
+    if not word or word[0].isdigit():
+        word = f"{fallback}_{word}" if word else fallback
+    return f"{word}_" if keyword.iskeyword(word) or keyword.issoftkeyword(word) else word
+
+
+def unique(wish: str, taken: Iterable[str]) -> str:
+    """`wish`, or the first of wish_1, wish_2, … that is neither taken nor reserved."""
+    used = {*taken, *RESERVED}
+    name, count = wish, 0
+    while name in used:
+        count += 1
+        name = f"{wish}_{count}"
+    return name
+
+
+def scope_of(op: Op) -> str:
+    """FQN of the module whose forward contains the op's call (a leaf's parent)."""
+    if op.kind in ("module", "opaque"):
+        return op.module_path.rpartition(".")[0]
+    return op.module_path
+
+
+def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
+    """For every value the name that a reader expects, and whether it may be used again.
+
+    The user's own variables come first and are rebound as in the model.  What a module returns
+    without naming it (``return x + self.mlp(x)``) keeps the name of the tensor that it updates:
+    the first argument, when shape and dtype are the same.  Anything else is called after its
+    op, and only once.
+    """
+    found = {item.name: (identifier(item.path, "input"), True) for item in graph.inputs}
+    escaping = _escaping(graph)
+    for op in graph.ops:
+        if op.variable:
+            found[op.name] = (identifier(op.variable), True)
+            continue
+        first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
+        if (
+            op.name in escaping
+            and first is not None
+            and _alike(graph.values, op.name, first.name)
+            and found[first.name][1]
+        ):
+            found[op.name] = found[first.name]
+        else:
+            found[op.name] = (_after_op(op), False)
+    return found
+
+
+def _escaping(graph: OpGraph) -> set[str]:
+    """Values that an op outside the maker's module (or the caller of the model) reads."""
+    scopes = {op.name: scope_of(op) for op in graph.ops}
+    outside = {
+        name
+        for op in graph.ops
+        for name in op.inputs
+        if name in scopes and not f"{scopes[op.name]}.".startswith(f"{scopes[name]}.")
+    }
+    consumed = {name for op in graph.ops for name in op.inputs}
+    return outside | (set(scopes) - consumed)
+
+
+def _alike(values: Mapping[str, Value], one: str, other: str) -> bool:
+    a, b = values.get(one), values.get(other)
+    return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _after_op(op: Op) -> str:
+    if op.kind in ("module", "opaque"):
+        name = op.module_path.rpartition(".")[2]
+        if name.isdigit():
+            return identifier(op.target.rpartition(".")[2].lower())
+        return identifier(name, "module")
+    word = op.target.rpartition(".")[2]
+    if op.target.startswith("torch.ops."):
+        word = op.target.split(".")[3]
+    if word == "apply":
+        word = op.target.split(".")[-2].lower()
+    return identifier({"getitem": "part"}.get(word, word))
