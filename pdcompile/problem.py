@@ -31,7 +31,7 @@ class Item:
 class Traffic:
     """One value and the items that consume it: sent once to each consuming stage.
 
-    `orders` is False for a hyperedge that only costs (imported training graphs).
+    The producer's stage is never after a consumer's.
     """
 
     value: str
@@ -39,7 +39,6 @@ class Traffic:
     consumers: tuple[int, ...]
     forward_bytes: int
     backward_bytes: int = 0  # its gradient; 0 when none flows
-    orders: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,316 @@
+"""The problem as the solvers see it: groups instead of items, flows instead of values.
+
+Nothing is lost: items that must share a stage (given so, or in a cycle of precedence) become
+one group, values with the same ends become one flow, pins become ranges of stages.  A flow is
+either a value or a shared trainable parameter: it starts at the first stage that holds one of
+its `sources` and goes to every other stage that holds one of its `sinks`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pdcompile.errors import InfeasibleError
+from pdcompile.problem import PartitionProblem, StageLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes of one microbatch between groups, and how many messages they are.
+
+    `received_bytes` is what a receiver keeps.  `tied`: a shared parameter; its transfers load
+    the links but compute does not wait for them.
+    """
+
+    sources: tuple[int, ...]
+    sinks: tuple[int, ...]
+    forward_bytes: float
+    backward_bytes: float
+    forward_messages: float
+    backward_messages: float
+    received_bytes: int = 0
+    tied: bool = False
+
+    def forward_seconds(self, link: StageLimits) -> float:
+        return self.forward_bytes / link.bytes_per_second + (
+            self.forward_messages * link.latency_seconds
+        )
+
+    def backward_seconds(self, link: StageLimits) -> float:
+        return self.backward_bytes / link.bytes_per_second + (
+            self.backward_messages * link.latency_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Groups 0 … n−1 in a topological order; seconds at speed 1, bytes with all copies.
+
+    `lowest` and `highest` bound each group's stage.  `arcs` are precedence pairs, `apart` pairs
+    on different stages, `copies` shared parameters that cost `bytes` on each holder's stage.
+    """
+
+    problem: PartitionProblem
+    members: tuple[tuple[int, ...], ...]  # items of each group
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    fixed_bytes: tuple[float, ...]
+    saved_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]
+    flows: tuple[Flow, ...]
+    copies: tuple[tuple[tuple[int, ...], float], ...]
+    arcs: tuple[tuple[int, int], ...]
+    apart: tuple[tuple[int, int], ...]
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.problem.stages)
+
+    @property
+    def limited(self) -> bool:
+        return any(stage.memory_bytes is not None for stage in self.problem.stages)
+
+    def in_flight(self, stage: int) -> int:
+        given = self.problem.memory.in_flight
+        return given[stage] if given else 1
+
+    def items_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every item, given that of every group."""
+        result = [0] * len(self.problem.items)
+        for group, stage in zip(self.members, stages, strict=True):
+            for item in group:
+                result[item] = stage
+        return tuple(result)
+
+
+def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Model:
+    """Reduce the problem; `blocks` are further items to fuse (not exact: for upper bounds).
+
+    Raises:
+        InfeasibleError: constraints contradict each other.
+    """
+    n = len(problem.items)
+    arcs = {(t.producer, c) for t in problem.traffic for c in t.consumers} | set(problem.order)
+    group_of = _groups(n, [*problem.together, *blocks], arcs)
+    members: list[list[int]] = [[] for _ in range(max(group_of, default=-1) + 1)]
+    for item, group in enumerate(group_of):
+        members[group].append(item)
+    pairs = {(group_of[a], group_of[b]) for a, b in arcs if group_of[a] != group_of[b]}
+    lowest, highest = _ranges(problem, members, group_of, pairs)
+    apart = {tuple(sorted((group_of[a], group_of[b]))) for a, b in problem.apart}
+    for a, b in apart:
+        if a == b:
+            names = ", ".join(repr(problem.items[i].name) for i in members[a][:4])
+            raise InfeasibleError(
+                f"{names} must share a stage, and are asked to be apart",
+                remedy="drop one of the constraints",
+            )
+    rule, items = problem.memory, problem.items
+    copies = rule.versions + rule.gradient_buffers + rule.optimizer_factor
+
+    def total(value: Callable[[int], float]) -> tuple[float, ...]:
+        return tuple(sum(map(value, group)) for group in members)
+
+    return Model(
+        problem=problem,
+        members=tuple(map(tuple, members)),
+        forward=total(lambda i: items[i].forward_seconds),
+        backward=total(lambda i: items[i].backward_seconds),
+        fixed_bytes=total(
+            lambda i: (
+                items[i].trainable_bytes * copies
+                + items[i].parameter_bytes
+                - items[i].trainable_bytes
+            )
+        ),
+        saved_bytes=tuple(sum(items[i].saved_bytes for i in group) for group in members),
+        workspace_bytes=tuple(max(items[i].workspace_bytes for i in g) for g in members),
+        flows=_flows(problem, group_of),
+        copies=tuple(
+            (ends, p.bytes * (copies if p.trainable else 1))
+            for p in problem.shared
+            if len(ends := _unique(group_of[i] for i in p.items)) > 0
+        ),
+        arcs=_reduced(len(members), pairs),
+        apart=tuple((a, b) for a, b in sorted(apart)),
+        lowest=lowest,
+        highest=highest,
+    )
+
+
+def _unique(groups: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(groups)))
+
+
+def _flows(problem: PartitionProblem, group_of: Sequence[int]) -> tuple[Flow, ...]:
+    merged: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[float]]
+    merged = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0, 0.0])
+    for value in problem.traffic:
+        source = group_of[value.producer]
+        sinks = _unique(g for c in value.consumers if (g := group_of[c]) != source)
+        if sinks:
+            f, b = value.forward_bytes, value.backward_bytes
+            row = merged[(source,), sinks, False]
+            for i, amount in enumerate((float(f), float(b), 1.0, float(b > 0), float(f))):
+                row[i] += amount
+    m = problem.num_microbatches
+    for parameter in problem.shared:
+        ends = _unique(group_of[i] for i in parameter.items)
+        if parameter.trainable and len(ends) > 1:
+            row = merged[ends, ends, True]
+            for i, amount in enumerate((parameter.bytes / m, float(parameter.bytes), 1 / m, 1.0)):
+                row[i] += amount
+    return tuple(
+        Flow(sources, sinks, row[0], row[1], row[2], row[3], int(row[4]), tied)
+        for (sources, sinks, tied), row in sorted(merged.items())
+    )
+
+
+def _groups(n: int, together: list[Sequence[int]], arcs: set[tuple[int, int]]) -> list[int]:
+    """Group number of each item: unions, then strongly connected components, in order."""
+    parent = list(range(n))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for group in together:
+        for other in group[1:]:
+            parent[find(other)] = find(group[0])
+    below: dict[int, set[int]] = {find(i): set() for i in range(n)}
+    for a, b in arcs:
+        if find(a) != find(b):
+            below[find(a)].add(find(b))
+    component = _components(below)
+    number = _numbering(below, component)
+    return [number[component[find(i)]] for i in range(n)]
+
+
+def _numbering(below: dict[int, set[int]], component: dict[int, int]) -> list[int]:
+    """Topological numbers of the components that follow the items' order where they can."""
+    count = max(component.values(), default=-1) + 1
+    first = [0] * count
+    after: list[set[int]] = [set() for _ in range(count)]
+    for node in sorted(below, reverse=True):
+        first[component[node]] = node
+        after[component[node]] |= {component[other] for other in below[node]}
+    missing = [0] * count
+    for c in range(count):
+        after[c].discard(c)
+        for other in after[c]:
+            missing[other] += 1
+    ready = [(first[c], c) for c in range(count) if not missing[c]]
+    heapq.heapify(ready)
+    number = [0] * count
+    for i in range(count):
+        _, c = heapq.heappop(ready)
+        number[c] = i
+        for other in after[c]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (first[other], other))
+    return number
+
+
+def _components(below: dict[int, set[int]]) -> dict[int, int]:
+    """The strongly connected component of each node (Tarjan 1972, without recursion)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    found: list[list[int]] = []
+    for root in below:
+        if root in index:
+            continue
+        work = [(root, iter(below[root]))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        on_stack.add(root)
+        while work:
+            node, children = work[-1]
+            child = next(children, None)
+            if child is None:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    cut = stack.index(node)
+                    found.append(stack[cut:])
+                    on_stack.difference_update(stack[cut:])
+                    del stack[cut:]
+            elif child not in index:
+                index[child] = low[child] = len(index)
+                stack.append(child)
+                on_stack.add(child)
+                work.append((child, iter(below[child])))
+            elif child in on_stack:
+                low[node] = min(low[node], index[child])
+    return {node: i for i, group in enumerate(found) for node in group}
+
+
+def _reduced(n: int, pairs: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Transitive reduction by ancestor bit masks; pairs ascend. Left alone when very large."""
+    if n > 5_000:
+        return tuple(sorted(pairs))
+    before: list[list[int]] = [[] for _ in range(n)]
+    for a, b in pairs:
+        before[b].append(a)
+    ancestors = [0] * n
+    kept = []
+    for b in range(n):
+        mask = 0
+        for a in sorted(before[b], reverse=True):
+            if not mask >> a & 1:
+                kept.append((a, b))
+            mask |= ancestors[a] | 1 << a
+        ancestors[b] = mask
+    return tuple(sorted(kept))
+
+
+def _ranges(
+    problem: PartitionProblem,
+    members: list[list[int]],
+    group_of: Sequence[int],
+    pairs: set[tuple[int, int]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    n, last = len(members), len(problem.stages) - 1
+    lowest, highest = [0] * n, [last] * n
+    pinned: dict[int, tuple[int, int]] = {}  # group: item and stage
+    for item, stage in problem.pins:
+        group, name = group_of[item], problem.items[item].name
+        if not 0 <= stage <= last:
+            raise InfeasibleError(
+                f"{name!r} is pinned to stage {stage} of {last + 1}",
+                remedy=f"pin it to a stage from 0 to {last}",
+            )
+        other, before = pinned.setdefault(group, (item, stage))
+        if before != stage:
+            raise InfeasibleError(
+                f"contradictory pins: {problem.items[other].name!r} to stage {before}, "
+                f"{name!r} to stage {stage}, and they must share a stage",
+                remedy="drop one of the pins",
+            )
+        lowest[group] = highest[group] = stage
+    for a, b in sorted(pairs):
+        lowest[b] = max(lowest[b], lowest[a])
+    for a, b in sorted(pairs, reverse=True):
+        highest[a] = min(highest[a], highest[b])
+    for group in range(n):
+        if lowest[group] > highest[group]:
+            raise InfeasibleError(
+                f"contradictory pins: {problem.items[members[group][0]].name!r} can be neither "
+                f"before stage {lowest[group]} nor after stage {highest[group]}",
+                remedy="pins must not decrease along the flow of data",
+            )
+    return tuple(lowest), tuple(highest)

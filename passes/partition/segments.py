@@ -1,0 +1,213 @@
+"""Costs of every stage that two ideals I ⊂ J can enclose, as matrices over pairs (I, J).
+
+What a stage J∖I sends and receives is decided by I and J alone, but for two things: how many
+stages consume a value that leaves it (counted once here) and the links of hops that skip stages
+(the neighbouring link is taken, which is at least as fast).  So the figures are exact for values
+with one consuming stage next door, and lower bounds always.
+
+An indicator such as "some sink of flow e lies in J∖I" is 1 − Σ_q [I∩C = q]·[J∩C = q] over the
+patterns q that ideals leave on the flow's sinks C: a product of one matrix of ideals and another,
+summed over all flows by one matrix multiplication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcompile.passes.partition.model import Model
+from pdcompile.problem import StageLimits
+
+Matrix = NDArray[np.float64]
+Link = tuple[float, float]  # bytes per second, latency
+
+
+@dataclass(slots=True)
+class Segments:
+    """Matrices [I, J] for `ideals` (bit masks, the empty set first, the full set last)."""
+
+    model: Model
+    ideals: list[int]
+    inside: NDArray[np.bool_]  # [ideal, group]
+    subset: NDArray[np.bool_]
+    forward: Matrix
+    backward: Matrix
+    _features: _Features
+    _links: dict[Link, tuple[Matrix, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def build(model: Model, ideals: list[int]) -> Segments:
+        n = model.num_groups
+        inside = np.array([[mask >> v & 1 for v in range(n)] for mask in ideals], dtype=bool)
+        inside = inside.reshape(len(ideals), n)
+        numbers = inside.astype(np.float64)
+        size = numbers.sum(1)
+        subset = (numbers @ numbers.T) == size[:, None]
+        if model.apart:
+            a, b = np.array(model.apart).T
+            neither = (~inside[:, a] & ~inside[:, b]).astype(np.float64)
+            both = (inside[:, a] & inside[:, b]).astype(np.float64)
+            subset &= neither @ both.T == 0
+        return Segments(
+            model,
+            ideals,
+            inside,
+            subset,
+            _difference(numbers @ np.array(model.forward, dtype=np.float64)),
+            _difference(numbers @ np.array(model.backward, dtype=np.float64)),
+            _Features.build(model, inside),
+        )
+
+    def compute(self, stage: int) -> Matrix:
+        """Forward and backward seconds of one microbatch on the stage's device."""
+        return (self.forward + self.backward) / self.model.problem.stages[stage].speed
+
+    def transfer(self, stage: int) -> Matrix:
+        """Link seconds: the busier direction, or both on a half-duplex link."""
+        stages = self.model.problem.stages
+        out_forward, out_backward, _, _, middle = self._at(stages[stage])
+        _, _, in_forward, in_backward, _ = self._at(stages[max(stage - 1, 0)])
+        sent = out_forward + in_backward
+        received = in_forward + out_backward + middle
+        if stages[stage].full_duplex:
+            return np.maximum(sent, received)
+        return sent + received
+
+    def load(self, stage: int) -> Matrix:
+        return np.maximum(self.compute(stage), self.transfer(stage))
+
+    def memory(self, stage: int) -> Matrix:
+        """Bytes by `MemoryRule`'s formula."""
+        model = self.model
+        base, kept, workspace = self._features.memory(model, self.inside)
+        return base + model.in_flight(stage) * kept + workspace
+
+    def allowed(self, stage: int) -> NDArray[np.bool_]:
+        """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
+        result = self.subset.copy()
+        if not self.model.problem.allow_empty:
+            np.fill_diagonal(result, False)
+        limit = self.model.problem.stages[stage].memory_bytes
+        if limit is not None:
+            result &= self.memory(stage) <= limit * (1 + 1e-12) + 0.5
+        low, high = np.array(self.model.lowest), np.array(self.model.highest)
+        # A later stage's group is not in J, an earlier stage's group is in I.
+        late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)
+        early: NDArray[np.bool_] = np.all(self.inside[:, high < stage], axis=1)
+        result &= ~late[None, :] & early[:, None]
+        return result
+
+    def _at(self, link: StageLimits) -> tuple[Matrix, ...]:
+        """(out forward, out backward, in forward, in backward, middle) seconds on a link."""
+        key = (link.bytes_per_second, link.latency_seconds)
+        if key not in self._links:
+            flows = self.model.flows
+            f = np.array([flow.forward_seconds(link) for flow in flows])
+            b = np.array([flow.backward_seconds(link) for flow in flows])
+            self._links[key] = self._features.seconds(f, b)
+        return self._links[key]
+
+
+@dataclass(slots=True)
+class _Features:
+    """Per flow and ideal: is a source inside, is a sink outside, which pattern of sinks."""
+
+    source: Matrix  # [ideal, flow]
+    outside: Matrix
+    pattern: Matrix  # [ideal, column]
+    column: NDArray[np.intp]  # flow of each pattern column
+    copy_pattern: Matrix
+    copy_column: NDArray[np.intp]
+    _memory: tuple[Matrix, Matrix, Matrix] | None = None
+
+    @staticmethod
+    def build(model: Model, inside: NDArray[np.bool_]) -> _Features:
+        flows = model.flows
+        shape = (len(inside), len(flows))
+        source, outside = np.zeros(shape), np.zeros(shape)
+        for e, flow in enumerate(flows):
+            source[:, e] = inside[:, list(flow.sources)].any(1)
+            outside[:, e] = ~inside[:, list(flow.sinks)].all(1)
+        pattern, column = _patterns(inside, [flow.sinks for flow in flows])
+        copy_pattern, copy_column = _patterns(inside, [ends for ends, _ in model.copies])
+        return _Features(source, outside, pattern, column, copy_pattern, copy_column)
+
+    def seconds(self, f: Matrix, b: Matrix) -> tuple[Matrix, ...]:
+        if not f.any() and not b.any():
+            zero = np.zeros((len(self.source), len(self.source)))
+            return (zero,) * 5
+        leaving = self.source * self.outside
+
+        def out(weight: Matrix) -> Matrix:
+            # source in J∖I and a sink beyond J
+            return (leaving @ weight)[None, :] - (self.source * weight) @ leaving.T
+
+        def enters(weight: Matrix, beyond: Matrix | None = None) -> Matrix:
+            # source in I and a sink in J∖I (and, for `beyond`, a sink outside J)
+            left = self.source[:, self.column] * self.pattern * weight[self.column]
+            if beyond is None:
+                return (self.source @ weight)[:, None] - left @ self.pattern.T
+            right = self.pattern * beyond[:, self.column]
+            return (self.source * weight) @ beyond.T - left @ right.T
+
+        parts = out(f), out(b), enters(f), enters(b), enters(b, self.outside)
+        return tuple(np.maximum(part, 0.0) for part in parts)
+
+    def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, Matrix, Matrix]:
+        if self._memory is None:
+            numbers = inside.astype(np.float64)
+            base = _difference(numbers @ np.array(model.fixed_bytes, dtype=np.float64))
+            if model.copies:
+                weight = np.array([num_bytes for _, num_bytes in model.copies])
+                left = self.copy_pattern * weight[self.copy_column]
+                base += weight.sum() - left @ self.copy_pattern.T
+            kept = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
+            received = np.array([float(flow.received_bytes) for flow in model.flows])
+            if received.any():
+                left = self.source[:, self.column] * self.pattern * received[self.column]
+                kept += (self.source @ received)[:, None] - left @ self.pattern.T
+            self._memory = base, kept, _largest(model, inside)
+        return self._memory
+
+
+def _difference(per_ideal: Matrix) -> Matrix:
+    """value(J) − value(I); rounding must not make an empty stage negative."""
+    return np.maximum(per_ideal[None, :] - per_ideal[:, None], 0.0)
+
+
+def _largest(model: Model, inside: NDArray[np.bool_]) -> Matrix:
+    """The largest workspace of a group in J∖I: groups from small to large overwrite."""
+    result = np.zeros((len(inside), len(inside)))
+    by_size: dict[int, list[int]] = {}
+    for v, size in enumerate(model.workspace_bytes):
+        by_size.setdefault(size, []).append(v)
+    for size, groups in sorted(by_size.items()):
+        if size:
+            now = inside[:, groups].astype(np.float64)
+            held = (now.sum(1)[None, :] - now.sum(1)[:, None]) > 0
+            result[held] = size
+    return result
+
+
+def _patterns(
+    inside: NDArray[np.bool_], ends: list[tuple[int, ...]]
+) -> tuple[Matrix, NDArray[np.intp]]:
+    """One 0/1 column for every flow and every subset of its ends that some ideal holds."""
+    columns: list[NDArray[np.bool_]] = []
+    owner: list[int] = []
+    for e, groups in enumerate(ends):
+        rows = inside[:, list(groups)]
+        if len(groups) == 1:
+            columns += [rows[:, 0], ~rows[:, 0]]
+            owner += [e, e]
+            continue
+        _, which = np.unique(np.packbits(rows, axis=1), axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        for q in range(int(which.max()) + 1):
+            columns.append(which == q)
+            owner.append(e)
+    if not columns:
+        return np.zeros((len(inside), 0)), np.zeros(0, dtype=np.intp)
+    return np.array(columns).T.astype(np.float64), np.array(owner, dtype=np.intp)
