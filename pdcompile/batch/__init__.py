@@ -1,0 +1,33 @@
+"""The call of a model as named leaves, and a minibatch as microbatches.
+
+`flatten_call` turns ``model(*args, **kwargs)`` and the target into leaves named by path, so that
+the graph, the stages and the transport can speak of ``x``, ``batch['ids']`` or ``target[0]``.
+`resolve_batch` finds the batch dimension of each leaf, `split` and `weights` say what the
+microbatches are and how much each counts: eager reference and pipeline use the same.
+"""
+
+from pdcompile.batch.call import (
+    Argument,
+    CallSpec,
+    FlatCall,
+    example_call,
+    flatten_call,
+)
+from pdcompile.batch.layout import BatchLayout, follow_batch, resolve_batch
+from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
+
+__all__ = [
+    "Argument",
+    "BatchLayout",
+    "CallSpec",
+    "FlatCall",
+    "concatenate",
+    "example_call",
+    "flatten_call",
+    "follow_batch",
+    "microbatch_sizes",
+    "resize",
+    "resolve_batch",
+    "split",
+    "weights",
+]

@@ -1,0 +1,233 @@
+"""The arguments of a call, and its target, as leaves named by path."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError, InputError
+
+TARGET = "target"
+DEFAULT = object()  # in a prefix of batch dimensions: nothing said, the default rule
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One parameter of forward (or one ``**kwargs`` entry, `key`) and the leaves below it."""
+
+    parameter: str
+    key: str | None
+    root: str  # path of the whole argument; leaves' paths begin with it
+    tree: pytree.TreeSpec
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """The structure of a call: equal for calls that differ in the leaves' values only.
+
+    `by_keyword` names the parameters that this call passed by keyword; it is not compared,
+    because ``model(x)`` and ``model(x=x)`` are the same call.
+    """
+
+    arguments: tuple[Argument, ...]
+    target: Argument
+    signature: inspect.Signature = field(compare=False, repr=False)
+    by_keyword: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatCall:
+    """A call taken apart: path -> tensor or constant (whatever is no tensor, None included).
+
+    Paths: the parameter's name in forward and the way through containers: ``x``,
+    ``batch['ids']``, ``pair[0]``, ``point.x`` (named tuples), ``args[1]`` for ``*args``, the
+    keyword itself for ``**kwargs`` (``kwargs['a']`` where a positional-only parameter has the
+    same name).  The loss target is ``target``; a parameter of forward with that name is
+    ``forward.target``.  Defaults that were not passed are no leaves.
+    """
+
+    leaves: dict[str, Any]
+    spec: CallSpec
+
+    def unflatten(
+        self, leaves: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """(args, kwargs, target) with the given leaves in place (default: the call's own).
+
+        Raises:
+            InputError: a path of the call is not among the leaves.
+        """
+        values = self.leaves if leaves is None else leaves
+        bound = inspect.BoundArguments(self.spec.signature, {})
+        for argument in self.spec.arguments:
+            value = rebuild(argument, values)
+            if argument.key is None:
+                bound.arguments[argument.parameter] = value
+            else:
+                bound.arguments.setdefault(argument.parameter, {})[argument.key] = value
+        return bound.args, bound.kwargs, rebuild(self.spec.target, values)
+
+
+def flatten_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None
+) -> FlatCall:
+    """Name every leaf of ``model(*args, **kwargs)`` and of the target.
+
+    Raises:
+        InputError: the call does not fit forward, or a leaf hides tensors from pytrees.
+    """
+    name = type(model).__name__
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the call does not fit the model's forward: {error}",
+            where=f"{name}.forward{signature}",
+            remedy="pass the arguments as the model takes them; what only the loss needs goes "
+            "into target=",
+        ) from None
+    leaves: dict[str, Any] = {}
+    arguments: list[Argument] = []
+    for parameter, value in bound.arguments.items():
+        kind = signature.parameters[parameter].kind
+        if kind is not inspect.Parameter.VAR_KEYWORD:
+            root = f"forward.{parameter}" if parameter == TARGET else parameter
+            arguments.append(_argument(parameter, None, root, value, leaves))
+            continue
+        for key, entry in value.items():
+            root = f"{parameter}[{key!r}]" if key in signature.parameters else key
+            root = f"forward.{key}" if key == TARGET else root
+            arguments.append(_argument(parameter, key, root, entry, leaves))
+    spec = CallSpec(
+        arguments=tuple(arguments),
+        target=_argument(TARGET, None, TARGET, target, leaves),
+        signature=signature,
+        by_keyword=frozenset(kwargs),
+    )
+    return FlatCall(leaves, spec)
+
+
+def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> FlatCall:
+    """The call that ``example_inputs`` means: a tensor is ``(x,)``, a tuple positional
+    arguments, a dict keyword arguments.
+
+    Raises:
+        InputError: another type, or a call that does not fit forward.
+    """
+    if isinstance(example_inputs, Tensor):
+        return flatten_call(model, (example_inputs,), {}, target)
+    if isinstance(example_inputs, Mapping):
+        return flatten_call(model, (), example_inputs, target)
+    if type(example_inputs) is tuple:
+        return flatten_call(model, example_inputs, {}, target)
+    raise InputError(
+        f"example_inputs is of type {type(example_inputs).__name__}",
+        remedy="give a tensor, a tuple of positional arguments or a dict of keyword arguments; "
+        "wrap a single argument of another type: (x,)",
+    )
+
+
+def _argument(
+    parameter: str, key: str | None, root: str, value: Any, leaves: dict[str, Any]
+) -> Argument:
+    found = [(path, leaf) for path, leaf, _ in walk(value, root, DEFAULT)]
+    for path, leaf in found:
+        if path in leaves:
+            raise InputError("two inputs have the same path", where=path)
+        _refuse_hidden_tensors(path, leaf)
+        leaves[path] = leaf
+    tree = pytree.tree_structure(value)
+    return Argument(parameter, key, root, tree, tuple(path for path, _ in found))
+
+
+def walk(value: Any, path: str, prefix: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(path, leaf, batch dimension asked for) in the order of pytree's leaves."""
+    children, tree = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if tree.type is None:
+        if not (prefix is DEFAULT or is_dim(prefix)):
+            raise misfit(path, prefix)
+        yield path, value, prefix
+        return
+    if isinstance(value, Mapping) and len(value) == len(children):
+        keys: list[Any] = list(value)
+        names = [f"[{key!r}]" for key in keys]
+    elif pytree.is_namedtuple_instance(value):
+        keys = list(range(len(children)))
+        names = [f".{name}" for name in value._fields]
+    else:
+        keys = list(range(len(children)))
+        names = [f"[{key}]" for key in keys]
+    prefixes = _child_prefixes(prefix, keys, path)
+    for child, name, below in zip(children, names, prefixes, strict=True):
+        yield from walk(child, path + name, below)
+
+
+def _child_prefixes(prefix: Any, keys: list[Any], path: str) -> list[Any]:
+    if prefix is DEFAULT or is_dim(prefix):
+        return [prefix] * len(keys)
+    if isinstance(prefix, Mapping) and set(prefix) <= set(keys):
+        return [prefix.get(key, DEFAULT) for key in keys]
+    if isinstance(prefix, tuple | list) and keys == list(range(len(prefix))):
+        return list(prefix)
+    raise misfit(path, prefix)
+
+
+def rebuild(argument: Argument, leaves: Mapping[str, Any]) -> Any:
+    """The argument's own container with the given leaves."""
+    missing = [path for path in argument.paths if path not in leaves]
+    if missing:
+        raise InputError("an input of the model is missing", where=", ".join(missing))
+    return pytree.tree_unflatten([leaves[path] for path in argument.paths], argument.tree)
+
+
+def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            raise InputError(
+                f"a tensor of layout {leaf.layout} cannot be split into microbatches",
+                where=path,
+                remedy="pass its values and indices as dense tensors and build it in forward",
+            )
+        return
+    inside: list[Any] = []
+    if isinstance(leaf, Mapping):
+        inside = list(leaf.values())
+    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        inside = [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and leaf.ndim > 0:
+        raise InputError(
+            f"a numpy array of shape {leaf.shape} cannot be split or differentiated",
+            where=path,
+            remedy="pass torch.from_numpy(array)",
+        )
+    if any(isinstance(part, Tensor) for part in inside):
+        kind = type(leaf).__qualname__
+        raise InputError(
+            f"tensors are hidden inside an object of class {kind}",
+            where=path,
+            remedy=f"pass a plain dict or tuple, or register {kind} with "
+            "torch.utils._pytree.register_pytree_node",
+        )
+
+
+def is_dim(prefix: Any) -> bool:
+    """An entry of batch_dims: a dimension, or None for no splitting."""
+    return prefix is None or (isinstance(prefix, int) and not isinstance(prefix, bool))
+
+
+def misfit(path: str, prefix: Any) -> ConfigError:
+    """The error for a part of batch_dims that is no prefix of the argument."""
+    return ConfigError(
+        f"batch_dims={prefix!r} does not fit the structure of this argument",
+        where=path,
+        remedy="use an int or None, or a container of the same keys",
+    )

@@ -1,0 +1,202 @@
+"""Which dimension of each leaf counts samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pdcompile.batch.call import (
+    DEFAULT,
+    Argument,
+    CallSpec,
+    FlatCall,
+    is_dim,
+    misfit,
+    rebuild,
+    walk,
+)
+from pdcompile.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Samples in the minibatch, and per path the dimension that counts them.
+
+    None: the leaf is the same for every microbatch (constants, scalars, masks of size 1).
+    """
+
+    size: int
+    dims: dict[str, int | None]
+
+    @property
+    def splits(self) -> bool:
+        """Whether anything is split; if not, there is one microbatch."""
+        return any(dim is not None for dim in self.dims.values())
+
+
+def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
+    """Find the batch size and each leaf's batch dimension.
+
+    Args:
+        flat: one global minibatch.
+        batch_dims: an int for all; None: nothing is split; a pytree prefix over (args, kwargs,
+            target) of ints and Nones (None: replicated); or a dict from argument names (and
+            ``target``) to such prefixes, others keep the default 0.  Negative counts from the
+            last dimension.
+
+    A tensor is split along its dimension when the size there is the batch size; 0-dim tensors
+    and size 1 are replicated.  The batch size is the size that the tensors agree on, 1 when
+    that is all there is.
+
+    Raises:
+        InputError: a tensor has another size there (its path is named), or no samples.
+        ConfigError: batch_dims does not fit the call.
+    """
+    asked = _asked_dims(flat, batch_dims)
+    if batch_dims is None:
+        return BatchLayout(1, dict.fromkeys(flat.leaves))
+    sizes: dict[str, tuple[int, int]] = {}  # path -> (dimension, size there)
+    for path, dim in asked.items():
+        leaf = flat.leaves[path]
+        if dim is None or not isinstance(leaf, Tensor) or leaf.ndim == 0:
+            continue
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise InputError(
+                f"batch_dims asks for dimension {dim} of {_shown(leaf)}",
+                where=path,
+                remedy=_remedy(flat, path),
+            )
+        sizes[path] = (dim % leaf.ndim, leaf.shape[dim])
+    size = _common_size(flat, sizes)
+    dims = {
+        path: sizes[path][0] if path in sizes and sizes[path][1] == size else None
+        for path in flat.leaves
+    }
+    return BatchLayout(size, dims)
+
+
+def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
+    """The layout of a further minibatch of the same structure: the same dimensions, its own size.
+
+    So a short last minibatch cannot make a replicated tensor look like a batch by chance.
+    A leaf that is None now (a rank that does not need it) keeps its dimension; the size is
+    `layout`'s where no leaf tells it.
+
+    Raises:
+        InputError: the tensors disagree on the size, have no samples, or a path is new.
+    """
+    sizes = {}
+    for path, leaf in flat.leaves.items():
+        if path not in layout.dims:
+            raise InputError(
+                "this call has an input that the first call did not have",
+                where=path,
+                remedy="pass the same arguments in every call",
+            )
+        dim = layout.dims[path]
+        if dim is not None and isinstance(leaf, Tensor):
+            if leaf.ndim <= dim:
+                raise InputError(f"no dimension {dim} in {_shown(leaf)}", where=path)
+            sizes[path] = (dim, leaf.shape[dim])
+    size = _common_size(flat, sizes) if sizes else layout.size
+    dims = {
+        path: layout.dims[path]
+        if leaf is None or (path in sizes and sizes[path][1] == size)
+        else None
+        for path, leaf in flat.leaves.items()
+    }
+    return BatchLayout(size, dims)
+
+
+def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
+    spec = flat.spec
+    roots = [*spec.arguments, spec.target]
+    if is_dim(batch_dims):
+        return dict.fromkeys(flat.leaves, batch_dims)
+    if isinstance(batch_dims, Mapping):
+        known = {argument.root for argument in roots}
+        unknown = sorted(str(name) for name in batch_dims if name not in known)
+        if unknown:
+            raise ConfigError(
+                f"batch_dims names {', '.join(unknown)}, which this call does not have",
+                remedy=f"known names: {', '.join(sorted(known))}",
+            )
+        prefixes = [batch_dims.get(argument.root, DEFAULT) for argument in roots]
+    elif isinstance(batch_dims, tuple | list) and len(batch_dims) == 3:
+        args, kwargs, target = batch_dims
+        for part in (args, kwargs):
+            if not (is_dim(part) or isinstance(part, tuple | list | Mapping)):
+                raise misfit("batch_dims", part)
+        prefixes = [_argument_prefix(one, spec, args, kwargs) for one in spec.arguments]
+        prefixes.append(target)
+    else:
+        raise ConfigError(
+            f"batch_dims={batch_dims!r} has no meaning",
+            remedy="an int, None, a tuple (args, kwargs, target) of ints, Nones and containers "
+            "of them, or a dict from argument names to these",
+        )
+    asked = {}
+    for argument, prefix in zip(roots, prefixes, strict=True):
+        value = rebuild(argument, flat.leaves)
+        for path, _, dim in walk(value, argument.root, prefix):
+            asked[path] = 0 if dim is DEFAULT else dim
+    return asked
+
+
+def _argument_prefix(argument: Argument, spec: CallSpec, args: Any, kwargs: Any) -> Any:
+    """What (args, kwargs) of batch_dims says of one argument: the more specific one counts,
+    so that passing it by position or by keyword makes no difference."""
+    name = argument.parameter if argument.key is None else argument.key
+    if isinstance(kwargs, Mapping) and name in kwargs:
+        return kwargs[name]
+    positional = [
+        parameter.name
+        for parameter in spec.signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if isinstance(args, tuple | list):
+        if argument.key is None and name in positional and positional.index(name) < len(args):
+            return args[positional.index(name)]
+        if spec.signature.parameters[argument.parameter].kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = tuple(args[len(positional) :])
+            return rest + (DEFAULT,) * (argument.tree.num_children - len(rest))
+    chosen = kwargs if name in spec.by_keyword else args
+    return chosen if is_dim(chosen) else DEFAULT
+
+
+def _common_size(flat: FlatCall, sizes: dict[str, tuple[int, int]]) -> int:
+    counts = Counter(size for _, size in sizes.values() if size != 1)
+    if not counts:
+        return 1
+    size = counts.most_common(1)[0][0]  # the first one seen, among equally frequent sizes
+    example = next(path for path, (_, one) in sizes.items() if one == size)
+    for path, (dim, one) in sizes.items():
+        if one not in (size, 1):
+            raise InputError(
+                f"dimension {dim} of {_shown(flat.leaves[path])} is neither the batch size "
+                f"{size} (of {example}) nor 1",
+                where=path,
+                remedy=_remedy(flat, path),
+            )
+    if size == 0:
+        raise InputError(
+            "the minibatch has no samples", where=example, remedy="skip empty minibatches"
+        )
+    return size
+
+
+def _shown(tensor: Any) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def _remedy(flat: FlatCall, path: str) -> str:
+    roots = [one.root for one in (*flat.spec.arguments, flat.spec.target) if path in one.paths]
+    return (
+        f"say where the samples are: batch_dims={{{roots[0]!r}: None}} if every microbatch needs "
+        "all of it, or the number of the batch dimension in place of None"
+    )

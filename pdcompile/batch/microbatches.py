@@ -1,0 +1,172 @@
+"""A minibatch as microbatches: their sizes, leaves, weights, and outputs put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pdcompile.batch.call import FlatCall
+from pdcompile.batch.layout import BatchLayout
+from pdcompile.errors import ConfigError, InputError
+
+
+def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
+    """The same call with `size` samples: rows repeated in turn, or cut; strides keep their order.
+
+    Raises:
+        InputError: size is not positive.
+    """
+    if size < 1:
+        raise InputError(f"a minibatch of {size} samples")
+    leaves = {
+        path: leaf
+        if layout.dims[path] is None
+        else _take_cyclically(leaf, layout.dims[path] or 0, size)
+        for path, leaf in flat.leaves.items()
+    }
+    return FlatCall(leaves, flat.spec)
+
+
+def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
+    """Samples of each microbatch, as `torch.tensor_split` makes them; never 0.
+
+    With fewer samples than microbatches there are fewer microbatches, of one sample each.
+    """
+    count = min(num_microbatches, batch_size)
+    small, larger = divmod(batch_size, count)
+    return [small + 1] * larger + [small] * (count - larger)
+
+
+def split(
+    flat_leaves: Mapping[str, Any], layout: BatchLayout, num_microbatches: int
+) -> list[dict[str, Any]]:
+    """One dict of leaves for each microbatch: views along the batch dimension, the rest shared.
+
+    A leaf that is None although it has a batch dimension (a rank that does not need it) stays
+    None.  Without any batch dimension there is one microbatch.
+    """
+    count = len(microbatch_sizes(layout.size, num_microbatches)) if layout.splits else 1
+    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    for path, leaf in flat_leaves.items():
+        dim = layout.dims[path]
+        pieces: Sequence[Any] = [leaf] * count
+        if dim is not None and isinstance(leaf, Tensor):
+            pieces = torch.tensor_split(leaf, count, dim)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[path] = piece
+    return parts
+
+
+def weights(
+    reduction: Literal["mean", "sum"] | Callable[..., Any],
+    flat: FlatCall,
+    layout: BatchLayout,
+    num_microbatches: int,
+) -> list[float]:
+    """What each microbatch's loss is multiplied by, before its backward.
+
+    ``mean``: n_i/N by samples; ``sum``: 1; a callable (args, kwargs, target) -> number of items:
+    items_i / Σ items.  Python floats, computed in this order on every rank.
+
+    Raises:
+        InputError: a callable returned something negative, not finite, or 0 throughout.
+        ConfigError: reduction is none of the three.
+    """
+    if reduction == "mean" or reduction == "sum":
+        if not layout.splits:
+            return [1.0]
+        sizes = microbatch_sizes(layout.size, num_microbatches)
+        return [n / layout.size for n in sizes] if reduction == "mean" else [1.0] * len(sizes)
+    if not callable(reduction):
+        raise ConfigError(
+            f"loss_reduction={reduction!r} is not known",
+            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
+        )
+    parts = split(flat.leaves, layout, num_microbatches)
+    items = [float(reduction(*flat.unflatten(part))) for part in parts]
+    total = sum(items)
+    if not all(math.isfinite(count) and count >= 0 for count in items) or total == 0:
+        raise InputError(
+            f"loss_reduction counted {items} items in the microbatches of one minibatch",
+            remedy="it has to return the number of items that the loss averages over, and a "
+            "minibatch has to contain at least one",
+        )
+    return [count / total for count in items]
+
+
+def concatenate(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    *,
+    loss: Tensor | None = None,
+    loss_leaf: int | None = None,
+    batch_dim: int = 0,
+) -> Any:
+    """Put the outputs of the microbatches together into the minibatch's output pytree.
+
+    Args:
+        outputs: one pytree for each microbatch, equal in structure.
+        sizes: samples of each microbatch.
+        loss: the minibatch's loss, which takes the place of leaf number `loss_leaf`.
+        batch_dim: the dimension to try first when looking for the one that counts samples.
+
+    Tensors are concatenated along the dimension whose size is the microbatch's in every
+    microbatch (`batch_dim`, else the first that fits); tensors without one (scalars, auxiliary
+    losses) are stacked along a new first dimension.  Other leaves are those of the first
+    microbatch.  A single microbatch's output is returned as it is.
+
+    Raises:
+        InputError: microbatches returned unlike structures.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    tree = flat[0][1]
+    for index, (_, other) in enumerate(flat):
+        if other != tree:
+            raise InputError(
+                f"microbatch {index} returned another structure than microbatch 0: {other}, "
+                f"not {tree}",
+                remedy="a model's output structure may not depend on the values of its inputs",
+            )
+    joined = []
+    for number, parts in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+        if number == loss_leaf and loss is not None:
+            joined.append(loss)
+        elif len(parts) == 1 or not all(isinstance(part, Tensor) for part in parts):
+            joined.append(parts[0])
+        else:
+            dim = _sample_dim(parts, sizes, batch_dim)
+            joined.append(torch.stack(parts) if dim is None else torch.cat(parts, dim))
+    return pytree.tree_unflatten(joined, tree)
+
+
+def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int | None:
+    ndim = parts[0].ndim
+    if any(part.ndim != ndim for part in parts):
+        return None
+    candidates = (min(first, ndim - 1), *range(ndim)) if ndim else ()
+    for dim in candidates:
+        if all(
+            part.shape[dim] == n and _other_dims(part, dim) == _other_dims(parts[0], dim)
+            for part, n in zip(parts, sizes, strict=True)
+        ):
+            return dim
+    return None
+
+
+def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+
+
+def _take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:
+    rows = torch.arange(size, device=leaf.device) % leaf.shape[dim]
+    strides = leaf.stride()
+    order = sorted(range(leaf.ndim), key=lambda d: -int(strides[d]))
+    with torch.no_grad():
+        taken = leaf.detach().permute(order).index_select(order.index(dim), rows)
+    back = [order.index(d) for d in range(leaf.ndim)]
+    return taken.permute(back).requires_grad_(leaf.requires_grad)
