@@ -1,0 +1,127 @@
+"""Assemble: the planner's answer over items becomes a plan over ops.
+
+Nothing is decided here: stages are read off the partition, everything else about them is added
+up from the graph, and what crosses between them comes from `boundaries`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, replace
+
+from pdcompile import jsonio
+from pdcompile.cluster import Cluster
+from pdcompile.errors import PlanError
+from pdcompile.graph import Op, OpCost, OpGraph
+from pdcompile.graph import fingerprint as graph_fingerprint
+from pdcompile.passes import boundaries
+from pdcompile.passes.coarsen.items import held_by
+from pdcompile.passes.costs import Resident, residents
+from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.problem import Partition, PartitionProblem, StageLimits
+
+
+def assemble(
+    graph: OpGraph,
+    problem: PartitionProblem,
+    partition: Partition,
+    certificate: Certificate,
+    training: Training,
+    cluster: Cluster,
+) -> Plan:
+    """The plan of a partition, without a forecast (the simulator adds it).
+
+    Stage s runs on rank s.  Seconds are those of the stage's own device.  `parameter_bytes` of a
+    stage includes buffers and constants, which never train.
+
+    Raises:
+        PlanError: the problem is of another graph, or the partition breaks its order.
+    """
+    stage_of = _stage_of_ops(graph, problem, partition)
+    by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
+    num_stages = len(problem.stages)
+    b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+    resident = residents(graph, stage_of, num_stages, b)
+    ops: list[list[Op]] = [[] for _ in range(num_stages)]
+    for op, stage in zip(graph.ops, stage_of, strict=True):
+        ops[stage].append(op)
+    return Plan(
+        fingerprint=fingerprint(graph, cluster),
+        stages=tuple(
+            _stage(graph, s, ops[s], problem.stages[s], resident[s]) for s in range(num_stages)
+        ),
+        edges=boundaries.edges(graph, by_name, num_stages, b),
+        tied=boundaries.tied(graph, by_name),
+        training=training,
+        cluster=cluster.to_toml(),
+        certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
+        notes=graph.notes,
+    )
+
+
+def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
+    """Hex digest of what a plan was made for: graph, costs and cluster."""
+    digest = hashlib.sha256(graph_fingerprint(graph).encode())
+    digest.update(
+        jsonio.canonical([None if op.cost is None else asdict(op.cost) for op in graph.ops])
+    )
+    digest.update(cluster.to_toml().encode())
+    return digest.hexdigest()
+
+
+def _stage_of_ops(
+    graph: OpGraph, problem: PartitionProblem, partition: Partition
+) -> tuple[int, ...]:
+    if len(partition.stage_of) != len(problem.items):
+        raise PlanError(
+            f"the partition places {len(partition.stage_of)} items of {len(problem.items)}",
+            where="assemble",
+        )
+    placed = {
+        name: stage
+        for item, stage in zip(problem.items, partition.stage_of, strict=True)
+        for name in item.ops
+    }
+    strange = placed.keys() ^ {op.name for op in graph.ops}
+    if strange or sum(len(item.ops) for item in problem.items) != len(graph.ops):
+        raise PlanError(
+            f"the problem's items do not hold each op of the graph once: {sorted(strange)[:5]}",
+            where="assemble",
+            remedy="coarsen this graph again",
+        )
+    for op in graph.ops:
+        for name in op.inputs:
+            if placed.get(name, 0) > placed[op.name]:
+                raise PlanError(
+                    f"op {op.name!r} is on stage {placed[op.name]} and reads {name!r} of "
+                    f"stage {placed[name]}",
+                    where="assemble",
+                    remedy="stages may not decrease along the data flow",
+                )
+    return tuple(placed[op.name] for op in graph.ops)
+
+
+def _stage(
+    graph: OpGraph, index: int, ops: list[Op], limits: StageLimits, resident: Resident
+) -> StagePlan:
+    costs = [op.cost or OpCost() for op in ops]
+    held = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
+    parameters = [info for info in held if info.kind == "parameter"]
+    return StagePlan(
+        index=index,
+        ops=tuple(op.name for op in ops),
+        parameters=tuple(info.fqn for info in parameters),
+        ranks=(index,),
+        forward_seconds=sum(cost.forward_seconds for cost in costs) / limits.speed,
+        backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
+        parameter_bytes=sum(info.bytes for info in held),
+        trainable_bytes=sum(info.bytes for info in parameters if info.requires_grad),
+        saved_bytes=resident.saved_bytes,
+        workspace_bytes=resident.workspace_bytes,
+    )
+
+
+def _scope(coarsening: str, search: str) -> str:
+    """One sentence: what coarsening kept together, and what the search adds to it."""
+    parts = [part for part in (coarsening, search) if part and part != "exact graph"]
+    return "; ".join(dict.fromkeys(parts)) or "exact graph"

@@ -1,0 +1,97 @@
+"""Coarsen: a graph with costs becomes the planner's problem, with what may not be cut as items.
+
+Three steps: join what a cut would make wrong (`spans`) and what the user wants together
+(`wishes`), join what can be joined without losing the optimum (`neutral`), and add up costs,
+traffic and shared parameters of the items that remain.  The problem's `scope` says which rules
+were used, since a certificate holds inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pdcompile.constraints import Constraint
+from pdcompile.errors import ConfigError, CostError
+from pdcompile.graph import OpGraph
+from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.items import Assembly
+from pdcompile.passes.coarsen.neutral import Neutral
+from pdcompile.passes.coarsen.spans import close_cycles, join_spans
+from pdcompile.passes.coarsen.wishes import Wishes
+from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
+
+__all__ = ["coarsen"]
+
+
+def coarsen(
+    graph: OpGraph,
+    stages: tuple[StageLimits, ...],
+    *,
+    num_microbatches: int,
+    objective: Literal["bottleneck", "flush"] = "bottleneck",
+    memory: MemoryRule | None = None,
+    constraints: Sequence[Constraint] = (),
+) -> PartitionProblem:
+    """Items in topological order, the traffic between them, and everything that binds them.
+
+    Every op is in exactly one item.  One item is pinned to the last stage: it holds the ops of
+    the loss, or what makes the last of the model's output, and stands for the consumer of the
+    whole output.
+
+    Raises:
+        CostError: an op has no cost.
+        ConfigError: a constraint names nothing, or a stage that is not there.
+        InfeasibleError: constraints contradict each other or what may not be cut.
+    """
+    if not stages:
+        raise ConfigError("a pipeline needs at least one stage, got 0")
+    b = _microbatch_size(graph)
+    wishes = Wishes.resolve(graph, constraints)
+    groups = Groups(len(graph.ops) + 1)
+    join_spans(graph, groups)
+    wishes.join(groups)
+    close_cycles(graph, groups)
+    neutral = Neutral(graph, groups, b, wishes.marks(groups))
+    neutral.run()
+    assembly = Assembly.of(graph, groups, b)
+    pins = dict(wishes.pins(assembly.item_of, len(stages)))
+    assembly.check_output_pin(pins, len(stages) - 1)
+    return PartitionProblem(
+        items=assembly.items(),
+        traffic=assembly.traffic(),
+        stages=stages,
+        shared=assembly.shared(),
+        pins=tuple(sorted(pins.items())),
+        apart=wishes.apart(assembly.item_of),
+        memory=memory or MemoryRule(in_flight=(1,) * len(stages)),
+        num_microbatches=num_microbatches,
+        objective=objective,
+        scope=_scope(graph, groups, neutral.moved_seconds),
+    )
+
+
+def _microbatch_size(graph: OpGraph) -> int:
+    sizes = set()
+    for op in graph.ops:
+        if op.cost is None:
+            raise CostError(
+                f"op '{op.name}' ({op.target}) has no cost",
+                where=op.source,
+                remedy="run pdcompile.passes.profile.profile on the graph first",
+            )
+        sizes.add(op.cost.microbatch_size)
+    if len(sizes) > 1:
+        raise CostError(f"costs are of different microbatch sizes: {sorted(sizes)}")
+    return sizes.pop() if sizes else graph.batch_size
+
+
+def _scope(graph: OpGraph, groups: Groups, moved_seconds: float) -> str:
+    if not groups.reasons:
+        return "exact graph"
+    rules = ", ".join(f"{reason} ({n})" for reason, n in sorted(groups.reasons.items()))
+    items = len(groups.members())
+    text = f"{items} items of {len(graph.ops)} ops; one stage for: {rules}"
+    if moved_seconds:
+        text += f"; moved ops take {moved_seconds * 1e6:.3g} us in all"
+    return text

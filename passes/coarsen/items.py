@@ -1,0 +1,189 @@
+"""Items: groups of ops with their summed costs, their traffic and the parameters they share."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from pdcompile.errors import InfeasibleError
+from pdcompile.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
+from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.problem import Item, SharedParameter, Traffic
+
+
+@dataclass
+class Assembly:
+    """Groups in topological order; `item_of` maps op positions (and the output's) to items."""
+
+    graph: OpGraph
+    b: int
+    groups: list[list[int]]  # ascending positions, the output's member is len(graph.ops)
+    item_of: list[int]
+
+    @staticmethod
+    def of(graph: OpGraph, groups: Groups, b: int) -> Assembly:
+        members = groups.members()
+        order = _topological(graph, groups, members)
+        item_of = [0] * (len(graph.ops) + 1)
+        for item, root in enumerate(order):
+            for i in members[root]:
+                item_of[i] = item
+        return Assembly(graph, b, [members[root] for root in order], item_of)
+
+    @property
+    def output_item(self) -> int:
+        return self.item_of[len(self.graph.ops)]
+
+    def check_output_pin(self, pins: dict[int, int], last: int) -> None:
+        """Pin the output's item to the last stage, unless the user wants it elsewhere."""
+        if pins.setdefault(self.output_item, last) != last:
+            names = [op.name for op in self._ops(self.output_item)]
+            raise InfeasibleError(
+                f"{names} make the loss or the model's output and run on the last stage, {last}, "
+                f"but are pinned to stage {pins[self.output_item]}",
+                remedy="remove that pin",
+            )
+
+    def items(self) -> tuple[Item, ...]:
+        names = self._names()
+        held = self._held_by_one()
+        found = []
+        for item in range(len(self.groups)):
+            ops = self._ops(item)
+            costs = [op.cost or OpCost() for op in ops]
+            own = held.get(item, [])
+            found.append(
+                Item(
+                    name=names[item],
+                    ops=tuple(op.name for op in ops),
+                    forward_seconds=sum(cost.forward_seconds for cost in costs),
+                    backward_seconds=sum(cost.backward_seconds for cost in costs),
+                    parameter_bytes=sum(info.bytes for info in own),
+                    trainable_bytes=sum(info.bytes for info in own if _trainable(info)),
+                    saved_bytes=sum(cost.saved_bytes for cost in costs),
+                    workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
+                )
+            )
+        return tuple(found)
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Values with consumers in other items; the output's item consumes the output."""
+        graph = self.graph
+        position = self._position
+        returned = {ref.name for ref in walk(graph.output, Ref)}
+        found = []
+        for op in graph.ops:
+            value = graph.values[op.name]
+            producer = self.item_of[position[op.name]]
+            consumers = {self.item_of[position[name]] for name in value.consumers}
+            if op.name in returned:
+                consumers.add(self.output_item)
+            consumers.discard(producer)
+            if consumers:
+                size = value.bytes(self.b)
+                back = size if value.needs_gradient else 0
+                found.append(Traffic(op.name, producer, tuple(sorted(consumers)), size, back))
+        return tuple(found)
+
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Tensors that several items hold; buffers and constants among them, never trained."""
+        return tuple(
+            SharedParameter(info.fqn, info.bytes, _trainable(info), tuple(sorted(items)))
+            for info, items in self._holders
+            if len(items) > 1
+        )
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {op.name: i for i, op in enumerate(self.graph.ops)}
+
+    @cached_property
+    def _holders(self) -> list[tuple[TensorInfo, set[int]]]:
+        items: dict[str, set[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            for fqn in held_by(op):
+                items.setdefault(fqn, set()).add(self.item_of[i])
+        return [(info, items[fqn]) for fqn, info in self.graph.tensors.items() if fqn in items]
+
+    def _held_by_one(self) -> dict[int, list[TensorInfo]]:
+        found: dict[int, list[TensorInfo]] = {}
+        for info, items in self._holders:
+            if len(items) == 1:
+                found.setdefault(next(iter(items)), []).append(info)
+        return found
+
+    def _ops(self, item: int) -> list[Op]:
+        return [self.graph.ops[i] for i in self.groups[item] if i < len(self.graph.ops)]
+
+    def _names(self) -> list[str]:
+        """The module path of the costliest op, with the op where the path is not enough."""
+        chosen = [_main(self._ops(item)) for item in range(len(self.groups))]
+        paths = Counter(op.module_path for op in chosen if op is not None)
+        names: list[str] = []
+        taken: set[str] = set()
+        for op in chosen:
+            if op is None:
+                name = "output"
+            elif op.module_path and paths[op.module_path] == 1:
+                name = op.module_path
+            else:
+                name = f"{op.module_path}:{op.name}" if op.module_path else op.name
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            names.append(name)
+        return names
+
+
+def held_by(op: Op) -> tuple[str, ...]:
+    """Canonical names of the model's tensors that the stage of this op has to hold."""
+    named = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
+    return tuple(dict.fromkeys(named))
+
+
+def _trainable(info: TensorInfo) -> bool:
+    return info.kind == "parameter" and info.requires_grad
+
+
+def _main(ops: list[Op]) -> Op | None:
+    def seconds(op: Op) -> float:
+        return op.cost.forward_seconds + op.cost.backward_seconds if op.cost else 0.0
+
+    return max(ops, key=seconds, default=None)
+
+
+def _topological(graph: OpGraph, groups: Groups, members: dict[int, list[int]]) -> list[int]:
+    """Kahn's algorithm; among the ready groups the one whose last op comes first in the graph.
+
+    The last op, not the first: a group whose ops are spread keeps its place at the end of its
+    span, and a chain of single ops keeps the order of the graph.
+    """
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    followers: dict[int, set[int]] = {root: set() for root in members}
+    for i, op in enumerate(graph.ops):
+        for name in op.inputs:
+            if name in position:
+                followers[groups.find(position[name])].add(groups.find(i))
+    end = groups.find(len(graph.ops))
+    for ref in walk(graph.output, Ref):
+        if ref.name in position:
+            followers[groups.find(position[ref.name])].add(end)
+    waiting = dict.fromkeys(members, 0)
+    for root, after in followers.items():
+        after.discard(root)
+        for other in after:
+            waiting[other] += 1
+    ready = [(members[root][-1], root) for root, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, root = heapq.heappop(ready)
+        order.append(root)
+        for other in followers[root]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (members[other][-1], other))
+    assert len(order) == len(members), "groups form a cycle"
+    return order

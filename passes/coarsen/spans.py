@@ -1,0 +1,149 @@
+"""Spans: ops that a cut between them would make wrong, and why.
+
+Every rule joins a handful of ops; whatever lies between them on a path is joined afterwards,
+because ops of one group that reach each other through an outsider form a cycle of groups
+(`close_cycles`), and every stage has to be convex.
+"""
+
+from __future__ import annotations
+
+import networkx as nx  # type: ignore[import-untyped]
+
+from pdcompile.graph import DTYPE_BYTES, OpGraph, Ref, walk
+from pdcompile.passes.coarsen.groups import Groups
+
+CONTAINER = "a container and what takes it apart"
+UNSENDABLE = "a value that cannot be sent"
+MUTATION = "in-place writes and what reads the same memory before them"
+BUFFER = "readers and writers of a written buffer"
+OPAQUE = "calls of a module that is kept whole"
+HOOK = "a hook or flag and the op that makes its tensor"
+GRAD = "a gradient taken inside forward"
+OUTPUT = "the loss and the model's output"
+CYCLE = "ops between others that stay together"
+
+_FLAGS = ("register_hook", "retain_grad", "requires_grad_")
+
+
+def join_spans(graph: OpGraph, groups: Groups) -> None:
+    """Join what may not be cut. Op i of the graph is member i; the last member is the output."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    _join_unsendable(graph, groups, position)
+    _join_mutations(graph, groups, position)
+    _join_buffers(graph, groups)
+    _join_calls(graph, groups, position)
+    _join_output(graph, groups, position)
+
+
+def close_cycles(graph: OpGraph, groups: Groups) -> None:
+    """Join groups that reach each other both ways, so that the groups form an acyclic graph."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    arrows = nx.DiGraph()
+    end = groups.find(len(graph.ops))
+    for ref in walk(graph.output, Ref):
+        if ref.name in position and groups.find(position[ref.name]) != end:
+            arrows.add_edge(groups.find(position[ref.name]), end)
+    for i, op in enumerate(graph.ops):
+        target = groups.find(i)
+        for name in op.inputs:
+            source = position.get(name)
+            if source is not None and groups.find(source) != target:
+                arrows.add_edge(groups.find(source), target)
+    for component in nx.strongly_connected_components(arrows):
+        if len(component) > 1:
+            groups.join(sorted(component), CYCLE)
+
+
+def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
+    output = {ref.name for ref in walk(graph.output, Ref)}
+    for value in graph.values.values():
+        if value.producer is None or value.dtype in DTYPE_BYTES:
+            continue
+        reason = UNSENDABLE if value.is_tensor else CONTAINER
+        ends = [position[value.producer], *(position[name] for name in value.consumers)]
+        if value.name in output:
+            ends.append(len(graph.ops))
+        groups.join(ends, reason)
+
+
+def _join_mutations(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
+    """From the first alias of a storage to its last in-place write, with all readers on the way.
+
+    A reader after the last write may be elsewhere: it receives what was written.  Of a graph
+    input that is written every reader stays: other stages would take it unwritten from the
+    caller.
+    """
+    written: dict[int, int] = {}  # storage -> position of its last writer
+    alone: list[tuple[int, str]] = []  # writes into values of unknown storage
+    for i, op in enumerate(graph.ops):
+        for name in op.mutates:
+            storage = graph.values[name].storage
+            if storage >= 0:
+                written[storage] = i
+            else:
+                alone.append((i, name))
+    members: dict[int, list[int]] = {storage: [last] for storage, last in written.items()}
+    for value in graph.values.values():
+        if value.storage not in written:
+            continue
+        last = written[value.storage]
+        producer = position[value.producer] if value.producer is not None else -1
+        if 0 <= producer <= last:
+            members[value.storage].append(producer)
+        for name in value.consumers:
+            if position[name] <= last or value.producer is None:
+                members[value.storage].append(position[name])
+    for ends in members.values():
+        groups.join(ends, MUTATION)
+    for i, name in alone:
+        value = graph.values[name]
+        readers = [position[reader] for reader in value.consumers if position[reader] <= i]
+        own = [] if value.producer is None else [position[value.producer]]
+        groups.join([i, *own, *readers], MUTATION)
+
+
+def _join_buffers(graph: OpGraph, groups: Groups) -> None:
+    written = {fqn for op in graph.ops for fqn in op.buffers_written}
+    users: dict[str, list[int]] = {fqn: [] for fqn in written}
+    for i, op in enumerate(graph.ops):
+        for fqn in written.intersection((*op.buffers_read, *op.buffers_written, *op.attributes)):
+            users[fqn].append(i)
+    for fqn in sorted(users):
+        groups.join(users[fqn], BUFFER)
+
+
+def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
+    opaque: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        if op.kind == "opaque":
+            opaque.setdefault(op.module_path, []).append(i)
+        if op.target.rsplit(".", 1)[-1] in _FLAGS:
+            groups.join([i, *(position[n] for n in op.inputs[:1] if n in position)], HOOK)
+        if op.target == "torch.autograd.grad":
+            _join_gradient(graph, groups, position, i)
+    for calls in opaque.values():
+        groups.join(calls, OPAQUE)
+
+
+def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: int) -> None:
+    """The ops between what is differentiated and what by: autograd has to see all of them."""
+    op = graph.ops[i]
+    by = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("inputs")
+    for ref in walk(by, Ref):
+        value = graph.values[ref.name]
+        ends = [position[name] for name in value.consumers if position[name] <= i]
+        if value.producer is not None:
+            ends.append(position[value.producer])
+        groups.join([i, *ends], GRAD)
+
+
+def _join_output(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
+    """The output is returned on the last stage, which makes the loss or the last of the output."""
+    end = len(graph.ops)
+    ends = [i for i, op in enumerate(graph.ops) if op.region == "loss"]
+    if graph.loss in position:
+        ends.append(position[graph.loss])
+    if not ends:
+        made = [position[r.name] for r in walk(graph.output, Ref) if r.name in position]
+        ends = [max(made)] if made else ([end - 1] if end else [])
+    groups.join([end, *ends], OUTPUT)

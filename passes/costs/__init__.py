@@ -1,0 +1,135 @@
+"""Costs from shapes alone: seconds, operations and bytes of every op, nothing is executed.
+
+`forward_flops` of an op and the sizes of its results are exact formulas in the microbatch size
+(`formula`); seconds are a roofline of them; the bytes that autograd keeps follow torch's own
+derivatives, each storage counted once over the graph.  A profile replaces seconds by measured
+ones, the rest stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcompile.graph import OpCost, OpGraph
+from pdcompile.passes.costs.call import Call, Index, Number, product
+from pdcompile.passes.costs.flops import forward_flops, is_product
+from pdcompile.passes.costs.resident import Resident, residents
+from pdcompile.passes.costs.roofline import REFERENCE, Machine, calibrate
+from pdcompile.passes.costs.saved import Saved, saved
+from pdcompile.passes.costs.storages import newly_saved
+
+__all__ = [
+    "REFERENCE",
+    "Call",
+    "Formula",
+    "Index",
+    "Machine",
+    "Resident",
+    "Saved",
+    "calibrate",
+    "estimate",
+    "formula",
+    "forward_flops",
+    "newly_saved",
+    "product",
+    "residents",
+    "saved",
+    "seconds",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """Closed forms (sympy expressions) in the symbol ``b``, the microbatch size, of one op."""
+
+    flops: Number
+    output_bytes: Number
+
+
+def formula(graph: OpGraph) -> dict[str, Formula]:
+    """For every op by name, exact polynomials in ``sympy.Symbol("b", positive=True)``.
+
+    Sizes that the capture found to be concrete are numbers in them.
+    """
+    import sympy  # type: ignore[import-untyped]
+
+    b = sympy.Symbol("b", positive=True, integer=True)
+    index = Index.of(graph, b)
+    found = {}
+    for op in graph.ops:
+        call = Call(op, index)
+        flops = sympy.expand(forward_flops(call))
+        found[op.name] = Formula(flops, sympy.expand(_output_bytes(call)))
+    return found
+
+
+def estimate(
+    graph: OpGraph, *, microbatch_size: int, machine: Machine = REFERENCE
+) -> tuple[OpCost, ...]:
+    """The cost of each op of the graph, in its order, for one microbatch.
+
+    `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
+    grad) have no backward and save nothing.  Views take no time.
+    """
+    index = Index.of(graph, microbatch_size)
+    calls = [Call(op, index) for op in graph.ops]
+    kept = newly_saved(calls, [saved(call) for call in calls])
+    return tuple(
+        _cost(call, saved_bytes, microbatch_size, machine)
+        for call, saved_bytes in zip(calls, kept, strict=True)
+    )
+
+
+def _cost(call: Call, saved_bytes: int, microbatch_size: int, machine: Machine) -> OpCost:
+    flops = int(forward_flops(call))
+    forward, backward = seconds(call, machine)
+    return OpCost(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        flops=flops,
+        parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.held),
+        saved_bytes=saved_bytes,
+        output_bytes=_output_bytes(call),
+        workspace_bytes=workspace_bytes(call),
+        microbatch_size=microbatch_size,
+        origin="estimated",
+    )
+
+
+def seconds(call: Call, machine: Machine) -> tuple[float, float]:
+    """Forward and backward seconds of one op by the roofline."""
+    if call.is_view:
+        return 0.0, 0.0
+    flops = forward_flops(call)
+    read = sum(operand.bytes for operand in call.inputs)
+    written = sum(output.bytes for output in call.outputs)
+    if call.name in _READS_ROWS:
+        read = written  # only the rows that are looked up
+    forward = machine.seconds(flops, read + written)
+    if not call.differentiated:
+        return forward, 0.0
+    factors = sum(operand.requires_grad for operand in call.inputs[:2]) or 1
+    if call.name == "scaleddotproductattention":
+        times = 2.5  # five products to the forward's two: it computes the scores again
+    elif is_product(call):
+        times = float(factors)
+    else:
+        times = 1.0
+    gradients = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
+    backward = machine.seconds(times * flops, read + written + gradients, calls=max(factors, 1))
+    return forward, backward
+
+
+def workspace_bytes(call: Call) -> int:
+    """The largest transient: gradients of results and inputs while the backward runs."""
+    if not call.differentiated or call.is_view:
+        return 0
+    outgoing = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
+    return int(sum(output.bytes for output in call.outputs if output.requires_grad) + outgoing)
+
+
+def _output_bytes(call: Call) -> Number:
+    return 0 if call.is_view or call.in_place else sum(output.bytes for output in call.outputs)
+
+
+_READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))

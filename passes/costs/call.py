@@ -1,0 +1,243 @@
+"""Call: one op as the cost rules see it, with a plain name, operands by role, and sizes in b.
+
+A linear layer may appear as ``torch.nn.functional.linear``, as ``torch._C._nn.linear`` or as a
+``torch.nn.Linear`` module.  The rules know one name for all of them (`linear`) and ask for
+operands by role, so that each formula is written once.  Sizes are numbers when the microbatch
+size `b` is a number, and sympy expressions when `b` is a symbol: the same rule gives both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pdcompile.graph import (
+    DTYPE_BYTES,
+    Affine,
+    Attr,
+    Op,
+    OpGraph,
+    Ref,
+    Size,
+    TensorInfo,
+    Value,
+)
+
+# An int, or a sympy expression in the symbol b.
+Number = Any
+
+_OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "imatmul": "matmul",
+              "ipow": "pow", "ifloordiv": "floordivide", "truediv": "div", "radd": "add",
+              "rmul": "mul", "rsub": "sub", "rtruediv": "div", "rpow": "pow", "rmatmul": "matmul",
+              "iand": "and", "ior": "or", "divide": "div", "multiply": "mul", "subtract": "sub",
+              "rdiv": "div", "invert": "bitwisenot"}  # fmt: skip
+_MODULES = {"crossentropyloss": "crossentropy", "nllloss": "nllloss", "mseloss": "mseloss",
+            "bcewithlogitsloss": "binarycrossentropywithlogits", "bceloss": "binarycrossentropy",
+            "zeropad2d": "pad"}  # fmt: skip
+
+
+def words(text: str) -> frozenset[str]:
+    """The names in a text, for tables of ops that stay readable."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an op reads or makes.
+
+    `name` is the value's name, or the FQN of a tensor of the model (then `held`: it is there
+    anyway, and never counts as saved).
+    """
+
+    name: str
+    shape: tuple[Number, ...]
+    dtype: str
+    requires_grad: bool
+    held: bool = False
+    storage: int = -1
+    contiguous: bool = True
+
+    @property
+    def elements(self) -> Number:
+        return product(self.shape)
+
+    @property
+    def bytes(self) -> Number:
+        return self.elements * DTYPE_BYTES.get(self.dtype, 4)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the rules look up again and again in one graph; made once a graph."""
+
+    graph: OpGraph
+    b: Number
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)  # by every name, aliases too
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # container -> its tensors
+
+    @staticmethod
+    def of(graph: OpGraph, b: Number) -> Index:
+        tensors = dict(graph.tensors)
+        for info in graph.tensors.values():
+            for alias in info.aliases:
+                tensors.setdefault(alias, info)
+        parts: dict[str, list[str]] = {}
+        for op in graph.ops:
+            for name in op.inputs:
+                if not graph.values[name].is_tensor and op.target.endswith("getitem"):
+                    parts.setdefault(name, []).append(op.name)
+        return Index(graph, b, tensors, {k: tuple(v) for k, v in parts.items()})
+
+    def size(self, size: Size) -> Number:
+        return size.scale * self.b + size.offset if isinstance(size, Affine) else size
+
+    def value(self, value: Value) -> Operand:
+        return Operand(
+            value.name,
+            tuple(self.size(size) for size in value.shape),
+            value.dtype,
+            value.requires_grad,
+            storage=value.storage,
+            contiguous=not value.stride_order,
+        )
+
+    def attribute(self, fqn: str) -> Operand | None:
+        info = self.tensors.get(fqn)
+        if info is None:
+            return None
+        trainable = info.requires_grad and info.kind == "parameter"
+        return Operand(info.fqn, info.shape, info.dtype, trainable, held=True)
+
+    def leaves(self, name: str) -> tuple[Operand, ...]:
+        """The tensors that a value consists of: itself, or the items of a container."""
+        value = self.graph.values[name]
+        if value.is_tensor:
+            return (self.value(value),)
+        return tuple(leaf for part in self.parts.get(name, ()) for leaf in self.leaves(part))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op of the indexed graph."""
+
+    op: Op
+    index: Index
+
+    @cached_property
+    def name(self) -> str:
+        """The plain name: lower case, no underscores, no namespace, in-place forms folded."""
+        return plain_name(self.op)
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.op.mutates)
+
+    @cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        return self.index.leaves(self.op.name)
+
+    @cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """Tensors among the arguments, and those of the leaf module, each once, in order."""
+        found = [operand for name in self.op.inputs for operand in self.index.leaves(name)]
+        fqns = (*self.op.attributes, *self.op.parameters, *self.op.buffers_read)
+        for fqn in dict.fromkeys(fqns):
+            operand = self.index.attribute(fqn)
+            if operand is not None and operand.name not in {other.name for other in found}:
+                found.append(operand)
+        return tuple(found)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records this op: it runs under grad mode and a result requires grad."""
+        return self.op.grad_enabled and any(output.requires_grad for output in self.outputs)
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a backward runs: recorded, and (where there is a loss) the loss needs it."""
+        if not self.requires_grad:
+            return False
+        if self.index.graph.loss is None:
+            return True
+        values = self.index.graph.values
+        return any(values[output.name].needs_gradient for output in self.outputs)
+
+    def tensor(self, position: int, keyword: str) -> Operand | None:
+        """The tensor argument at a position or keyword; of a module also its own tensor."""
+        argument = self.argument(position, keyword)
+        if isinstance(argument, Ref):
+            value = self.index.graph.values[argument.name]
+            return self.index.value(value) if value.is_tensor else None
+        if isinstance(argument, Attr):
+            return self.index.attribute(argument.fqn)
+        if self.op.kind == "module" and argument is None:
+            path = self.op.module_path
+            return self.index.attribute(f"{path}.{keyword}" if path else keyword)
+        return None
+
+    def argument(self, position: int, keyword: str, default: Any = None) -> Any:
+        """An argument as it stands in the graph; of a module, its constructor's after that."""
+        if 0 <= position < len(self.op.args):
+            return self.op.args[position]
+        for name, argument in (*self.op.kwargs, *self.op.constructor):
+            if name == keyword:
+                return argument
+        return default
+
+    @cached_property
+    def first(self) -> Operand:
+        """The first tensor read, or the output of an op that reads none."""
+        operands = self.inputs or self.outputs
+        return operands[0] if operands else Operand("", (), "float32", False)
+
+    @cached_property
+    def out(self) -> Operand:
+        """The (first) tensor made; a container that nobody takes apart counts as its input."""
+        return self.outputs[0] if self.outputs else self.first
+
+    @cached_property
+    def is_view(self) -> bool:
+        """Whether the op moves no data: its results share storage with something it reads.
+
+        Where storages are unknown (−1), by name.
+        """
+        if self.in_place:
+            return False
+        values = [self.index.graph.values[name] for name in self.op.inputs[:1]]
+        if self.name == "getitem" and values and not values[0].is_tensor:
+            return True
+        known = [output.storage for output in self.outputs]
+        if known and all(storage >= 0 for storage in known):
+            read = {operand.storage for operand in self.inputs if not operand.held}
+            if all(storage in read for storage in known):
+                return True
+            # A view of a parameter has a storage of its own in the graph.
+            return self.name in VIEWS and not read and any(o.held for o in self.inputs)
+        return self.name in VIEWS
+
+
+VIEWS = words(
+    "view viewas t mt h mh transpose permute squeeze unsqueeze expand expandas broadcastto flatten "
+    "unflatten narrow select split chunk unbind tensorsplit vsplit hsplit dsplit detach diagonal "
+    "movedim moveaxis swapaxes swapdims real imag unfold asstrided data aliascopy identity "
+    "splitwithsizes ravel reshape reshapeas requiresgrad registerhook retaingrad size dim numel "
+    "shape ndim dtype device"
+)  # fmt: skip
+
+
+def plain_name(op: Op) -> str:
+    """``torch.nn.functional.layer_norm``, ``torch.nn.LayerNorm`` → ``layernorm``."""
+    last = op.target.rsplit(".", 1)[-1]
+    if last in ("apply", "default", "__call__") and "." in op.target:
+        last = op.target.rsplit(".", 2)[-2]
+    word = last.replace("_", "").lower()
+    if op.kind in ("module", "opaque"):
+        return _MODULES.get(word, word)
+    return _OPERATORS.get(word, word)
+
+
+def product(sizes: Iterator[Number] | tuple[Number, ...]) -> Number:
+    return math.prod(sizes)

@@ -1,0 +1,78 @@
+"""What a person may ask of the partition: pin, keep together, keep apart, cut here.
+
+A pattern names a module with everything below it (``transformer.h.0``), one op of the captured
+graph by its name, or several of either with ``*``, ``?`` and ``[…]`` (``transformer.h.*.attn``).
+Patterns are resolved when the model is known (`pdcompile.passes.coarsen`); one that names
+nothing is refused with the nearest names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcompile.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The ops that match run on stage `stage` (from 0; −1 is the last stage)."""
+
+    pattern: str
+    stage: int
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, (self.pattern,))
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int):
+            raise ConfigError(f"Pin needs a stage number, got {self.stage!r}")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Together:
+    """All ops that match any of the patterns run on one stage: ``Together("wte", "lm_head")``."""
+
+    patterns: tuple[str, ...]
+
+    def __init__(self, *patterns: str) -> None:
+        _check_patterns(self, patterns)
+        object.__setattr__(self, "patterns", patterns)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Apart:
+    """No stage holds ops of two of the patterns: ``Apart("encoder", "decoder")``."""
+
+    patterns: tuple[str, ...]
+
+    def __init__(self, *patterns: str) -> None:
+        _check_patterns(self, patterns)
+        if len(patterns) < 2:
+            raise ConfigError(f"Apart needs two patterns or more, got {patterns!r}")
+        object.__setattr__(self, "patterns", patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class CutBefore:
+    """A stage begins at the ops that match: all that they read is made on earlier stages."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, (self.pattern,))
+
+
+Constraint = Pin | Together | Apart | CutBefore
+
+
+def patterns_of(constraint: Constraint) -> tuple[str, ...]:
+    """The patterns of a constraint, in its order."""
+    if isinstance(constraint, Together | Apart):
+        return constraint.patterns
+    return (constraint.pattern,)
+
+
+def _check_patterns(constraint: object, patterns: tuple[str, ...]) -> None:
+    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise ConfigError(
+            f"{type(constraint).__name__} needs names of modules or ops, got {patterns!r}",
+            remedy="name a module as in model.named_modules(), such as 'transformer.h.0'",
+        )
