@@ -119,19 +119,15 @@ def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
     if is_dim(batch_dims):
         return dict.fromkeys(flat.leaves, batch_dims)
     if isinstance(batch_dims, Mapping):
-        known = {argument.root for argument in roots}
-        unknown = sorted(str(name) for name in batch_dims if name not in known)
-        if unknown:
-            raise ConfigError(
-                f"batch_dims names {', '.join(unknown)}, which this call does not have",
-                remedy=f"known names: {', '.join(sorted(known))}",
-            )
+        _refuse_unknown(batch_dims, spec)
         prefixes = [batch_dims.get(argument.root, DEFAULT) for argument in roots]
     elif isinstance(batch_dims, tuple | list) and len(batch_dims) == 3:
         args, kwargs, target = batch_dims
         for part in (args, kwargs):
             if not (is_dim(part) or isinstance(part, tuple | list | Mapping)):
                 raise misfit("batch_dims", part)
+        _refuse_unknown(kwargs, spec)
+        _refuse_surplus(args, spec)
         prefixes = [_argument_prefix(one, spec, args, kwargs) for one in spec.arguments]
         prefixes.append(target)
     else:
@@ -154,11 +150,7 @@ def _argument_prefix(argument: Argument, spec: CallSpec, args: Any, kwargs: Any)
     name = argument.parameter if argument.key is None else argument.key
     if isinstance(kwargs, Mapping) and name in kwargs:
         return kwargs[name]
-    positional = [
-        parameter.name
-        for parameter in spec.signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = _positional(spec)
     if isinstance(args, tuple | list):
         if argument.key is None and name in positional and positional.index(name) < len(args):
             return args[positional.index(name)]
@@ -167,6 +159,38 @@ def _argument_prefix(argument: Argument, spec: CallSpec, args: Any, kwargs: Any)
             return rest + (DEFAULT,) * (argument.tree.num_children - len(rest))
     chosen = kwargs if name in spec.by_keyword else args
     return chosen if is_dim(chosen) else DEFAULT
+
+
+def _positional(spec: CallSpec) -> list[str]:
+    return [
+        parameter.name
+        for parameter in spec.signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _refuse_unknown(prefixes: Any, spec: CallSpec) -> None:
+    roots = [argument.root for argument in (*spec.arguments, spec.target)]
+    known = dict.fromkeys((*roots, *spec.signature.parameters))
+    names = prefixes if isinstance(prefixes, Mapping) else ()
+    unknown = [str(name) for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"batch_dims names {', '.join(unknown)}, which this call does not have",
+            remedy=f"known names: {', '.join(known)}",
+        )
+
+
+def _refuse_surplus(args: Any, spec: CallSpec) -> None:
+    kinds = [parameter.kind for parameter in spec.signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or not isinstance(args, tuple | list):
+        return
+    if len(args) > len(_positional(spec)):
+        raise ConfigError(
+            f"batch_dims has {len(args)} entries for positional arguments, but forward takes "
+            f"{len(_positional(spec))}",
+            where=f"forward{spec.signature}",
+        )
 
 
 def _common_size(flat: FlatCall, sizes: dict[str, tuple[int, int]]) -> int:

@@ -145,10 +145,10 @@ def concatenate(
 
 
 def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int | None:
-    ndim = parts[0].ndim
+    ndim: int = parts[0].ndim
     if any(part.ndim != ndim for part in parts):
         return None
-    candidates = (min(first, ndim - 1), *range(ndim)) if ndim else ()
+    candidates: tuple[int, ...] = (min(first, ndim - 1), *range(ndim)) if ndim else ()
     for dim in candidates:
         if all(
             part.shape[dim] == n and _other_dims(part, dim) == _other_dims(parts[0], dim)
