@@ -1,1 +1,90 @@
-"""trace"""
+"""Trace: run the model's own Python once on fake tensors, and write down what it computes.
+
+Nothing of the model is rewritten or compiled, so that keyword arguments, dataclasses, hooks and
+control flow on shapes cost nothing; what cannot be written down faithfully is refused with the
+user's file and line, never approximated.  Neither torch.fx (silently loses the backward of
+custom functions, no_grad and autocast regions) nor torch.export (ATen level; loses the modules)
+gives ops that read like the model and behave like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
+from pdcompile.graph import Capture, OpGraph
+from pdcompile.passes.trace.assemble import assemble
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.preconditions import check_model
+from pdcompile.passes.trace.session import Recording, record
+from pdcompile.passes.trace.sizes import probe_sizes
+
+__all__ = ["capture", "trace"]
+
+
+def trace(model: nn.Module, example_inputs: Any) -> OpGraph:
+    """Capture the model's present mode (training or not) on one minibatch, without a loss_fn.
+
+    Raises:
+        InputError: the example inputs do not fit the model's forward.
+        TraceError: the model cannot be captured faithfully.
+    """
+    flat = example_call(model, example_inputs)
+    captured = capture(model, flat, resolve_batch(flat, 0), None)
+    return captured.train if model.training else captured.eval
+
+
+def capture(
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    microbatch_size: int | None = None,
+) -> Capture:
+    """Capture training and evaluation, valid for every microbatch size.
+
+    Args:
+        flat: one minibatch, of any size; only shapes and dtypes of its tensors matter.
+        layout: which dims follow the batch.
+        loss_fn: (output, target) -> scalar; None when the model returns its loss.
+        microbatch_size: the size that will run; the batch size of `flat` when None.
+
+    The model, its buffers, its hooks and all random generators are left as they were.
+
+    Raises:
+        TraceError: the model cannot be captured faithfully; names file and line.
+    """
+    check_model(model)
+    size = layout.size if microbatch_size is None else microbatch_size
+    table = ModuleTable(model)
+    return Capture(
+        train=_capture_mode(model, table, flat, layout, loss_fn, size, training=True),
+        eval=_capture_mode(model, table, flat, layout, loss_fn, size, training=False),
+    )
+
+
+def _capture_mode(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    microbatch_size: int,
+    *,
+    training: bool,
+) -> OpGraph:
+    tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
+    dims = [layout.dims.get(path) for path in tensors]
+    sizes: tuple[int, ...] = (microbatch_size,) * 2  # twice: a call must not change the next
+    if any(dim is not None for dim in dims):
+        sizes = probe_sizes(microbatch_size, list(tensors.values()), dims)
+    recordings: list[Recording] = []
+    for size in sizes:
+        call = resize(flat, layout, size)
+        recordings.append(record(model, table, call, layout, loss_fn, training=training))
+    return assemble(model, recordings, sizes, training=training)

@@ -1,0 +1,97 @@
+"""Python arguments of a call as data: the literal part of `Argument`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Argument, DictOf, ListOf, Slice
+from pdcompile.targets import literal
+
+
+def literal_argument(value: Any) -> Argument:
+    """An Argument for a value without tensors (constructor arguments)."""
+    return to_argument(value, _no_tensor, None)
+
+
+def to_argument(
+    value: Any, tensor: Callable[[torch.Tensor], Argument], device: torch.device | None
+) -> Argument:
+    """The Argument for a Python value; `tensor` names the tensors in it.
+
+    Subclasses of numbers and strings become the plain builtin, so that nothing of the model's
+    own (a ``__repr__``) is ever run when the argument is printed.
+
+    Raises:
+        TraceError: the value is of a kind that no op of a graph can hold.
+    """
+    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return literal(value, device)
+    if isinstance(value, tuple | list | range):
+        items = tuple(to_argument(item, tensor, device) for item in value)
+        return ListOf(items) if isinstance(value, list) else items
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TraceError("a dict with keys that are no strings is passed to an operator")
+        return DictOf(
+            tuple((str.__str__(k), to_argument(v, tensor, device)) for k, v in value.items())
+        )
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return Slice(*(to_argument(part, tensor, device) for part in parts))
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    return _number_or_refuse(value)
+
+
+def without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that say something: torch.nn.functional passes all of them on."""
+    defaults = _defaults(func)
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in defaults
+        or type(value) is not type(defaults[name])
+        or isinstance(value, torch.Tensor)
+        or value != defaults[name]
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
+    if not hasattr(func, "__code__"):
+        return {}
+    parameters = inspect.signature(func).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def _number_or_refuse(value: Any) -> Argument:
+    """numpy scalars are numbers; everything else has no place in a graph."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind.startswith("numpy.") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    if kind == "torch.device":
+        return literal(torch.device(str(value)))
+    remedy = "pass tensors, numbers, strings or containers of them"
+    if kind.startswith("numpy."):
+        remedy = "register the array as a buffer: self.register_buffer(name, torch.from_numpy(…))"
+    if isinstance(value, torch.Generator):
+        remedy = "draw from torch's default generator: pdcompile seeds it for every draw"
+    raise TraceError(f"an operator receives an argument of type {kind}", remedy=remedy)
+
+
+def _no_tensor(value: torch.Tensor) -> Argument:
+    raise TraceError(f"a tensor of shape {tuple(value.shape)} where a literal is due")

@@ -1,0 +1,62 @@
+"""From recordings at several batch sizes to one OpGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pdcompile.graph import Op, OpGraph, Ref
+from pdcompile.passes.trace.gradients import with_consumers, with_gradients
+from pdcompile.passes.trace.prune import prune
+from pdcompile.passes.trace.session import Recording
+from pdcompile.passes.trace.sizes import Fit
+
+
+def assemble(
+    model: nn.Module, recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool
+) -> OpGraph:
+    """One graph that fits all recordings; its concrete numbers belong to the first size.
+
+    Raises:
+        TraceError: the recordings are not the same computation.
+    """
+    first = recordings[0]
+    fit = Fit(sizes)
+    ops = fit.ops([recording.ops for recording in recordings])
+    values = fit.values([recording.values for recording in recordings])
+    output = fit.any([recording.output for recording in recordings], "the model's output")
+    loss = fit.any([recording.loss for recording in recordings], "the loss")
+    tensors = fit.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
+    roots = (output, Ref(loss)) if loss is not None else output
+    ops = prune(ops, roots)
+    kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
+    values = {name: value for name, value in values.items() if name in kept}
+    values = with_consumers(ops, values)
+    values = with_gradients(ops, values, loss, output)
+    return OpGraph(
+        training=training,
+        ops=ops,
+        values=values,
+        inputs=first.inputs,
+        tensors=dict(tensors),
+        output=output,
+        loss=loss,
+        batch_size=sizes[0],
+        constants=first.constants,
+        classes=first.classes,
+        notes=_notes(ops),
+        output_spec=first.output_spec,
+        tensor_values=first.tensor_values,
+    )
+
+
+def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
+    norms = [op.module_path or op.name for op in ops if op.buffers_written]
+    if not norms:
+        return ()
+    shown = ", ".join(dict.fromkeys(norms).keys())
+    return (
+        f"buffers are written once a microbatch, as in gradient accumulation, not once a "
+        f"minibatch: {shown}",
+    )

@@ -1,0 +1,143 @@
+"""What is true of one op beyond its arguments: where the user wrote it, what it writes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pdcompile
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = tuple(
+    {str(Path(folder)) + os.sep for folder in (Path(pdcompile.__file__).parent,)}
+    | {str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("pdcompile", "passes")}
+)
+_NN_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_PLUMBING = ("module.py", "container.py")
+NO_SOURCE = "<no source>"
+
+
+def locate(boundary: CodeType | None) -> tuple[str, str]:
+    """(``file.py:12``, variable) of the innermost frame of user code, above `boundary`.
+
+    The variable is the name that the running expression is assigned to, or "".  Where only
+    torch's own modules run (a Sequential at the root) the place is in them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    fallback = NO_SOURCE
+    while frame is not None and frame.f_code is not boundary:
+        code = frame.f_code
+        file = code.co_filename
+        if not file.startswith((_TORCH, *_OURS)):
+            if not file.startswith("<"):
+                return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
+        elif (
+            fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING)
+        ):
+            fallback = f"{_shorten(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return fallback, ""
+
+
+def source_of_traceback(error: BaseException) -> str | None:
+    """The innermost line of user code that an exception passed through."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith((_TORCH, *_OURS, "<")):
+            found = f"{_shorten(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def source_of_class(cls: type) -> str:
+    """``file.py:12`` of a class, or `NO_SOURCE`."""
+    forward = getattr(cls, "forward", None)
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_filename.startswith("<"):
+        return NO_SOURCE
+    return f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _shorten(file: str) -> str:
+    """Relative to the working directory, else to the entry of sys.path that it lies below."""
+    roots = [os.getcwd(), *sorted((p for p in sys.path if p), key=len, reverse=True)]
+    for root in roots:
+        prefix = root.rstrip(os.sep) + os.sep
+        if file.startswith(prefix):
+            return file[len(prefix) :]
+    return file
+
+
+@functools.lru_cache(maxsize=4096)
+def _stores(code: CodeType) -> dict[int, str]:
+    """Offset of each instruction whose result the next one stores, to the variable's name."""
+    found: dict[int, str] = {}
+    previous = -1
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_FAST", "STORE_DEREF") and previous >= 0:
+            found[previous] = str(instruction.argval)
+        previous = instruction.offset
+    return found
+
+
+def _variable(code: CodeType, offset: int) -> str:
+    return _stores(code).get(offset, "")
+
+
+class Observer(TorchDispatchMode):
+    """Notices which storages the ATen ops below one public call write, and random draws."""
+
+    # Ops that write tensors their schema does not mark: index of the training flag and the
+    # indices of what is written then.
+    _UNMARKED = {
+        "aten::native_batch_norm": (5, (3, 4)),
+        "aten::cudnn_batch_norm": (5, (3, 4)),
+        "aten::miopen_batch_norm": (5, (3, 4)),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.seeded = False
+
+    def clear(self) -> None:
+        """Forget what was seen; called before each public call."""
+        self.written = set()
+        self.seeded = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.seeded = True
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                self._write(value)
+        flag_and_written = self._UNMARKED.get(func._schema.name)
+        if flag_and_written and args[flag_and_written[0]]:
+            for index in flag_and_written[1]:
+                self._write(args[index])
+        return func(*args, **kwargs)
+
+    def _write(self, value: Any) -> None:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                self.written.add(storage_key(tensor))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while one of them lives."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,319 @@
+"""Recorder: every public torch call that the running model makes becomes one op.
+
+The model's own Python runs once, on fake tensors, below a TorchFunctionMode.  A call that
+returns no tensor and writes none (shape, dim, is_floating_point) stays Python and leaves no
+trace; a call that would read a value cannot succeed, because fake tensors have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Argument, Attr, Op, Ref, walk
+from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.arguments import to_argument, without_defaults
+from pdcompile.passes.trace.facts import Observer, locate, storage_key
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.naming import Names
+from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
+from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
+from pdcompile.targets import method_name, name_of, operator_for
+
+
+class Recorder(TorchFunctionMode):
+    """Collects `ops` and, in `fakes`, the tensors that they make.
+
+    Args:
+        table: the model's names.
+        fakes: stand-ins for the model's tensors and inputs.
+        observer: the dispatch mode that runs below.
+    """
+
+    def __init__(self, table: ModuleTable, fakes: FakeTensors, observer: Observer) -> None:
+        super().__init__()
+        self.table = table
+        self.fakes = fakes
+        self.observer = observer
+        self.ops: list[Op] = []
+        self.names = Names()
+        self.boundary: CodeType | None = None
+        self.region: Any = "forward"
+        self._inside = 0  # in a leaf module or another call that is one op
+        self._stack: list[tuple[str, int]] = [("", 0)]
+        self._module_calls: dict[str, int] = {}
+        self._call_index: dict[tuple[str, str], int] = {}
+        self._draws: dict[str, int] = {}
+
+    # What the interpreter calls.
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+        owner = getattr(func, "__self__", None)
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return self._property(func, owner, args)
+        if (refusal := refuse.REFUSED.get(name)) is not None and method_name(func) == name:
+            raise refuse.error(refusal, name, locate(self.boundary)[0])
+        if name == "__iter__":
+            return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
+        return self._call(func, args, kwargs)
+
+    def call_module(
+        self, plain: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """What ``module(*args, **kwargs)`` does while recording."""
+        path = self.table.names.get(id(module))
+        if self._inside or path is None:
+            return plain(module, *args, **kwargs)
+        calls = self._module_calls.get(path, 0)
+        self._module_calls[path] = calls + 1
+        if self.region == "forward" and path and self.table.constructor(path) is not None:
+            return self._leaf(plain, module, path, calls, args, kwargs)
+        self._stack.append((path, calls))
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+
+    def call_function_class(self, plain: Callable[..., Any], args: Any) -> Any:
+        """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
+        if self._inside:
+            return plain(*self.fakes.stand_in(args))
+        return self._call(plain, args, {})
+
+    # One op.
+
+    def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
+        name = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
+        if func.__name__ != "__get__":
+            raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
+        self.observer.clear()
+        result = func(*self.fakes.stand_in(args))
+        if not isinstance(result, torch.Tensor):
+            return result
+        return self._record("getattr", name, "", (args[0],), {}, result, None)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path, _ = self._stack[-1]
+        draw = None
+        if is_random_function(func):
+            draw = self._draws.get(path, 0)
+            self._draws[path] = draw + 1
+        self.observer.clear()
+        with self._whole(), refuse.reads(func, self.boundary):
+            result = func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+        if not tensors_in(result) and not (self.observer.written & self.fakes.storages()):
+            return result
+        if self.observer.seeded and draw is None:
+            raise refuse.error(refuse.UNKNOWN_DRAW, repr(func), locate(self.boundary)[0])
+        kind, target, args = _target(func, args, kwargs)
+        kwargs = without_defaults(func, kwargs)
+        return self._record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
+
+    def _leaf(
+        self,
+        plain: Callable[..., Any],
+        module: torch.nn.Module,
+        path: str,
+        calls: int,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        draw = None
+        if is_random_module(module):
+            draw = self._draws.get(path, 0)
+            self._draws[path] = draw + 1
+        self.observer.clear()
+        with self._whole(), refuse.reads(module, self.boundary):
+            result = plain(module, *self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+        self._stack.append((path, calls))
+        try:
+            target = self.table.classes[path][0]
+            with torch._C.DisableTorchFunction():
+                return self._record("module", target, path, args, kwargs, result, draw)
+        finally:
+            self._stack.pop()
+
+    def _record(
+        self,
+        kind: Any,
+        target: str,
+        base: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        draw: int | None,
+    ) -> Any:
+        path, module_call = self._stack[-1]
+        source, variable = locate(self.boundary)
+        try:
+            arguments = tuple(self._argument(value) for value in args)
+            named = tuple((key, self._argument(value)) for key, value in kwargs.items())
+        except TraceError as error:
+            if error.where is None:
+                raise TraceError(error.message, where=source, remedy=error.remedy) from None
+            raise
+        written = set(self.observer.written)
+        name = self.names.new(base or target)
+        index = self._call_index.get((path, target), 0)
+        self._call_index[path, target] = index + 1
+        attributes = [attr.fqn for attr in walk((arguments, named), Attr)]
+        if kind == "module":
+            attributes += self.table.tensors_of(path, "parameter")
+            attributes += self.table.tensors_of(path, "buffer")
+        kinds = {fqn: self.table.tensors[fqn].kind for fqn in attributes}
+        op = Op(
+            name=name,
+            kind=kind,
+            target=target,
+            args=arguments,
+            kwargs=named,
+            module_path=path,
+            call_index=index,
+            module_call=module_call,
+            source=source,
+            variable=variable,
+            parameters=tuple(f for f, k in kinds.items() if k == "parameter"),
+            buffers_read=tuple(f for f, k in kinds.items() if k != "parameter"),
+            buffers_written=self._written_tensors(written, kinds, source),
+            mutates=self._mutated(written, arguments, named),
+            draw=draw,
+            region=self.region,
+            grad_enabled=torch.is_grad_enabled(),
+            autocast=_autocast(self.fakes.device.type),
+            constructor=(self.table.constructor(path) or ()) if kind == "module" else (),
+        )
+        self.ops.append(op)
+        return self._deliver(op, result, written)
+
+    def _argument(self, value: Any) -> Argument:
+        return to_argument(value, self.fakes.name, self.fakes.device)
+
+    def _written_tensors(
+        self, written: set[int], kinds: dict[str, Any], source: str
+    ) -> tuple[str, ...]:
+        fqns = self.fakes.model_tensors_at(written)
+        for fqn in fqns:
+            info = self.table.tensors[fqn]
+            if info.kind != "buffer":
+                raise refuse.error(refuse.WRITTEN[info.kind], fqn, source)
+        return tuple(fqns)
+
+    def _mutated(self, written: set[int], args: Any, kwargs: Any) -> tuple[str, ...]:
+        names = dict.fromkeys(ref.name for ref in walk((args, kwargs), Ref))
+        found = [n for n in names if self.fakes.storage_of(n) in written]
+        covered = {self.fakes.storage_of(name) for name in found}
+        found += self.fakes.values_at(written - covered)
+        return tuple(found)
+
+    def _deliver(self, op: Op, result: Any, written: set[int]) -> Any:
+        """Enter the result under the op's name; what the model's Python gets for it."""
+        if isinstance(result, torch.Tensor):
+            return self._deliver_tensor(op.name, result, written)
+        self.fakes.add_container(op.name)
+        return self._deliver_items(op, op.name, result, written)
+
+    def _deliver_tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
+        real = self.fakes.real_of(result)
+        changed = storage_key(result) in written
+        if real is not None and changed:
+            # `self.count += 1` must give back the very tensor that the module holds.
+            self.fakes.add(name, alias(result))
+            return real
+        if self.fakes.known(result) and not changed:
+            # Unlike x itself, dropout(x) in eval mode is this op's value, as in train mode.
+            result = alias(result)
+        self.fakes.add(name, result)
+        return result
+
+    def _deliver_items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
+        if isinstance(result, dict):
+            return {
+                key: self._deliver_item(op, container, key, item, written)
+                for key, item in result.items()
+            }
+        if not isinstance(result, tuple | list):
+            return result
+        items = [
+            self._deliver_item(op, container, i, item, written) for i, item in enumerate(result)
+        ]
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*items)
+        try:
+            return type(result)(items)
+        except TypeError as error:
+            kind = type(result).__qualname__
+            raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
+
+    def _deliver_item(self, op: Op, container: str, key: Any, item: Any, written: set[int]) -> Any:
+        if not tensors_in(item):
+            return item
+        path, target = op.module_path, "operator.getitem"
+        index = self._call_index.get((path, target), 0)
+        self._call_index[path, target] = index + 1
+        part = Op(
+            name=self.names.new(f"{container}_{key}"),
+            kind="function",
+            target=target,
+            args=(Ref(container), key),
+            module_path=path,
+            call_index=index,
+            module_call=op.module_call,
+            source=op.source,
+            region=op.region,
+            grad_enabled=op.grad_enabled,
+            autocast=op.autocast,
+        )
+        self.ops.append(part)
+        if isinstance(item, torch.Tensor):
+            return self._deliver_tensor(part.name, item, written)
+        self.fakes.add_container(part.name)
+        return self._deliver_items(part, part.name, item, written)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Calls in here are part of the op that is being recorded.
+
+        The mode itself stays on, because the model's tensors still have to be replaced.
+        """
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def enter_loss(self) -> None:
+        """From now on ops belong to loss_fn."""
+        self.region = "loss"
+        self._stack[:] = [(LOSS_PATH, 0)]
+
+
+def _target(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str, tuple[Any, ...]]:
+    """(kind, target, args in the target's order)."""
+    method = method_name(func)
+    if method is None:
+        return "function", name_of(func), args
+    found = operator_for(method)
+    if found is not None and not kwargs and len(args) <= 3:
+        function, swapped = found
+        return "function", name_of(function), args[::-1] if swapped else args
+    return "method", method, args
+
+
+def _autocast(device: str) -> str | None:
+    if not torch.is_autocast_enabled(device):
+        return None
+    return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"

@@ -1,0 +1,192 @@
+"""The model's modules and tensors by name, and which modules are kept whole."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Argument, TensorInfo
+from pdcompile.passes.trace.arguments import literal_argument
+from pdcompile.passes.trace.facts import source_of_class
+from pdcompile.randomness import is_leaf
+from pdcompile.targets import dtype_name
+
+# Constructor arguments that are not attributes of the same name, found on the instance.
+_DERIVED: dict[str, Any] = {
+    "bias": lambda m: m.bias if isinstance(m.bias, bool) else m.bias is not None,
+    "add_bias_kv": lambda m: m.bias_k is not None,
+    "p": lambda m: m.p,
+}
+_RNN = (
+    "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
+    "bidirectional", "proj_size", "nonlinearity",
+)  # fmt: skip
+_NEVER = ("device", "dtype", "_weight", "_freeze", "args", "kwargs", "size_average", "reduce")
+
+
+class ModuleTable:
+    """Names of everything in a model; built once, before anything of it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[int, str] = {}
+        self.modules: dict[str, nn.Module] = {}
+        for path, module in model.named_modules():
+            self.names[id(module)] = path
+            self.modules[path] = module
+        self.classes = {
+            path: (qualified_name(type(module)), source_of_class(type(module)))
+            for path, module in self.modules.items()
+        }
+        self.tensors: dict[str, TensorInfo] = {}
+        self.fqns: dict[int, str] = {}  # id of parameter or buffer -> canonical FQN
+        self.objects: dict[str, torch.Tensor] = {}
+        for fqn, parameter in model.named_parameters(remove_duplicate=False):
+            self._add(fqn, parameter, "parameter", True)
+        for fqn, buffer in model.named_buffers(remove_duplicate=False):
+            owner, _, name = fqn.rpartition(".")
+            hidden = model.get_submodule(owner)._non_persistent_buffers_set
+            self._add(fqn, buffer, "buffer", name not in hidden)
+        self._constructors = {
+            path: constructor_of(module)
+            for path, module in self.modules.items()
+            if path and _kept_whole(module, model.training)
+        }
+
+    def _add(self, fqn: str, tensor: torch.Tensor, kind: Any, persistent: bool) -> None:
+        if id(tensor) in self.fqns:
+            first = self.tensors[self.fqns[id(tensor)]]
+            self.tensors[first.fqn] = replace(first, aliases=(*first.aliases, fqn))
+            return
+        self.fqns[id(tensor)] = fqn
+        self.objects[fqn] = tensor
+        self.tensors[fqn] = TensorInfo(
+            fqn=fqn,
+            kind=kind,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            requires_grad=tensor.requires_grad,
+            persistent=persistent,
+        )
+
+    def constant(self, tensor: torch.Tensor, name: str) -> str:
+        """Enter a tensor that forward uses without its being registered; returns its FQN."""
+        fqn = name
+        count = 0
+        while fqn in self.tensors:
+            count += 1
+            fqn = f"{name}_{count}"
+        self._add(fqn, tensor, "constant", False)
+        return fqn
+
+    def constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
+        """Arguments that rebuild the leaf at `path`; None when it has to be captured inside."""
+        return self._constructors.get(path)
+
+    def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
+        """Canonical FQNs of a leaf's own tensors of one kind."""
+        module = self.modules[path]
+        found = module.parameters() if kind == "parameter" else module.buffers()
+        return tuple(dict.fromkeys(self.fqns[id(tensor)] for tensor in found))
+
+
+def qualified_name(cls: type) -> str:
+    """``torch.nn.Linear`` for a public torch class, else module and qualified name."""
+    if getattr(nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None:
+    """Explicit ``__init__`` arguments that build an equal module, checked by building one.
+
+    None when there are none: an attribute was changed after construction, parameters were
+    replaced by others of another shape, dtypes are mixed.
+    """
+    wanted = _arguments(module)
+    if wanted is None:
+        return None
+    dtypes = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
+    dtypes |= {t.dtype for t in module.state_dict().values() if t.is_complex()}
+    extra: dict[str, Any] = {}
+    if len(dtypes) > 1:
+        return None
+    if dtypes and dtypes != {torch.float32}:
+        extra["dtype"] = dtypes.pop()
+    try:
+        with torch.device("meta"):
+            twin = type(module)(**wanted, **extra)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if not _equal(module, twin):
+        return None
+    try:
+        return tuple((name, literal_argument(v)) for name, v in {**wanted, **extra}.items())
+    except TraceError:
+        return None
+
+
+def _arguments(module: nn.Module) -> dict[str, Any] | None:
+    """Constructor arguments by name, those left out that have their default."""
+    signature = inspect.signature(type(module).__init__)
+    defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
+    if isinstance(module, nn.RNNBase):
+        names = [n for n in _RNN if hasattr(module, n)]
+        plain = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0,
+                 "bidirectional": False, "proj_size": 0, "nonlinearity": "tanh"}  # fmt: skip
+        defaults = {n: plain.get(n, inspect.Parameter.empty) for n in names}
+    found: dict[str, Any] = {}
+    for name, default in defaults.items():
+        if name in _NEVER:
+            continue
+        if name in _DERIVED and hasattr(module, {"add_bias_kv": "bias_k"}.get(name, name)):
+            value = _DERIVED[name](module)
+        elif hasattr(module, name):
+            value = getattr(module, name)
+        elif default is inspect.Parameter.empty:
+            return None
+        else:
+            continue
+        if isinstance(value, torch.Tensor):
+            continue  # a weight given as an argument (losses): built without, then loaded
+        if type(value) is type(default) and value == default:
+            continue
+        found[name] = value
+    return found
+
+
+def _equal(module: nn.Module, twin: nn.Module) -> bool:
+    if repr(module) != repr(twin) or list(module._buffers) != list(twin._buffers):
+        return False
+    mine = dict(module.named_parameters(remove_duplicate=False))
+    theirs = dict(twin.named_parameters(remove_duplicate=False))
+    mine.update(module.named_buffers(remove_duplicate=False))
+    theirs.update(twin.named_buffers(remove_duplicate=False))
+    if list(mine) != list(theirs):
+        return False
+    if any(mine[n].shape != theirs[n].shape or mine[n].dtype != theirs[n].dtype for n in mine):
+        return False
+    plain = (bool, int, float, str, tuple, list, type(None))
+    for name, value in vars(module).items():
+        if name == "training" or name.startswith("_") or not isinstance(value, plain):
+            continue
+        if name not in vars(twin) or not _same(value, vars(twin)[name]):
+            return False
+    return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def _kept_whole(module: nn.Module, root_training: bool) -> bool:
+    """A leaf that does exactly what its class does, in the mode of the whole model."""
+    hooks = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    )  # fmt: skip
+    plain = not any(getattr(module, name) for name in hooks) and "forward" not in vars(module)
+    return plain and is_leaf(module) and module.training == root_training

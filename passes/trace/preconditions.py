@@ -1,0 +1,81 @@
+"""Models that are refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from pdcompile.errors import TraceError
+
+_WRAPPERS = {
+    "DistributedDataParallel": "pass the inner model (ddp.module): replicas are planned here",
+    "DataParallel": "pass the inner model (parallel.module)",
+    "FullyShardedDataParallel": "pass the model as it was before it was wrapped",
+    "OptimizedModule": "pass the model as it was before torch.compile (compiled._orig_mod)",
+}
+
+
+def check_model(model: Any) -> None:
+    """Raise TraceError for wrapped, scripted, uninitialised or sparse models."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(
+            f"the model is a {type(model).__qualname__}, not a torch.nn.Module",
+            remedy="wrap the function in an nn.Module with a forward method",
+        )
+    for path, module in model.named_modules():
+        where = path or "the model"
+        name = type(module).__name__
+        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
+            raise TraceError(f"{where} is wrapped in {name}", where=where, remedy=_WRAPPERS[name])
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{where} is a TorchScript module", where=where, remedy="pass the Python module"
+            )
+        if module._compiled_call_impl is not None:
+            raise TraceError(
+                f"{where} was compiled in place by module.compile()",
+                where=where,
+                remedy="pass the model before module.compile()",
+            )
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for fqn, tensor in tensors:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise TraceError(
+                f"the lazy parameter {fqn!r} is not initialised",
+                where=fqn,
+                remedy="run the model once on example inputs first",
+            )
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{fqn!r} has layout {tensor.layout}; only dense tensors can be captured",
+                where=fqn,
+                remedy="store it dense: tensor.to_dense()",
+            )
+    _refuse_shared_memory(dict(tensors))
+
+
+def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:
+    """Two parameters in the same memory would drift apart when they land on two stages."""
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str, int]]] = {}
+    for fqn, tensor in tensors.items():
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue
+        start = tensor.storage_offset()
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = start * tensor.element_size()
+        end = (start + extent + 1) * tensor.element_size()
+        key = (tensor.device, tensor.untyped_storage().data_ptr())
+        for other_begin, other_end, other, identity in spans.get(key, []):
+            if identity != id(tensor) and begin < other_end and other_begin < end:
+                raise TraceError(
+                    f"{fqn!r} and {other!r} are different tensors in the same memory",
+                    where=fqn,
+                    remedy="tie them by assigning the same Parameter object to both modules",
+                )
+        spans.setdefault(key, []).append((begin, end, fqn, id(tensor)))

@@ -1,0 +1,17 @@
+"""Dead code elimination, of ops only whose absence nobody could notice."""
+
+from __future__ import annotations
+
+from pdcompile.graph import Argument, Op, Ref, walk
+
+
+def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:
+    """Without the ops that are unused, draw no random numbers and write nothing."""
+    used = {ref.name for ref in walk(roots, Ref)}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        impure = op.draw is not None or op.mutates or op.buffers_written
+        if impure or op.name in used:
+            kept.append(op)
+            used.update(op.inputs)
+    return tuple(reversed(kept))

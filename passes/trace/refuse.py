@@ -1,0 +1,115 @@
+"""What capture refuses, and the remedy for each: every sentence in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+from torch._subclasses import fake_tensor
+
+from pdcompile.errors import TraceError
+from pdcompile.passes.trace.facts import locate
+
+Refusal = tuple[str, str]  # message with {} for the offender, remedy
+
+_READ: Refusal = (
+    "forward reads the value of a tensor ({})",
+    "keep the decision in tensors (torch.where, masking), or decide by shapes and configuration",
+)
+_HOOK: Refusal = (
+    "forward registers a hook on a tensor ({})",
+    "compute in forward instead; hooks on parameters may be registered before compile",
+)
+_BACKWARD: Refusal = (
+    "forward runs autograd itself ({})",
+    "return what has to be differentiated and let the training step do it",
+)
+_STORAGE: Refusal = (
+    "forward changes the storage or the flags of a tensor ({})",
+    "make a new tensor with the shape or flag that you need",
+)
+ASSIGNED: Refusal = (
+    "forward assigns to an attribute of a tensor ({})",
+    "use a function that returns a new tensor, or an in-place method such as copy_()",
+)
+UNKNOWN_DRAW: Refusal = (
+    "{} draws random numbers and is not known as a random function",
+    "draw with a function of torch such as torch.rand or F.dropout",
+)
+CHANGED_STATE: Refusal = (
+    "forward changes the Python attribute {}",
+    "keep state that changes per call in a registered buffer and write it in place (add_, copy_)",
+)
+REBOUND: Refusal = (
+    "forward rebinds {} to a new tensor",
+    "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
+)
+OUTSIDE_RANDOM: Refusal = (
+    "forward draws from or seeds {}",
+    "draw with torch functions (torch.rand, F.dropout); seed outside of forward",
+)
+WRITTEN: dict[str, Refusal] = {
+    "parameter": (
+        "forward writes the parameter {} in place",
+        "change parameters in the optimizer; state that forward updates belongs into a buffer",
+    ),
+    "constant": (
+        "forward writes the unregistered tensor {} in place",
+        "register it: self.register_buffer(name, tensor)",
+    ),
+}
+UNTRACKED: Refusal = (
+    "a call that capture cannot see writes tensors or draws random numbers ({})",
+    "compute it with public torch functions inside forward",
+)
+
+# Tensor methods and torch functions, by name.
+REFUSED: dict[str, Refusal] = {
+    **dict.fromkeys(
+        ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__",
+         "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"),
+        _READ,
+    ),
+    **dict.fromkeys(
+        ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOK
+    ),
+    "backward": _BACKWARD,
+    **dict.fromkeys(
+        ("set_", "resize_", "resize_as_", "requires_grad_", "share_memory_", "swap_tensors",
+         "detach_"),
+        _STORAGE,
+    ),
+}  # fmt: skip
+READS = frozenset(name for name, refusal in REFUSED.items() if refusal is _READ)
+
+
+def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
+    """The TraceError for a refusal."""
+    return TraceError(refusal[0].format(offender), where=where, remedy=refusal[1])
+
+
+@contextmanager
+def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
+    """Turn the ways in which a fake tensor says "I have no values" into a TraceError."""
+    try:
+        yield
+    except fake_tensor.DataDependentOutputException as caught:
+        raise error(_READ, _name(func), locate(boundary)[0]) from caught
+    except fake_tensor.DynamicOutputShapeException as caught:
+        raise TraceError(
+            f"the shape of the result of {_name(func)} depends on values",
+            where=locate(boundary)[0],
+            remedy="use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",
+        ) from caught
+    except fake_tensor.UnsupportedOperatorException as caught:
+        raise TraceError(
+            f"torch has no shape rule for {caught.func}",
+            where=locate(boundary)[0],
+            remedy="register a fake implementation with torch.library.register_fake",
+        ) from caught
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", type(func).__name__))

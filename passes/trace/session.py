@@ -1,0 +1,195 @@
+"""One run of the model's own Python below the recorder, at one batch size, in one mode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.errors import PdcompileError, TraceError
+from pdcompile.graph import Argument, GraphInput, Op, TensorInfo, Value
+from pdcompile.passes.trace.arguments import to_argument
+from pdcompile.passes.trace.facts import Observer, source_of_traceback
+from pdcompile.passes.trace.mode import Recorder
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.outputs import find_loss, structure
+from pdcompile.passes.trace.state import unchanged
+from pdcompile.passes.trace.tensors import FakeTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one run gave, all sizes concrete."""
+
+    ops: tuple[Op, ...]
+    values: dict[str, Value]
+    inputs: tuple[GraphInput, ...]
+    tensors: dict[str, TensorInfo]
+    classes: dict[str, tuple[str, str]]
+    output: Argument
+    output_spec: Any
+    loss: str | None
+    constants: tuple[tuple[str, str], ...]
+    tensor_values: dict[str, torch.Tensor]
+
+
+def record(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    training: bool,
+) -> Recording:
+    """Run ``model(*args, **kwargs)`` once on fake tensors; the model is left as it was.
+
+    Raises:
+        TraceError: the run cannot be recorded faithfully, or the model itself failed.
+    """
+    mode = FakeTensorMode()
+    fakes = FakeTensors(table, mode, device_of(model, flat))
+    fakes.unnamed.update(_unregistered(model, loss_fn))
+    observer = Observer()
+    recorder = Recorder(table, fakes, observer)
+    recorder.boundary = _run.__code__
+    inputs, leaves, constants = _inputs(flat, layout, fakes, recorder)
+    args, kwargs, target = flat.unflatten(leaves)
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model, training))
+        stack.enter_context(_watched(recorder))
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.autocast(fakes.device.type, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(mode)
+        stack.enter_context(observer)
+        stack.enter_context(recorder)
+        output, loss = _run(model, args, kwargs, target, loss_fn, recorder)
+    output_argument, output_spec = structure(
+        output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
+    )
+    return Recording(
+        ops=tuple(recorder.ops),
+        values=_input_values(inputs, fakes.values()),
+        inputs=inputs,
+        tensors=dict(table.tensors),
+        classes=table.classes,
+        output=output_argument,
+        output_spec=output_spec,
+        loss=find_loss(output, loss, fakes.name, given=loss_fn is not None),
+        constants=constants,
+        tensor_values=fakes.constants,
+    )
+
+
+def _run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_fn: Callable[..., Any] | None,
+    recorder: Recorder,
+) -> tuple[Any, Any]:
+    try:
+        output = model(*args, **kwargs)
+        loss = None
+        if loss_fn is not None:
+            recorder.enter_loss()
+            loss = loss_fn(output, target)
+    except PdcompileError:
+        raise
+    except Exception as error:
+        what = "loss_fn" if recorder.region == "loss" else "the model's forward"
+        raise TraceError(
+            f"{what} raised {type(error).__name__}: {error}",
+            where=source_of_traceback(error),
+            remedy="run the model once on the example inputs without pdcompile",
+        ) from error
+    return output, loss
+
+
+def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
+    """The device that the model runs on: its inputs', else its parameters', else the CPU."""
+    tensors = [leaf for leaf in flat.leaves.values() if isinstance(leaf, torch.Tensor)]
+    for tensor in (*tensors, *model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _inputs(
+    flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, recorder: Recorder
+) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
+    inputs: list[GraphInput] = []
+    leaves: dict[str, Any] = {}
+    constants: list[tuple[str, str]] = []
+    for path, leaf in flat.leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            leaves[path] = leaf
+            constants.append((path, repr(leaf)))
+            continue
+        name = recorder.names.new(path)
+        leaves[path] = fakes.fake_like(leaf)
+        fakes.add(name, leaves[path])
+        inputs.append(GraphInput(name, path, layout.dims.get(path)))
+    return tuple(inputs), leaves, tuple(constants)
+
+
+def _input_values(inputs: tuple[GraphInput, ...], values: dict[str, Value]) -> dict[str, Value]:
+    for entry in inputs:
+        values[entry.name] = replace(values[entry.name], producer=None)
+    return values
+
+
+def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
+    """Tensors that hang on modules (or on loss_fn) as plain attributes: id to path."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), f"{path}.{name}" if path else name)
+    if isinstance(loss_fn, nn.Module):
+        for name, value in (*loss_fn.named_buffers(), *loss_fn.named_parameters()):
+            found.setdefault(id(value), f"loss_fn.{name}")
+    return found
+
+
+@contextmanager
+def _watched(recorder: Recorder) -> Iterator[None]:
+    """nn.Module.__call__ and autograd.Function.apply tell the recorder."""
+    plain_call = nn.Module.__call__
+    function = torch.autograd.Function
+    plain_apply = vars(function)["apply"]
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(plain_call, self, args, kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_function_class(plain_apply.__get__(None, cls), args)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain_call  # type: ignore[method-assign]
+        function.apply = plain_apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the traceback of every shape error at ERROR level before it raises it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

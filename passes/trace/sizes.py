@@ -1,0 +1,136 @@
+"""Sizes that follow the batch: several concrete captures, one graph with `Affine` numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Affine, DictOf, ListOf, Op, Slice, Value
+
+# Primes: sums and products of other sizes seldom look like them.
+_CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+
+
+def probe_sizes(
+    microbatch_size: int, tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
+) -> tuple[int, ...]:
+    """Batch sizes to capture at: the one that will run, and others until there are three >= 2.
+
+    The others avoid the sizes of all other dims, so that equal numbers mean the same thing;
+    the three are in no arithmetic relation to the order of capture, so that a number that
+    counts calls does not look like one that follows the batch.
+    """
+    taken = {
+        size
+        for tensor, batch_dim in zip(tensors, batch_dims, strict=True)
+        for dim, size in enumerate(tensor.shape)
+        if dim != batch_dim
+    } | {microbatch_size}
+    free = [size for size in _CANDIDATES if size not in taken] or [101, 103, 107]
+    own = [microbatch_size] if microbatch_size >= 2 else []
+    chosen = [*own, *free[:2]] if own else [free[0], free[1], free[-1]]
+    if microbatch_size < 2:
+        chosen.insert(0, microbatch_size)
+    steps = {b - a for a, b in zip(chosen, chosen[1:], strict=False)}
+    if len(steps) == 1 and len(chosen) > 2:
+        chosen[-1] = free[-1]
+    return tuple(chosen)
+
+
+class Fit:
+    """Merges what was captured at several batch sizes into one, number by number."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+
+    def ops(self, captures: Sequence[tuple[Op, ...]]) -> tuple[Op, ...]:
+        """Raises TraceError at the first op that is not the same computation at every size."""
+        for ops in zip(*captures, strict=False):
+            first = ops[0]
+            for other, size in zip(ops[1:], self.sizes[1:], strict=True):
+                if (other.kind, other.target, other.name) != (
+                    first.kind, first.target, first.name,
+                ):  # fmt: skip
+                    raise self._diverged(first, other, size)
+        lengths = [len(ops) for ops in captures]
+        if len(set(lengths)) > 1:
+            longest = max(captures, key=len)
+            raise self._diverged(longest[min(lengths)], None, self.sizes[0])
+        return tuple(self._op(ops) for ops in zip(*captures, strict=True))
+
+    def values(self, captures: Sequence[dict[str, Value]]) -> dict[str, Value]:
+        return {
+            name: self._fields([values[name] for values in captures], f"the result {name!r}", None)
+            for name in captures[0]
+        }
+
+    def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
+        """One argument for the same argument at every size."""
+        first = parts[0]
+        if all(type(part) is int for part in parts):
+            return self._number(parts, what, where)
+        if any(type(part) is not type(first) for part in parts):
+            raise self._differs(parts, what, where)
+        if isinstance(first, tuple) and not hasattr(first, "_fields"):
+            if len({len(part) for part in parts}) > 1:
+                raise self._differs(parts, what, where)
+            return tuple(self.any(items, what, where) for items in zip(*parts, strict=True))
+        if isinstance(first, ListOf | DictOf):
+            return type(first)(self.any([part.items for part in parts], what, where))
+        if isinstance(first, Slice):
+            return Slice(*(
+                self.any([getattr(part, name) for part in parts], what, where)
+                for name in ("start", "stop", "step")
+            ))  # fmt: skip
+        if all(part == first or (part != part and first != first) for part in parts):
+            return first
+        raise self._differs(parts, what, where)
+
+    def _number(self, parts: Sequence[int], what: str, where: str | None) -> Any:
+        if len(set(parts)) == 1:
+            return parts[0]
+        (b0, n0), (b1, n1) = list(zip(self.sizes, parts, strict=True))[:2]
+        scale, rest = divmod(n1 - n0, b1 - b0)
+        found = Affine(scale, n0 - scale * b0)
+        if (
+            rest
+            or scale == 0
+            or any(found.at(b) != n for b, n in zip(self.sizes, parts, strict=True))
+        ):
+            raise self._differs(parts, what, where)
+        return found
+
+    def _op(self, ops: Sequence[Op]) -> Op:
+        return self._fields(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0].source)
+
+    def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
+        changes = {}
+        for entry in fields(parts[0]):
+            versions = [getattr(part, entry.name) for part in parts]
+            if any(version is not versions[0] for version in versions):
+                merged = self.any(versions, f"{entry.name} of {what}", where)
+                changes[entry.name] = merged
+        return replace(parts[0], **changes) if changes else parts[0]
+
+    def _differs(self, parts: Sequence[Any], what: str, where: str | None) -> TraceError:
+        shown = ", ".join(
+            f"{part!r} at {size}" for part, size in zip(parts, self.sizes, strict=True)
+        )
+        return TraceError(
+            f"{what} depends on the batch size or on the call, and not linearly: {shown}",
+            where=where,
+            remedy="compute it from tensors, or make it independent of the number of samples",
+        )
+
+    def _diverged(self, op: Op, other: Op | None, size: int) -> TraceError:
+        instead = f" where a batch of {size} runs {other.target}" if other is not None else ""
+        return TraceError(
+            f"forward runs other operators for other batch sizes: {op.target}{instead}",
+            where=op.source,
+            remedy="decide in forward by something else than the number of samples, "
+            "and keep loops over samples out of it",
+        )

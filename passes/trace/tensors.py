@@ -1,0 +1,201 @@
+"""FakeTensors: stand-ins for the model's tensors and inputs, and the names of all values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Argument, Attr, Ref, Value
+from pdcompile.passes.trace.facts import storage_key
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.targets import dtype_name
+
+
+class FakeTensors:
+    """Every tensor that may appear while the model runs, by identity.
+
+    The model keeps its real tensors; each call gets fakes in their place, so that nothing of
+    the model's is ever written.  All fakes live as long as this object: identities stay unique.
+    """
+
+    def __init__(self, table: ModuleTable, mode: FakeTensorMode, device: torch.device) -> None:
+        self.table = table
+        self.mode = mode
+        self.device = device
+        self._fake_of: dict[int, torch.Tensor] = {}  # id of a real tensor -> its fake
+        self._real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
+        self._attribute: dict[int, str] = {}  # id of a fake -> FQN
+        self._value: dict[int, str] = {}  # id of a fake -> value name
+        self._objects: dict[str, torch.Tensor] = {}
+        self._born_requiring: dict[str, bool] = {}
+        self._containers: list[str] = []
+        self._order: list[str] = []
+        self._storages: dict[int, int] = {}  # storage key -> index
+        self._at: dict[int, list[str]] = {}  # storage key -> value names
+        self._model_at: dict[int, list[str]] = {}  # storage key -> FQNs
+        self._kept: list[torch.Tensor] = []
+        self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def stand_in(self, value: Any) -> Any:
+        """The same structure with fakes for real tensors."""
+        if isinstance(value, torch.Tensor):
+            return self._fake(value)
+        if type(value) is tuple:
+            return tuple(self.stand_in(item) for item in value)
+        if type(value) is list:
+            items = [self.stand_in(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        if type(value) is dict:
+            return {key: self.stand_in(item) for key, item in value.items()}
+        return value
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._value or id(tensor) in self._attribute:
+            return tensor
+        fake = self._fake_of.get(id(tensor))
+        if fake is not None:
+            return fake
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            return tensor  # a temporary inside a leaf module, or unknown: `name` tells
+        fqn = self.table.fqns.get(id(tensor))
+        if fqn is None:
+            fqn = self._constant(tensor)
+        if self.table.tensors[fqn].kind == "constant":
+            self.constants[fqn] = tensor
+        fake = self.fake_like(tensor)
+        self._fake_of[id(tensor)] = fake
+        self._real_of[id(fake)] = tensor
+        self._attribute[id(fake)] = fqn
+        self._kept += [fake, tensor]
+        self._model_at.setdefault(storage_key(fake), []).append(fqn)
+        return fake
+
+    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
+        if tensor.device.type != "meta":
+            return self.mode.from_tensor(tensor)
+        with self.mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            )
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+    def _constant(self, tensor: torch.Tensor) -> str:
+        if tensor.requires_grad:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used, but it is "
+                "no parameter of the model",
+                remedy="register it as nn.Parameter on a module, or detach() it",
+            )
+        return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
+
+    def add(self, name: str, fake: torch.Tensor) -> None:
+        """Enter a value; a tensor that has a name already goes by the new one from now on."""
+        old = self._value.get(id(fake))
+        if old is not None:
+            self._born_requiring.setdefault(old, self._born_requiring[old])
+        self._value[id(fake)] = name
+        self._objects[name] = fake
+        self._born_requiring[name] = fake.requires_grad
+        key = storage_key(fake)
+        self._storages.setdefault(key, len(self._storages))
+        self._at.setdefault(key, []).append(name)
+        self._order.append(name)
+
+    def add_container(self, name: str) -> None:
+        """Enter a value that is a tuple, list or dict of tensors, or None."""
+        self._containers.append(name)
+        self._order.append(name)
+
+    def known(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._value or id(tensor) in self._attribute
+
+    def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
+        return self._real_of.get(id(fake))
+
+    def name(self, tensor: torch.Tensor) -> Argument:
+        """The argument that stands for a tensor.
+
+        Raises:
+            TraceError: it was made on a way that the recorder did not see.
+        """
+        tensor = self._fake(tensor)
+        if id(tensor) in self._value:
+            return Ref(self._value[id(tensor)])
+        if id(tensor) in self._attribute:
+            return Attr(self._attribute[id(tensor)])
+        raise TraceError(
+            f"a tensor of shape {tuple(tensor.shape)} comes from a call that capture cannot see "
+            "(TorchScript, vmap, a C++ extension, or a tensor kept from an earlier call)",
+            remedy="compute it with public torch functions inside forward",
+        )
+
+    def storages(self) -> set[int]:
+        """Keys of all storages that a value or a tensor of the model has."""
+        return self._at.keys() | self._model_at.keys()
+
+    def storage_of(self, name: str) -> int:
+        fake = self._objects.get(name)
+        return -1 if fake is None else storage_key(fake)
+
+    def model_tensors_at(self, keys: set[int]) -> list[str]:
+        """Canonical FQNs of the model's tensors in these storages, in order of first use."""
+        return [fqn for key, fqns in self._model_at.items() if key in keys for fqn in fqns]
+
+    def values_at(self, keys: set[int]) -> list[str]:
+        """The newest value in each storage."""
+        return [names[-1] for key, names in self._at.items() if key in keys]
+
+    def values(self) -> dict[str, Value]:
+        """All values in the order in which they were made, without their consumers."""
+        found: dict[str, Value] = {}
+        containers = set(self._containers)
+        for name in self._order:
+            if name in containers:
+                found[name] = Value(name, (), "container", producer=name)
+                continue
+            fake = self._objects[name]
+            current = self._value[id(fake)] == name
+            requires = fake.requires_grad if current else self._born_requiring[name]
+            found[name] = Value(
+                name=name,
+                shape=tuple(fake.shape),
+                dtype=dtype_name(fake.dtype),
+                requires_grad=requires,
+                producer=name,
+                storage=self._storages[storage_key(fake)],
+                stride_order=stride_order(fake),
+            )
+        return found
+
+
+def alias(fake: torch.Tensor) -> torch.Tensor:
+    """Another tensor object for the same value, storage and place in the autograd graph."""
+    return torch.ops.aten.alias.default(fake)  # type: ignore[no-any-return]
+
+
+def tensors_in(value: Any) -> bool:
+    """Whether there is a tensor in a (nested) result."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, tuple | list):
+        return any(tensors_in(item) for item in value)
+    if isinstance(value, dict):
+        return any(tensors_in(item) for item in value.values())
+    return False
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dims from largest to smallest stride of a dense layout; () when contiguous."""
+    if tensor.is_contiguous() or tensor.dim() < 2:
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    dense = tensor.permute(order).is_contiguous()
+    return order if dense and order != tuple(range(tensor.dim())) else ()
