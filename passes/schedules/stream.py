@@ -27,6 +27,11 @@ class Stream:
     layout: Layout
     states: tuple[tuple[RankState, ...], ...]
 
+    @staticmethod
+    def begin(layout: Layout) -> Stream:
+        """A pipeline in which nothing is in flight."""
+        return Stream(layout, tuple(tuple(RankState() for _ in ranks) for ranks in layout.ranks))
+
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
         """The program of one minibatch, and the stream after it.
 
@@ -46,7 +51,7 @@ class Stream:
 
 def make_stream(plan: Plan) -> Stream:
     """The stream of a plan at its beginning.  Raises ScheduleError for an unusable plan."""
-    return _start(layout_of(plan))
+    return Stream.begin(layout_of(plan))
 
 
 def evaluation(
@@ -57,10 +62,6 @@ def evaluation(
     With `with_loss` the last stage sends the loss of minibatch 0 to every rank.
     """
     return _evaluation(layout_of(plan), edges, num_microbatches, with_loss)
-
-
-def _start(layout: Layout) -> Stream:
-    return Stream(layout, tuple(tuple(RankState() for _ in ranks) for ranks in layout.ranks))
 
 
 _evaluation = lru_cache(maxsize=32)(lower_evaluation)

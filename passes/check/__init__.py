@@ -1,0 +1,169 @@
+"""Prove a schedule before anything runs: pairing, deadlock, coverage, weights, slots, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdcompile.errors import ScheduleError
+from pdcompile.passes.check.exchange import ChannelModel
+from pdcompile.passes.check.walk import Walk
+from pdcompile.passes.layout import layout_of, with_edges
+from pdcompile.passes.schedules.stream import Stream, make_stream
+from pdcompile.plan import Edge, Plan
+from pdcompile.schedule import Schedule
+
+__all__ = ["ChannelModel", "Proof", "check", "check_evaluation", "check_programs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was proved, statement by statement, and how long it took."""
+
+    schedule: str
+    statements: tuple[str, ...]
+    num_programs: int
+    num_instructions: int
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"schedule {self.schedule}: proved on {self.num_programs} programs, "
+            f"{self.num_instructions:,} instructions, {self.seconds:.2f} s"
+        ]
+        return "\n".join([*lines, *(f"  {statement}" for statement in self.statements)])
+
+
+def check(plan: Plan, *, channels: ChannelModel = "per_direction") -> Proof:
+    """Prove every sequence of calls: full minibatches without end, short ones, flushes.
+
+    Full minibatches are walked until the stream and the token state both repeat; from there on
+    every further one repeats by induction.  Then, from the repeating state: the flush, and a
+    short minibatch followed by full ones until the same state is back.
+
+    Raises:
+        DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
+    """
+    begin = time.perf_counter()
+    full = plan.training.num_microbatches
+    walk, stream = Walk(layout_of(plan), channels), make_stream(plan)
+    fresh = walk.state()
+    stream, calls = _repeat(walk, stream, full)
+    steady = walk.state()
+    walks = [walk, _flushed(walk, stream, fresh)]
+    shorts = sorted({short for short in (1, max(plan.training.warmup)) if 1 <= short < full})
+    for short in shorts:
+        other = walk.copy()
+        program, after = stream.step(short)
+        other.run(program)
+        walks.append(_flushed(other, after, fresh))
+        if after != stream:
+            after, _ = _repeat(other, after, full)
+        if other.state() != steady:
+            raise ScheduleError(f"after {short} microbatches the stream settles in another state")
+        walks.append(other)
+    sequences = [f"{full}, {full}, …"] + [f"{full}, {short}, {full}, …" for short in shorts]
+    induction = (
+        f"any number of calls: programs and token state repeat from call {calls}; proved with "
+        f"{' and '.join(sequences)} microbatches and a flush after each"
+    )
+    return _proof(walks, induction, begin)
+
+
+def check_programs(
+    plan: Plan, programs: Iterable[Schedule], *, channels: ChannelModel = "per_direction"
+) -> Proof:
+    """Prove exactly these successive programs, from the beginning of training.
+
+    Raises:
+        DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
+    """
+    begin = time.perf_counter()
+    walk = Walk(layout_of(plan), channels)
+    for program in programs:
+        walk.run(program)
+    return _proof([walk], f"{walk.num_programs} programs in this order", begin)
+
+
+def check_evaluation(
+    plan: Plan,
+    edges: tuple[Edge, ...],
+    program: Schedule,
+    *,
+    channels: ChannelModel = "per_direction",
+) -> Proof:
+    """Prove a forward-only program over the given edges.  Raises as `check` does."""
+    begin = time.perf_counter()
+    walk = Walk(with_edges(layout_of(plan), edges), channels, forward_only=True)
+    walk.run(program)
+    return _proof([walk], "one forward-only program", begin)
+
+
+def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
+    """Walk equal calls until stream and tokens repeat; the stream and the call from which."""
+    calls, before = 0, None
+    while True:
+        program, after = stream.step(count)
+        walk.run(program)
+        state = walk.state()
+        if after == stream and state == before:
+            return stream, calls
+        if after == stream and not stream.layout.lag:
+            return stream, calls  # complete in itself: the state before was the fresh one
+        stream, before, calls = after, state, calls + 1
+
+
+def _flushed(walk: Walk, stream: Stream, fresh: tuple[object, ...]) -> Walk:
+    """Prove the flush from here, and that everything is then as at the beginning."""
+    other = walk.copy()
+    program, after = stream.flush()
+    other.run(program)
+    if other.state() != fresh or after != Stream.begin(stream.layout):
+        raise ScheduleError("the flush program leaves something behind", where=program.name)
+    return other
+
+
+def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
+    layout = walks[0].layout
+    transfers = sum(walk.exchange.num_transfers for walk in walks)
+    channels = {key for walk in walks for key in walk.exchange.channels}
+    minibatches = sum(walk.num_minibatches for walk in walks)
+    microbatches = sum(walk.num_microbatches for walk in walks)
+    num_stages = len(layout.ranks)
+    peaks = [
+        max(walk.tokens[rank].peak_in_flight for walk in walks for rank in ranks)
+        for ranks in layout.ranks
+    ]
+    planned = [layout.in_flight(stage) for stage in range(num_stages)]
+    pools = max(
+        (n for walk in walks for one in walk.tokens.values() for n in one.peak_slots.values()),
+        default=0,
+    )
+    forward_only = walks[0].forward_only
+    lag = f"W_max(t-{layout.lag},0)" if layout.lag else "W_t"
+    directions = "forward" if forward_only else "forward and backward"
+    statements = [
+        f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
+        f"send, first in first out; channels {walks[0].exchange.model}",
+        "no deadlock, even where a send ends only when its receiver has come to the wait",
+        f"coverage: {microbatches:,} microbatches once {directions} on each of "
+        f"{num_stages} stages, on one replica, in ascending order",
+    ]
+    if not forward_only:
+        statements += [
+            f"weights: {directions} of minibatch t on {lag}, {layout.versions} live versions, "
+            f"none overwritten while named; {minibatches} minibatches, updates in order",
+            f"in flight: at most {peaks} microbatches per stage, planned {planned}",
+        ]
+    statements += [
+        f"slots: no receive into a live slot; at most {pools} live for one edge",
+        induction,
+    ]
+    return Proof(
+        layout.name,
+        tuple(statements),
+        sum(walk.num_programs for walk in walks),
+        sum(walk.num_instructions for walk in walks),
+        time.perf_counter() - begin,
+    )

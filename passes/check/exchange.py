@@ -1,0 +1,285 @@
+"""All ranks together: channels, collectives and the absence of deadlock.
+
+A send is a rendezvous: WAIT_SEND ends only once its receive has been posted, and here even
+only once the receiver has come to WAIT_RECV (a transport that first exchanges a header posts the
+payload's receive there).  Whatever completes like this completes with earlier receives and with
+buffered sends too: conditions only become true, never false, and channels are first in first
+out, so no order of events can lead elsewhere.  For the same reason one order of walking is enough.
+
+Each program must complete without the next one having begun: in one process it has to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdcompile.passes.check.tokens import Label
+from pdcompile.passes.layout import FAMILIES, Layout
+from pdcompile.schedule import Action, Instruction, Schedule
+
+ChannelModel = Literal["per_direction", "per_pair"]
+_POST = {family.post: family.send for family in FAMILIES}
+_WAIT = {family.wait: family.send for family in FAMILIES}
+_SEND = {family.send for family in FAMILIES}
+_WAIT_SEND = {family.wait_send: family.send for family in FAMILIES}
+_COLLECTIVE_POST = {Action.POST_NORMS: "NORMS", Action.POST_REDUCE: "REDUCE"}
+_COLLECTIVE_WAIT = {Action.WAIT_NORMS: "NORMS", Action.WAIT_REDUCE: "REDUCE"}
+
+
+@dataclass(slots=True)
+class Channel:
+    """All transfers of one edge from one rank to another, in order."""
+
+    sender: int
+    receiver: int
+    sent: deque[Label] = field(default_factory=deque)  # of those not yet received
+    posted: deque[Label] = field(default_factory=deque)
+    waits: deque[Label] = field(default_factory=deque)  # posted, not yet waited for
+    open_sends: deque[Label] = field(default_factory=deque)  # not yet waited for
+    num_sent: int = 0
+    num_reached: int = 0
+    num_received: int = 0
+    num_send_waited: int = 0
+
+
+@dataclass(slots=True)
+class Group:
+    """One collective of some ranks: how often each posted and waited."""
+
+    members: tuple[int, ...]
+    posted: dict[int, int] = field(default_factory=dict)
+    waited: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A rank that cannot go on, and the ranks that it waits for."""
+
+    rank: int
+    position: int
+    instruction: Instruction
+    ranks: tuple[int, ...]
+
+
+class Stuck(Exception):
+    """No rank can go on."""
+
+    def __init__(self, blocked: dict[int, Blocked]):
+        self.blocked = blocked
+        super().__init__()
+
+
+class Misfit(Exception):
+    """The two ends of a transfer disagree."""
+
+    def __init__(self, rank: int, position: int, message: str):
+        self.rank, self.position, self.message = rank, position, message
+        super().__init__(message)
+
+
+class Exchange:
+    """The state of all channels between calls; `run` executes one program."""
+
+    def __init__(self, layout: Layout, channels: ChannelModel):
+        self.layout = layout
+        self.model = channels
+        self.channels: dict[tuple[Action, int, int, int], Channel] = {}
+        everybody = tuple(rank for ranks in layout.ranks for rank in ranks)
+        self.groups = {("NORMS", -1): Group(everybody)} if layout.clipping else {}
+        for stage, ranks in enumerate(layout.ranks):
+            if len(ranks) > 1:
+                self.groups["REDUCE", stage] = Group(ranks)
+        self.stage_of = {rank: stage for stage, ranks in enumerate(layout.ranks) for rank in ranks}
+        self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
+        self.num_transfers = 0
+
+    def run(self, program: Schedule, base: int) -> None:
+        """Execute to the end.  Raises Stuck or Misfit."""
+        columns = program.columns
+        positions = [0] * len(columns)
+        ready = deque(rank for rank, column in enumerate(columns) if column)
+        queued = set(ready)
+        blocked: dict[int, Blocked] = {}
+        sleeping: dict[int, set[int]] = {}  # rank -> those that may go on when it does
+        while ready:
+            rank = ready.popleft()
+            queued.discard(rank)
+            blocked.pop(rank, None)
+            column, position = columns[rank], positions[rank]
+            while position < len(column):
+                waits_for = self._do(rank, position, column[position], base)
+                if waits_for:
+                    blocked[rank] = Blocked(rank, position, column[position], waits_for)
+                    for other in waits_for:
+                        sleeping.setdefault(other, set()).add(rank)
+                    break
+                position += 1
+            positions[rank] = position
+            for other in sleeping.pop(rank, ()):
+                if other in blocked and other not in queued:
+                    queued.add(other)
+                    ready.append(other)
+        if blocked:
+            raise Stuck(blocked)
+        self._losses(columns)
+
+    def _do(self, rank: int, position: int, one: Instruction, base: int) -> tuple[int, ...]:
+        """Execute one instruction; the ranks it waits for when it cannot."""
+        action = one.action
+        if action in _SEND:
+            channel = self._channel(action, one.edge, rank, one.peer)
+            label = (base + one.minibatch, one.microbatch)
+            channel.num_sent += 1
+            channel.sent.append(label)
+            channel.open_sends.append(label)
+            self._match(channel, rank, position)
+            self._pair(rank, position, one, channel, label, sending=True)
+        elif action in _POST:
+            channel = self._channel(_POST[action], one.edge, one.peer, rank)
+            label = (base + one.minibatch, one.microbatch)
+            channel.posted.append(label)
+            channel.waits.append(label)
+            self._match(channel, rank, position)
+            self._pair(rank, position, one, channel, label, sending=False)
+        elif action in _WAIT:
+            channel = self._channel(_WAIT[action], one.edge, one.peer, rank)
+            label = (base + one.minibatch, one.microbatch)
+            if not channel.waits or channel.waits[0] != label:
+                raise Misfit(rank, position, "receives of a channel are waited for out of order")
+            channel.num_reached = channel.num_received + 1
+            if channel.num_sent <= channel.num_received:
+                return (one.peer,)
+            channel.num_received += 1
+            channel.waits.popleft()
+            self.num_transfers += 1
+        elif action in _WAIT_SEND:
+            channel = self._channel(_WAIT_SEND[action], one.edge, rank, one.peer)
+            label = (base + one.minibatch, one.microbatch)
+            if not channel.open_sends or channel.open_sends[0] != label:
+                raise Misfit(rank, position, "sends of a channel are waited for out of order")
+            if channel.num_reached <= channel.num_send_waited:
+                return (one.peer,)
+            channel.num_send_waited += 1
+            channel.open_sends.popleft()
+        elif action in _COLLECTIVE_POST:
+            group = self._group(_COLLECTIVE_POST[action], one.stage)
+            group.posted[rank] = group.posted.get(rank, 0) + 1
+        elif action in _COLLECTIVE_WAIT:
+            group = self._group(_COLLECTIVE_WAIT[action], one.stage)
+            count = group.waited.get(rank, 0)
+            missing = tuple(m for m in group.members if group.posted.get(m, 0) <= count)
+            if missing:
+                return missing
+            group.waited[rank] = count + 1
+        return ()
+
+    def _channel(self, action: Action, edge: int, sender: int, receiver: int) -> Channel:
+        key = (action, edge, sender, receiver)
+        found = self.channels.get(key)
+        if found is None:
+            found = self.channels[key] = Channel(sender, receiver)
+        return found
+
+    def _group(self, name: str, stage: int) -> Group:
+        return self.groups[name, stage if name == "REDUCE" else -1]
+
+    def _match(self, channel: Channel, rank: int, position: int) -> None:
+        """First in, first out: the k-th receive posted gets the k-th send."""
+        while channel.sent and channel.posted:
+            sent, posted = channel.sent.popleft(), channel.posted.popleft()
+            if sent != posted:
+                raise Misfit(
+                    rank,
+                    position,
+                    f"rank {channel.receiver} would receive microbatch {sent[1]} of minibatch "
+                    f"{sent[0]} for microbatch {posted[1]} of minibatch {posted[0]}",
+                )
+
+    def _pair(
+        self,
+        rank: int,
+        position: int,
+        one: Instruction,
+        channel: Channel,
+        label: Label,
+        *,
+        sending: bool,
+    ) -> None:
+        """One communicator for both directions: both ends must post in the same order."""
+        if self.model == "per_direction":
+            return
+        mine = self.pairs.setdefault((rank, one.peer), deque())
+        other = self.pairs.setdefault((one.peer, rank), deque())
+        family = one.action if sending else _POST[one.action]
+        mine.append((channel.sender, family, one.edge, label))
+        while mine and other:
+            if mine[0] != other[0]:
+                raise Misfit(
+                    rank,
+                    position,
+                    f"on the one communicator of ranks {rank} and {one.peer} the next transfer "
+                    f"is {_transfer(mine[0])} here and {_transfer(other[0])} there: both would "
+                    "wait for ever",
+                )
+            mine.popleft()
+            other.popleft()
+
+    def _losses(self, columns: Sequence[Sequence[Instruction]]) -> None:
+        """Every rank hears of every rank that sends a loss, once."""
+        heard = [
+            sorted(one.peer for one in column if one.action is Action.LOSS) for column in columns
+        ]
+        senders = [rank for rank, peers in enumerate(heard) if -1 in peers]
+        for rank, peers in enumerate(heard):
+            expected = sorted(-1 if peer == rank else peer for peer in senders)
+            if peers != expected:
+                raise Misfit(
+                    rank,
+                    max(0, len(columns[rank]) - 1),
+                    f"takes part in the losses of ranks {peers}, sent are those of {senders} "
+                    "(−1 is its own)",
+                )
+
+    def state(self, base: int) -> tuple[object, ...]:
+        """What the future depends on, relative to the next call."""
+        channels = []
+        for key, one in sorted(self.channels.items()):
+            labels = (one.sent, one.posted, one.waits, one.open_sends)
+            relative = tuple(tuple((t - base, i) for t, i in each) for each in labels)
+            if any(relative):
+                channels.append((key, relative))
+        groups = tuple(
+            (key, tuple(one.posted.get(m, 0) - base for m in one.members))
+            for key, one in sorted(self.groups.items())
+        )
+        return tuple(channels), groups
+
+
+def _transfer(one: tuple[object, ...]) -> str:
+    sender, family, edge, label = one
+    return f"{family} {edge} {label} from rank {sender}"
+
+
+def shortest_cycle(blocked: dict[int, Blocked]) -> list[int]:
+    """Ranks that wait for each other in a circle; or a chain that ends at a finished rank."""
+    best: list[int] = []
+    for start in sorted(blocked):
+        paths = deque([[start]])
+        seen = {start}
+        while paths:
+            path = paths.popleft()
+            for other in blocked[path[-1]].ranks if path[-1] in blocked else ():
+                if other == start and (not best or len(path) < len(best)):
+                    best = path
+                if other not in seen:
+                    seen.add(other)
+                    paths.append([*path, other])
+    if best:
+        return best
+    chain = [min(blocked)]
+    while chain[-1] in blocked:
+        chain.append(blocked[chain[-1]].ranks[0])
+    return chain

@@ -1,0 +1,381 @@
+"""One rank walked with tokens: what may happen when, as far as the rank alone can tell.
+
+Values, slots, weight versions, updates and order are local facts: an instruction list breaks
+them or not, whatever the timing.  Who talks to whom is checked in `exchange`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+
+from pdcompile.passes.layout import (
+    FAMILIES,
+    FORWARD_ONLY_SLOTS,
+    GRADIENT,
+    GRADIENT_SLOTS,
+    TIED,
+    VALUE,
+    WEIGHT,
+    Hop,
+    Layout,
+    hops,
+)
+from pdcompile.schedule import Action, Instruction
+
+_STATE = (
+    "in_flight",
+    "forwards",
+    "backwards",
+    "to_free",
+    "slots",
+    "to_send",
+    "under_way",
+    "steps",
+    "weights",
+    "posted",
+    "waited",
+    "losses",
+)
+
+Label = tuple[int, int]  # minibatch from the beginning of training, microbatch or −1
+Key = tuple[Action, int]  # the family's send action, edge
+
+
+class Violation(Exception):
+    """What is wrong with one instruction, in words."""
+
+
+class Tokens:
+    """The token state of one rank, and the rules for every instruction.
+
+    Every `do(instruction, base)` raises Violation or moves the state on; `base` is the number
+    of calls of step before this one.
+    """
+
+    def __init__(self, layout: Layout, stage: int, rank: int, *, forward_only: bool = False):
+        self.layout, self.stage, self.rank = layout, stage, rank
+        self.forward_only = forward_only
+        self.lag = 0 if forward_only else layout.lag
+        self.hops = hops(layout, stage)
+        replicated = len(layout.ranks[stage]) > 1
+        self.collectives: tuple[str, ...] = (("REDUCE",) if replicated else ()) + (
+            ("NORMS",) if layout.clipping else ()
+        )
+        self.expected = {family: _by_edge(self.hops, family) for family in FAMILIES}
+        self.pool = {
+            VALUE: FORWARD_ONLY_SLOTS if forward_only else layout.pool(stage),
+            GRADIENT: GRADIENT_SLOTS,
+            TIED: GRADIENT_SLOTS,
+            WEIGHT: 1,
+        }
+        self.depth = 1 if forward_only else layout.in_flight(stage)
+        self.in_flight: dict[Label, None] = {}
+        self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
+        self.backwards: dict[int, list[int]] = {}
+        self.to_free: set[Label] = set()
+        self.slots: dict[Key, dict[Label, bool]] = {}  # live slots; True once it has arrived
+        self.to_send: dict[tuple[Key, int], set[Label]] = {}  # made, not yet sent to that stage
+        self.under_way: dict[tuple[Key, int], list[Label]] = {}  # sent to that rank, not waited
+        self.steps = 0
+        self.weights = {hop.edge: 0 for hop in self.hops.weights}
+        self.posted = dict.fromkeys(self.collectives, 0)
+        self.waited = dict.fromkeys(self.collectives, 0)
+        self.losses = 0
+        self.peak_in_flight = 0
+        self.peak_slots: Counter[Key] = Counter()
+        self.rules: dict[Action, Callable[[Instruction, Label], None]] = {
+            Action.FORWARD: self.forward,
+            Action.BACKWARD: self.backward,
+            Action.STEP: self.step,
+            Action.FREE: self.free,
+            Action.LOSS: self.loss,
+        }
+        for family in FAMILIES:
+            self._bind(family)
+        for name in ("REDUCE", "NORMS"):
+            self._bind_collective(name)
+
+    def restore(self, other: Tokens) -> None:
+        """Take over the state of the same rank in another walk."""
+        for name in _STATE:
+            setattr(self, name, deepcopy(getattr(other, name)))
+
+    def do(self, one: Instruction, base: int) -> None:
+        if one.stage != self.stage:
+            raise Violation(f"stage {one.stage} does not run on this rank")
+        self.rules[one.action](one, (base + one.minibatch, one.microbatch))
+
+    # -- compute ---------------------------------------------------------------------------
+
+    def forward(self, one: Instruction, label: Label) -> None:
+        minibatch, microbatch = label
+        self._compute(one, label)
+        done = self.forwards.setdefault(minibatch, [])
+        if one.minibatch != 0:
+            raise Violation("a forward belongs to the call of its minibatch")
+        if done and microbatch <= done[-1]:
+            raise Violation(f"forward after that of microbatch {done[-1]}: not ascending")
+        self._arrived(self.hops.before_forward, label)
+        done.append(microbatch)
+        self.in_flight[label] = None
+        self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
+        if len(self.in_flight) > self.depth:
+            raise Violation(f"{len(self.in_flight)} microbatches in flight, planned {self.depth}")
+        self._made(self.hops.after_forward, label)
+        if self.forward_only:
+            del self.in_flight[label]
+            self.to_free.add(label)
+
+    def backward(self, one: Instruction, label: Label) -> None:
+        minibatch, microbatch = label
+        if self.forward_only:
+            raise Violation("a backward in a forward-only program")
+        self._compute(one, label)
+        if label not in self.in_flight:
+            raise Violation("a backward without its forward before it")
+        done = self.backwards.setdefault(minibatch, [])
+        if done and microbatch <= done[-1]:
+            raise Violation(f"backward after that of microbatch {done[-1]}: not ascending")
+        if self.collectives and self.posted[self.collectives[0]] > minibatch:
+            raise Violation("a backward after the gradients were given to the collective")
+        self._arrived(self.hops.before_backward, label)
+        done.append(microbatch)
+        del self.in_flight[label]
+        self.to_free.add(label)
+        self._made(self.hops.after_backward, label)
+
+    def _compute(self, one: Instruction, label: Label) -> None:
+        """Microbatch, update and weight version of a forward or backward."""
+        minibatch, microbatch = label
+        if microbatch < 0 or one.edge >= 0 or one.peer >= 0:
+            raise Violation("names no microbatch, or an edge or peer")
+        if one.lag != self.lag:
+            raise Violation(f"weights of lag {one.lag}, the schedule's is {self.lag}")
+        if self.forward_only:
+            return
+        if minibatch < self.steps:
+            raise Violation(f"the update of minibatch {minibatch} has already run")
+        version = max(minibatch - self.lag, 0)
+        if not self.steps - self.layout.versions < version <= self.steps:
+            oldest = max(0, self.steps + 1 - self.layout.versions)
+            raise Violation(
+                f"needs weights W_{version}; versions W_{oldest} to W_{self.steps} exist"
+            )
+        for edge, received in self.weights.items():
+            if received < version:
+                raise Violation(
+                    f"names W_{version}, of tied parameter {edge} W_{received} has arrived"
+                )
+
+    def _arrived(self, needed: Iterable[Hop], label: Label) -> None:
+        for hop in needed:
+            if not self.slots.get((hop.family.send, hop.edge), {}).get(label):
+                raise Violation(
+                    f"{'tied parameter' if hop.family is TIED else 'edge'} {hop.edge} "
+                    f"from stage {hop.stage} was not waited for"
+                )
+
+    def _made(self, sent: Iterable[Hop], label: Label) -> None:
+        for hop in sent:
+            self.to_send.setdefault(((hop.family.send, hop.edge), hop.stage), set()).add(label)
+
+    def free(self, one: Instruction, label: Label) -> None:
+        if label not in self.to_free:
+            raise Violation("frees what is not done (or was freed before)")
+        self.to_free.remove(label)
+        for (action, _), live in self.slots.items():
+            if action is not Action.SEND_WEIGHT:
+                live.pop(label, None)
+
+    # -- update ----------------------------------------------------------------------------
+
+    def step(self, one: Instruction, label: Label) -> None:
+        minibatch, oldest = label[0], self.steps + 2 - self.layout.versions
+        if self.forward_only or one.microbatch >= 0 or minibatch != self.steps:
+            raise Violation(f"the next update is that of minibatch {self.steps}")
+        if self.backwards.get(minibatch, []) != self.forwards.get(minibatch, []):
+            raise Violation("an update before the minibatch's last backward")
+        for name in self.collectives:
+            if self.waited[name] <= minibatch:
+                raise Violation(f"an update before WAIT_{name} of its minibatch")
+        for t, i in self.in_flight:
+            if max(t - self.lag, 0) < oldest:
+                raise Violation(f"overwrites weights that microbatch {i} of minibatch {t} names")
+        for key, labels in self.under_way.items():
+            if key[0][0] is Action.SEND_WEIGHT and any(t + 1 < oldest for t, _ in labels):
+                raise Violation("overwrites weights that are still being sent")
+        self._sent_weights()
+        if any(received < self.steps for received in self.weights.values()):
+            raise Violation("an update before the tied weights of the one before arrived")
+        self.steps += 1
+        self.forwards.pop(minibatch, None)
+        self.backwards.pop(minibatch, None)
+        self._made(self.hops.after_step, (minibatch, -1))
+
+    def _sent_weights(self) -> None:
+        for (key, stage), labels in self.to_send.items():
+            if labels and key[0] is Action.SEND_WEIGHT:
+                raise Violation(f"tied parameter {key[1]} was not sent to stage {stage}")
+
+    def _bind_collective(self, name: str) -> None:
+        def known() -> None:
+            if name not in self.collectives:
+                raise Violation("this rank takes part in no such collective")
+
+        def post(one: Instruction, label: Label) -> None:
+            known()
+            if label != (self.posted[name], -1):
+                raise Violation(f"the next to be posted is minibatch {self.posted[name]}")
+            if self.backwards.get(label[0], []) != self.forwards.get(label[0], []):
+                raise Violation("posted before the minibatch's last backward")
+            before = self.collectives[: self.collectives.index(name)]
+            if any(self.waited[other] <= label[0] for other in before):
+                raise Violation("posted before the replicas' gradients were reduced")
+            self.posted[name] += 1
+
+        def wait(one: Instruction, label: Label) -> None:
+            known()
+            if label != (self.waited[name], -1) or self.waited[name] >= self.posted[name]:
+                raise Violation("waits for what was not posted")
+            self.waited[name] += 1
+
+        self.rules[Action(f"POST_{name}")] = post
+        self.rules[Action(f"WAIT_{name}")] = wait
+
+    def loss(self, one: Instruction, label: Label) -> None:
+        if one.minibatch or one.microbatch >= 0:
+            raise Violation("the loss is that of the call's whole minibatch")
+        if one.peer < 0:
+            last = len(self.layout.ranks) - 1
+            if self.stage != last or self.losses:
+                raise Violation("only the last stage sends its loss, and once")
+            self.losses = 1
+
+    # -- transfers -------------------------------------------------------------------------
+
+    def _bind(self, family: tuple[Action, Action, Action, Action]) -> None:
+        known = next(one for one in FAMILIES if one is family)
+        incoming, outgoing = self.expected[known]
+        pool = self.pool[known]
+
+        def source(one: Instruction, label: Label) -> dict[Label, bool]:
+            hop = incoming.get(one.edge)
+            if hop is None or one.peer not in self.layout.ranks[hop.stage]:
+                raise Violation("no such transfer arrives here")
+            if (label[1] < 0) != (known is WEIGHT):
+                raise Violation("names a microbatch where it should not, or none")
+            return self.slots.setdefault((known.send, one.edge), {})
+
+        def post(one: Instruction, label: Label) -> None:
+            live = source(one, label)
+            if label in live:
+                raise Violation("posted twice")
+            if len(live) >= pool:
+                raise Violation(f"posted into a live slot: all {pool} slots are in use")
+            if known is WEIGHT and label[0] + 1 != self.steps:
+                raise Violation("posted before this stage's own update, or too late")
+            if self._is_over(known, label):
+                raise Violation("posted for a microbatch that is already done")
+            live[label] = False
+            key = (known.send, one.edge)
+            self.peak_slots[key] = max(self.peak_slots[key], len(live))
+
+        def wait(one: Instruction, label: Label) -> None:
+            live = source(one, label)
+            if live.get(label) is not False:
+                raise Violation("waits for what was not posted")
+            if known is WEIGHT:
+                self.weights[one.edge] = label[0] + 1
+                del live[label]
+            else:
+                live[label] = True
+
+        def send(one: Instruction, label: Label) -> None:
+            stages = outgoing.get(one.edge, {})
+            stage = next((s for s in stages if one.peer in self.layout.ranks[s]), -1)
+            made = self.to_send.get(((known.send, one.edge), stage), set())
+            if label not in made:
+                raise Violation("sends what was not made, was sent before or goes elsewhere")
+            if known is WEIGHT and label[0] + 1 != self.steps:
+                raise Violation("sends weights that are no longer the newest")
+            made.remove(label)
+            under_way = self.under_way.setdefault(((known.send, one.edge), one.peer), [])
+            under_way.append(label)
+            if len(under_way) > stages[stage]:
+                raise Violation(
+                    f"{len(under_way)} sends under way, the buffers hold {stages[stage]}"
+                )
+
+        def wait_send(one: Instruction, label: Label) -> None:
+            under_way = self.under_way.get(((known.send, one.edge), one.peer), [])
+            if label not in under_way:
+                raise Violation("waits for what was not sent")
+            under_way.remove(label)
+
+        for action, rule in zip(known, (post, wait, send, wait_send), strict=True):
+            self.rules[action] = rule
+
+    def _is_over(self, family: tuple[Action, ...], label: Label) -> bool:
+        if family is VALUE:
+            return label[0] < self.steps or label[1] in self.forwards.get(label[0], ())
+        if family is WEIGHT:
+            return False
+        return label not in self.in_flight
+
+    # -- boundaries ------------------------------------------------------------------------
+
+    def end_call(self, *, drained: bool) -> None:
+        """At the end of a program: nothing forgotten; `drained`: nothing left either."""
+        self.losses = 0
+        for (key, stage), labels in self.to_send.items():
+            if labels:
+                raise Violation(f"{key[0]} {key[1]} to stage {stage} was forgotten")
+        if self.to_free:
+            raise Violation(f"FREE of microbatch {min(self.to_free)[1]} was forgotten")
+        if drained:
+            if self.in_flight:
+                raise Violation(f"{len(self.in_flight)} microbatches without a backward")
+            if self.forwards:
+                raise Violation(f"no update of minibatch {min(self.forwards)}")
+            if any(self.under_way.values()) or any(self.slots.values()):
+                raise Violation("transfers are still under way")
+            if self.posted != self.waited or any(
+                received != self.steps for received in self.weights.values()
+            ):
+                raise Violation("a collective or tied weight was not waited for")
+
+    def state(self, base: int) -> tuple[object, ...]:
+        """What the future depends on, relative to the next call."""
+
+        def relative(labels: Iterable[Label]) -> tuple[Label, ...]:
+            return tuple((t - base, i) for t, i in labels)
+
+        return (
+            relative(self.in_flight),
+            tuple((t - base, tuple(one)) for t, one in sorted(self.forwards.items())),
+            tuple((t - base, tuple(one)) for t, one in sorted(self.backwards.items())),
+            tuple(sorted((k, relative(v), tuple(v.values())) for k, v in self.slots.items() if v)),
+            tuple(sorted((k, relative(v)) for k, v in self.under_way.items() if v)),
+            self.steps - base,
+            tuple(received - base for received in self.weights.values()),
+            tuple(n - base for n in (*self.posted.values(), *self.waited.values())),
+        )
+
+
+def _by_edge(
+    all_hops: tuple[tuple[Hop, ...], ...], family: tuple[Action, ...]
+) -> tuple[dict[int, Hop], dict[int, dict[int, int]]]:
+    """What arrives, edge → hop; and what leaves, edge → {stage: window}."""
+    before_forward, after_forward, before_backward, after_backward, after_step, weights = all_hops
+    incoming = {
+        hop.edge: hop
+        for hop in (*before_forward, *before_backward, *weights)
+        if hop.family is family
+    }
+    outgoing: dict[int, dict[int, int]] = {}
+    for hop in (*after_forward, *after_backward, *after_step):
+        if hop.family is family:
+            outgoing.setdefault(hop.edge, {})[hop.stage] = hop.window
+    return incoming, outgoing

@@ -1,0 +1,172 @@
+"""Walk successive programs with tokens: local rules rank by rank, then all ranks together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+
+from pdcompile.errors import DeadlockError, ScheduleError
+from pdcompile.passes.check.excerpt import excerpt
+from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
+from pdcompile.passes.check.tokens import Tokens, Violation
+from pdcompile.passes.layout import Layout
+from pdcompile.schedule import Action, Instruction, Schedule
+
+
+class Walk:
+    """The token state of all ranks between programs; `run` proves one more program."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        channels: ChannelModel = "per_direction",
+        *,
+        forward_only: bool = False,
+    ):
+        self.layout = layout
+        self.forward_only = forward_only
+        self.tokens = {
+            rank: Tokens(layout, stage, rank, forward_only=forward_only)
+            for stage, ranks in enumerate(layout.ranks)
+            for rank in ranks
+        }
+        self.exchange = Exchange(layout, channels)
+        self.base = 0  # calls of step so far
+        self.num_programs = 0
+        self.num_instructions = 0
+        self.num_microbatches = 0
+        self.num_minibatches = 0
+
+    def run(self, program: Schedule) -> None:
+        """Prove one program after the ones before.
+
+        Raises:
+            DeadlockError: some ranks wait for each other; carries the shortest cycle.
+            ScheduleError: any other broken rule, with rank, instruction and excerpt.
+        """
+        kind = program.name.removeprefix(self.layout.name)
+        if kind not in ("", "+flush", "+eval") or (kind == "+eval") != self.forward_only:
+            raise ScheduleError(
+                f"program {program.name!r} does not belong to schedule {self.layout.name!r}"
+            )
+        if len(program.columns) != self.layout.num_columns:
+            raise ScheduleError(
+                f"{program.name} has {len(program.columns)} columns for "
+                f"{self.layout.num_columns} ranks"
+            )
+        for rank, column in enumerate(program.columns):
+            self._run_column(program, rank, column)
+        try:
+            self.exchange.run(program, self.base)
+        except Misfit as error:
+            raise self._error(program, error.rank, error.position, error.message) from None
+        except Stuck as stuck:
+            raise self._deadlock(program, stuck) from None
+        if kind != "+flush":
+            self._coverage(program)
+        drained = kind != "" or not self.layout.lag
+        for rank, tokens in self.tokens.items():
+            try:
+                tokens.end_call(drained=drained)
+            except Violation as error:
+                message = f"at the end of the program: {error}"
+                raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
+        self.num_programs += 1
+        self.num_instructions += sum(map(len, program.columns))
+        if kind == "":
+            self.base += 1
+            self.num_minibatches += 1
+
+    def copy(self) -> Walk:
+        """The same state, to prove another continuation from it."""
+        other = Walk(self.layout, self.exchange.model, forward_only=self.forward_only)
+        other.base = self.base
+        for rank, tokens in self.tokens.items():
+            other.tokens[rank].restore(tokens)
+        other.exchange.channels = deepcopy(self.exchange.channels)
+        other.exchange.groups = deepcopy(self.exchange.groups)
+        other.exchange.pairs = deepcopy(self.exchange.pairs)
+        return other
+
+    def state(self) -> tuple[object, ...]:
+        """All that the future depends on, relative to the next call."""
+        return (
+            tuple(tokens.state(self.base) for tokens in self.tokens.values()),
+            self.exchange.state(self.base),
+        )
+
+    def _run_column(self, program: Schedule, rank: int, column: tuple[Instruction, ...]) -> None:
+        tokens = self.tokens.get(rank)
+        if tokens is None:
+            if any(one.action is not Action.LOSS or one.peer < 0 for one in column):
+                raise self._error(program, rank, 0, "a rank without a stage only hears the loss")
+            return
+        position, base = 0, self.base
+        try:
+            for position, one in enumerate(column):  # noqa: B007  (read in the handler)
+                tokens.do(one, base)
+        except Violation as error:
+            raise self._error(program, rank, position, str(error)) from None
+
+    def _coverage(self, program: Schedule) -> None:
+        """Every microbatch forward once on every stage (backward: nothing is left over)."""
+        counts: list[Counter[int]] = [Counter() for _ in self.layout.ranks]
+        for column in program.columns:
+            for one in column:
+                if one.action is Action.FORWARD:
+                    counts[one.stage][one.microbatch] += 1
+        most = max((max(one, default=-1) for one in counts), default=-1) + 1
+        for stage, count in enumerate(counts):
+            wrong = [i for i in range(most) if count[i] != 1]
+            if wrong or most == 0:
+                times = count[wrong[0]] if wrong else 0
+                rank = self.layout.ranks[stage][0]
+                raise self._error(
+                    program,
+                    rank,
+                    max(0, len(program.columns[rank]) - 1),
+                    f"stage {stage} runs forward of microbatch {wrong[0] if wrong else 0} "
+                    f"{times} times, expected once",
+                )
+        self.num_microbatches += most
+
+    def _error(self, program: Schedule, rank: int, position: int, message: str) -> ScheduleError:
+        column = program.columns[rank]
+        position = max(0, min(position, len(column) - 1))
+        named = f" ({column[position]})" if column else ""
+        return ScheduleError(
+            f"rank {rank}, instruction {position}{named}: {message}",
+            where=f"{program.name}, program {self.num_programs}\n"
+            + excerpt(program, {rank: position}),
+        )
+
+    def _deadlock(self, program: Schedule, stuck: Stuck) -> DeadlockError:
+        cycle = shortest_cycle(stuck.blocked)
+        links = []
+        for rank in cycle:
+            if rank not in stuck.blocked:
+                links.append(f"rank {rank} ({self._stage(rank)}), which has finished")
+                continue
+            one = stuck.blocked[rank].instruction
+            links.append(f"rank {rank} ({self._stage(rank)}) at {one}, {_of(one)}")
+        if cycle[-1] in stuck.blocked:
+            links.append(f"rank {cycle[0]}")
+        marks = {
+            rank: stuck.blocked[rank].position
+            if rank in stuck.blocked
+            else max(0, len(program.columns[rank]) - 1)
+            for rank in cycle
+        }
+        return DeadlockError(
+            "deadlock: " + " waits for ".join(links),
+            where=f"{program.name}, program {self.num_programs}\n" + excerpt(program, marks),
+        )
+
+    def _stage(self, rank: int) -> str:
+        stage = self.exchange.stage_of.get(rank)
+        return "no stage" if stage is None else f"stage {stage}"
+
+
+def _of(one: Instruction) -> str:
+    where = f"minibatch {one.minibatch:+d}" if one.minibatch else "this minibatch"
+    return f"microbatch {one.microbatch} of {where}" if one.microbatch >= 0 else where
