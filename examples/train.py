@@ -7,9 +7,7 @@ import torch
 import pdcompile
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(
-    *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)]
-)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
 data = torch.randn(20, 32, 64)
 
 pipe = pdcompile.compile(
@@ -19,8 +17,6 @@ pipe = pdcompile.compile(
     optimizer=partial(torch.optim.AdamW, lr=1e-3),
     microbatches=4,
 )
-print(pipe.explain())  # the stages, and the proof
-
 for i, batch in enumerate(data):
     result = pipe.step(batch, target=batch.flip(1))
     if i % 5 == 0:

@@ -257,7 +257,8 @@ def _kind(value: Any) -> str:
         return "None"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _suggest(module: ModuleType) -> str:

@@ -38,3 +38,11 @@ def front(
     Exit codes: 0 done, 2 bad input, 3 no plan satisfies the limits.  --json prints exactly one
     JSON object on stdout; progress and messages go to stderr.
     """
+
+
+def register() -> None:
+    """Import the verbs; each adds itself to `app`.  The order is that of --help."""
+    from pdcompile.cli import plan, explain, simulate, dump, verify, run  # noqa: F401, I001
+
+
+register()

@@ -73,7 +73,7 @@ def _summary(shown: Sequence[Bar]) -> str:
 
 
 def _x(seconds: float, total: float) -> float:
-    return MARGIN + (WIDTH - MARGIN - 16) * (seconds / total if total else 0.0)
+    return MARGIN + (WIDTH - MARGIN - 32) * (seconds / total if total else 0.0)
 
 
 def _text(x: float, y: float, content: str, kind: str) -> str:

@@ -1,0 +1,75 @@
+"""From a target to a compiled plan: what `plan`, `dump` and `verify` have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdcompile.errors import ConfigError, PlanError
+from pdcompile.options import Options
+from pdcompile.plan import Plan
+
+if TYPE_CHECKING:
+    from pdcompile.cli.options import Flags
+    from pdcompile.prepared import Prepared
+
+
+def compiled(target: str, flags: Flags, **more: object) -> Prepared:
+    """Load the target and run every pass on it, with a spinner on stderr.
+
+    Raises:
+        PdcompileError: whatever the target or a pass refuses.
+    """
+    from pdcompile.workload import load_target
+
+    workload = load_target(target)
+    options: Options = flags.to_options(workload, **more)
+    inputs, wanted = workload.example()
+
+    # The compiler is imported last: a mistake in the target is told at once.
+    from pdcompile import driver
+    from pdcompile.batch import example_call
+    from pdcompile.cli.output import passes_progress
+    from pdcompile.steps import Steps
+
+    with passes_progress("compiling") as listener:
+        return driver.build(
+            workload.model,
+            example_call(workload.model, inputs, wanted),
+            options,
+            step=Steps(listener),
+        )
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json without torch.
+
+    Raises:
+        PlanError: no such file, or not a plan.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise PlanError(
+            f"cannot read the plan: {error.strerror}",
+            where=str(path),
+            remedy="make one with: pdcompile plan TARGET --cluster 1x2 -o plan.json",
+        ) from error
+    return Plan.from_json(content, where=str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result, parents included.
+
+    Raises:
+        ConfigError: it cannot be written, with the system's reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the file: {error.strerror}",
+            where=str(path),
+            remedy="choose another place with -o",
+        ) from error

@@ -1,0 +1,48 @@
+"""``pdcompile dump``: the stages as source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+
+
+@app.command()
+@takes_flags
+def dump(
+    target: Target,
+    flags: Flags,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
+    ] = Path("stages"),
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
+
+    Read them, edit them, and run the folder: pdcompile run TARGET --sources stages/
+
+    Example:
+
+      pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
+    """
+    from pdcompile.cli.compiling import compiled, read_plan
+    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.passes import codegen
+
+    given = None if plan is None else read_plan(plan)
+    prepared = compiled(target, flags, plan=given, verify="auto")
+    codegen.write(prepared.sources, output)
+    files = {name: text.count("\n") for name, text in sorted(prepared.sources.files.items())}
+    if as_json:
+        emit_json({"status": "done", "folder": str(output), "lines": files})
+        return
+    for name, lines in files.items():
+        stdout().print(f"{output / name}  {lines} lines", soft_wrap=True)

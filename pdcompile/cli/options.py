@@ -1,0 +1,207 @@
+"""The options that several verbs share, and how they become the compiler's `Options`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError
+from pdcompile.options import Options
+from pdcompile.workload import Workload
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        show_default=False,
+        help="file.py:function or package.module:function that returns a pdcompile.Workload.",
+    ),
+]
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN", show_default=False, help="plan.json, made by `plan -o`.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
+]
+
+MACHINES, TRAINING, SEARCH = "Machines", "Training", "Search"
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """One field an option; the field's annotation is its help."""
+
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            rich_help_panel=MACHINES,
+            help="cluster.toml, 2x4 (hosts x devices), local:4 (four stages in one process), "
+            "or auto: one device a process.",
+        ),
+    ] = "auto"
+    stages: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=MACHINES, help="Stages; default: one a device."),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            rich_help_panel=MACHINES,
+            help="Memory limit of every device, for example '16 GB' or '512 MiB'.",
+        ),
+    ] = None
+    schedule: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=TRAINING,
+            help="gpipe and 1f1b update as eager does; 2bw never drains and updates with "
+            "gradients of weights that are one minibatch old.",
+        ),
+    ] = "1f1b"
+    microbatches: Annotated[
+        str,
+        typer.Option(
+            metavar="M", rich_help_panel=TRAINING, help="Microbatches in a minibatch, or auto."
+        ),
+    ] = "auto"
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(
+            "--max-grad-norm", rich_help_panel=TRAINING,
+            help="Clip gradients to this norm over all stages.",
+        ),
+    ] = None  # fmt: skip
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=TRAINING,
+            help="A class of torch.optim, or none; its state counts in memory.",
+        ),
+    ] = "AdamW"
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=TRAINING, help="Learning rate.")] = (
+        3e-4
+    )
+    seed: Annotated[
+        int, typer.Option(rich_help_panel=TRAINING, help="Seed of dropout and of the search.")
+    ] = 0
+    costs: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=SEARCH,
+            help="measured: time the ops here; estimated: from FLOPs and bytes; or a profile file.",
+        ),
+    ] = "measured"
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit", metavar="SECONDS", rich_help_panel=SEARCH,
+            help="Stop the search then, with the best plan so far and its gap.",
+        ),
+    ] = None  # fmt: skip
+
+    def to_options(self, workload: Workload, **more: Any) -> Options:
+        """`Options` for a workload; `more` are options that only one verb has.
+
+        Raises:
+            ConfigError: a text is no number, or there is no such optimizer.
+        """
+        return Options(
+            loss_fn=workload.loss_fn,
+            optimizer=_optimizer(self.optimizer, self.lr),
+            cluster=_cluster(self.cluster),
+            stages=self.stages,
+            schedule=self.schedule,
+            microbatches=_microbatches(self.microbatches),
+            memory=self.memory,
+            max_grad_norm=self.max_grad_norm,
+            seed=self.seed,
+            costs=self.costs,
+            time_limit=self.time_limit,
+            **more,
+        )
+
+
+def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb with a parameter ``flags: Flags`` one command-line option for each field."""
+    hints = get_type_hints(Flags, include_extras=True)
+    signature = inspect.signature(verb, eval_str=True)
+    added = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Flags)
+    ]
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.name != "flags"
+    ]
+
+    @functools.wraps(verb)
+    def wrapped(**given: Any) -> None:
+        flags = Flags(**{field.name: given.pop(field.name) for field in fields(Flags)})
+        verb(flags=flags, **given)
+
+    del wrapped.__wrapped__  # inspect must see the new signature, not the old one
+    wrapped.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in own + added
+    } | {"return": None}
+    return wrapped
+
+
+def _cluster(text: str) -> Any:
+    kind, colon, number = text.partition(":")
+    if not (kind == "local" and colon):
+        return text
+    if not number.isdigit() or int(number) < 1:
+        raise ConfigError(
+            f"--cluster {text} has no number of stages",
+            where="--cluster",
+            remedy="for example: --cluster local:4",
+        )
+    return Cluster.local(int(number))
+
+
+def _microbatches(text: str) -> Any:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--microbatches {text} is neither a number nor auto", where="--microbatches"
+        ) from error
+
+
+def _optimizer(name: str, lr: float) -> Any:
+    if name.lower() == "none":
+        return None
+    import torch
+
+    known: dict[str, Callable[..., Any]] = {
+        kind.lower(): value
+        for kind, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        raise ConfigError(
+            f"there is no optimizer '{name}' in torch.optim",
+            where="--optimizer",
+            remedy=f"one of {', '.join(sorted(known))}, or none",
+        )
+    return functools.partial(known[name.lower()], lr=lr)

@@ -1,0 +1,50 @@
+"""``pdcompile plan``: capture, measure, partition, prove."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+
+
+@app.command()
+@takes_flags
+def plan(
+    target: Target,
+    flags: Flags,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a pipeline for TARGET and prove it.
+
+    Nothing is trained. The model is captured, its ops are timed, the best cut is searched, the
+    schedule is proved free of deadlock, and the generated stages are compared with the model.
+
+    Examples:
+
+      pdcompile plan examples/gpt.py:build --cluster 1x2 --memory "20 MB" -o plan.json
+
+      pdcompile plan examples/unet.py:build --cluster cluster.toml --schedule 2bw --json
+    """
+    from pdcompile.cli.compiling import compiled, write_text
+    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.report.plan_table import plan_report
+
+    prepared = compiled(target, flags)
+    if output is not None:
+        write_text(output, prepared.plan.to_json() + "\n")
+    if as_json:
+        status = prepared.plan.certificate.status
+        emit_json({"status": status, "plan": json.loads(prepared.plan.to_json())})
+        return
+    stdout().print(plan_report(prepared.plan))
+    if output is not None:
+        stderr().print(f"written: {output}", soft_wrap=True)

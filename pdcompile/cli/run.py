@@ -1,0 +1,139 @@
+"""``pdcompile run``: train a target, in one process or under torchrun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+
+
+@app.command()
+@takes_flags
+def run(
+    target: Target,
+    flags: Flags,
+    steps: Annotated[int, typer.Option(min=1, help="Minibatches to train on.")] = 20,
+    every: Annotated[
+        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
+    ] = 10,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
+    ] = None,
+    sources: Annotated[
+        Path | None,
+        typer.Option("--sources", metavar="FOLDER", help="Run these stages, edited perhaps."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train TARGET as a pipeline.
+
+    One process runs all stages in turn (for debugging); torchrun runs one stage a process.
+
+    Examples:
+
+      pdcompile run examples/gpt.py:build --cluster local:2 --steps 20
+
+      torchrun --nproc-per-node=2 -m pdcompile run examples/gpt.py:build --schedule 2bw
+    """
+    import pdcompile
+    from pdcompile.cli.compiling import read_plan
+    from pdcompile.cli.output import emit_json, is_first_rank, passes_progress, stdout
+    from pdcompile.report.plan_table import plan_report
+    from pdcompile.workload import load_target
+
+    workload = load_target(target)
+    options = flags.to_options(
+        workload,
+        plan=None if plan is None else read_plan(plan),
+        sources=None if sources is None else str(sources),
+    )
+    inputs, wanted = workload.example()
+    pipe = pdcompile.compile(workload.model, **_keywords(options))
+    with passes_progress("compiling"):
+        args, kwargs = call_of(inputs)
+        pipe.prepare(*args, target=wanted, **kwargs)
+    if is_first_rank() and not as_json:
+        stdout().print(plan_report(pipe.plan))
+
+    losses: dict[int, float] = {}
+    items, what = 0, "samples"
+    began = time.perf_counter()
+    with pipe, training_progress(steps) as advance:
+        for step, (inputs, wanted) in zip(range(steps), workload.stream(), strict=False):
+            args, kwargs = call_of(inputs)
+            result = pipe.step_call(args, kwargs, wanted)
+            count, what = items_of(args, kwargs, pipe.plan.training.batch_size)
+            items += count
+            if step % every == 0 or step == steps - 1:
+                losses[step] = float(result.loss)
+            advance(f"loss {losses[max(losses)]:.4f}")
+        pipe.flush()
+        seconds = time.perf_counter() - began
+    if not is_first_rank():
+        return
+    if as_json:
+        emit_json(
+            {
+                "status": "done",
+                "steps": steps,
+                "losses": losses,
+                "seconds": seconds,
+                f"{what}_per_second": items / seconds,
+            }
+        )
+        return
+    for step, loss in losses.items():
+        stdout().print(f"step {step:>6}  loss {loss:.6f}")
+    stdout().print(f"{steps} steps in {seconds:.1f} s: {items / seconds:,.0f} {what}/s")
+
+
+def _keywords(options: Any) -> dict[str, Any]:
+    from dataclasses import fields
+
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of forward, from inputs as a workload gives them."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> tuple[int, str]:
+    """What to count for throughput: tokens where the first input is a matrix of integers."""
+    from torch import Tensor
+
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
+        return first.numel(), "tokens"
+    return batch_size, "samples"
+
+
+@contextmanager
+def training_progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on rank 0's terminal; yields ``advance(text)``; silent elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    from pdcompile.cli.output import is_first_rank, stderr
+
+    console = stderr()
+    if not (console.is_terminal and is_first_rank()):
+        yield lambda text: None
+        return
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), Remaining(),
+        TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda text: bar.update(task, advance=1, description=text)

@@ -1,0 +1,83 @@
+"""``pdcompile simulate``: time and memory of a plan, as a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, PlanFile
+
+
+@app.command()
+def simulate(
+    plan: PlanFile,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Minibatches to simulate; 2bw needs some to get going.")
+    ] = 3,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev (.json)."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the timeline: .svg, or .png with matplotlib."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a plan: the timeline of every rank, idle time, memory, traffic.
+
+    Walks the same instructions that would run, with the times and sizes in the plan. Needs no
+    model and no torch.
+
+    Examples:
+
+      pdcompile simulate plan.json
+
+      pdcompile simulate plan.json --steps 4 --html report.html --trace trace.json
+    """
+    from pdcompile.cli.compiling import read_plan, write_text
+    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.passes.simulate import simulate as simulated
+    from pdcompile.report import chrome, timeline
+    from pdcompile.report import html as page
+    from pdcompile.report.picture import save
+    from pdcompile.report.plan_table import forecast_line, memory_table
+    from pdcompile.report.svg import Panel
+
+    loaded = read_plan(plan)
+    simulation = simulated(loaded, steps=steps)
+    loaded = replace(loaded, forecast=simulation.forecast)
+    if trace is not None:
+        write_text(trace, json.dumps(chrome.trace(simulation.timeline)))
+    if html is not None:
+        write_text(html, page.page(loaded, simulation.timeline, title=plan.name))
+    if picture is not None:
+        write_text(picture, "")  # the same errors for a place that cannot be written
+        save([Panel(loaded.training.schedule, simulation.timeline)], picture)
+    shown = timeline.bars(simulation.timeline)
+    if as_json:
+        document = {
+            "status": "done",
+            "forecast": asdict(simulation.forecast),
+            "steps": steps,
+            "seconds": timeline.duration(shown),
+            "idle": timeline.idle(shown),
+        }
+        emit_json(document)
+        return
+    console = stdout()
+    console.print(timeline.text(simulation.timeline, width=console.width))
+    console.print("F forward, B backward, U update, dots idle; the number is the microbatch")
+    console.print(memory_table(loaded))
+    console.print(forecast_line(loaded))
+    for path in (trace, html, picture):
+        if path is not None:
+            stderr().print(f"written: {path}", soft_wrap=True)

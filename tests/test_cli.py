@@ -1,0 +1,201 @@
+"""The command line: help that teaches, errors that tell, JSON that parses, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdcompile.cli import main
+from pdcompile.errors import InfeasibleError, PlanError
+from tests.helpers.report_data import plan
+
+Call = Callable[..., tuple[int, str, str]]
+VERBS = ("plan", "explain", "simulate", "dump", "verify", "run")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(plan().to_json(), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_that_names_the_verb(verb: str, call: Call) -> None:
+    code, out, _ = call(verb, "--help")
+    assert code == 0
+    assert "Example" in out
+    assert f"pdcompile {verb} " in out
+
+
+def test_front_page_lists_the_verbs_and_the_exit_codes(call: Call) -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    assert "Exit codes" in out
+    positions = [out.index(f"│ {verb} ") for verb in VERBS]
+    assert positions == sorted(positions)
+
+
+def test_units_are_in_the_help(call: Call) -> None:
+    _, out, _ = call("plan", "--help")
+    for part in ("16 GB", "2x4", "local:4", "SECONDS", "cluster.toml"):
+        assert part in out
+
+
+def test_explain(plan_file: Path, call: Call) -> None:
+    code, out, err = call("explain", str(plan_file))
+    assert (code, err) == (0, "")
+    assert "certificate: optimal" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_explain_json_is_one_object(plan_file: Path, call: Call) -> None:
+    code, out, _ = call("explain", str(plan_file), "--json")
+    assert code == 0
+    assert json.loads(out) == {"status": "optimal", "plan": json.loads(plan().to_json())}
+
+
+def test_explain_needs_no_torch(plan_file: Path) -> None:
+    program = (
+        "import sys\nfrom pdcompile.cli import main\n"
+        "try:\n    main(['explain', sys.argv[1]])\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "    sys.exit(str({'torch', 'ortools'} & set(sys.modules) or ''))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(plan_file)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "plan.json"),
+        (b"{", "plan.json"),
+        (b'{"schema": "pdcompile.plan/9"}', "pdcompile.plan/9"),
+        (b"\xff\xfe", "plan.json"),
+        (b"[" * 100_000, "plan.json"),
+    ],
+)
+def test_plan_files_that_are_none(
+    content: bytes | None, message: str, tmp_path: Path, call: Call
+) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = call("explain", str(path))
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_error_as_json(tmp_path: Path, call: Call) -> None:
+    code, out, err = call("explain", str(tmp_path / "none.json"), "--json")
+    assert code == 2
+    document = json.loads(out)
+    assert document["status"] == "error"
+    assert document["error"]["kind"] == "PlanError"
+    assert document["error"]["where"].endswith("none.json")
+    assert document["error"]["remedy"]
+    assert "error: " in err
+
+
+def test_infeasible_has_its_own_exit_code(
+    plan_file: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise InfeasibleError("20 MB cannot hold it", where="stage 0", remedy="add memory")
+
+    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", refuse)
+    code, out, err = call("explain", str(plan_file), "--json")
+    assert code == 3
+    assert json.loads(out)["status"] == "infeasible"
+    assert json.loads(out)["error"]["remedy"] == "add memory"
+    assert err.startswith("infeasible: 20 MB cannot hold it\n  where: stage 0\n  remedy: add")
+
+
+def test_a_defect_keeps_its_traceback(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(path: Path) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", break_down)
+    with pytest.raises(ZeroDivisionError):
+        main(["explain", str(plan_file)])
+
+
+def test_markup_in_a_message_is_text(
+    plan_file: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PlanError("stages[bold] has no ops[/]", where="[red]")
+
+    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", refuse)
+    _, _, err = call("explain", str(plan_file))
+    assert "stages[bold] has no ops[/]" in err
+    assert "[red]" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "nothing.py:build"), "no file 'nothing.py'"),
+        (("run", "nothing"), "has not the form"),
+        (("verify", "no_such_module:build"), "no module 'no_such_module'"),
+        (("dump", "nothing.py:build", "--plan", "none.json"), "No such file"),
+    ],
+)
+def test_bad_targets_end_with_two(arguments: tuple[str, ...], message: str, call: Call) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "remedy: " in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--microbatches", "many", "neither a number nor auto"),
+        ("--optimizer", "Adomw", "no optimizer 'Adomw'"),
+        ("--cluster", "local:none", "no number of stages"),
+    ],
+)
+def test_bad_options_end_with_two(
+    option: str, value: str, message: str, tmp_path: Path, call: Call
+) -> None:
+    target = tmp_path / "small_target.py"
+    target.write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.ones(4, 2)\n",
+        encoding="utf-8",
+    )
+    code, _, err = call("plan", f"{target}:build", option, value)
+    assert code == 2
+    assert message in err
+
+
+def test_python_m_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdcompile", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("pdcompile 0.")

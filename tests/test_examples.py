@@ -1,0 +1,77 @@
+"""The examples learn what they claim to, and the README shows the file that runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdcompile import load_target
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "factor"),
+    [("mlp", 120, 0.5), ("convnet", 15, 0.8), ("unet", 25, 0.8), ("gpt", 6, 0.9)],
+)
+def test_plain_pytorch_lowers_the_loss(name: str, steps: int, factor: float) -> None:
+    workload = load_target(f"{EXAMPLES / name}.py:build")
+    assert workload.loss_fn is not None
+    optimizer = torch.optim.AdamW(workload.model.parameters(), lr=1e-3)
+    losses = []
+    for inputs, target in itertools.islice(workload.stream(), steps):
+        optimizer.zero_grad()
+        loss = workload.loss_fn(workload.model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < factor * losses[0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "convnet", "unet", "gpt"])
+def test_examples_are_the_same_every_time(name: str) -> None:
+    first, second = (load_target(f"{EXAMPLES / name}.py:build") for _ in range(2))
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for (x, y), (u, v) in zip(
+        itertools.islice(first.stream(), 2), itertools.islice(second.stream(), 2), strict=True
+    ):
+        assert torch.equal(x, u)
+        assert torch.equal(y, v)
+    assert torch.equal(first.example_inputs, next(first.stream())[0])
+
+
+def test_gpt_ties_embedding_and_head_and_predicts_the_next_byte() -> None:
+    workload = load_target(f"{EXAMPLES / 'gpt.py'}:build")
+    parameters = dict(workload.model.named_parameters(remove_duplicate=False))
+    assert parameters["head.weight"] is parameters["tokens.weight"]
+    inputs, target = next(workload.stream())
+    assert torch.equal(inputs[:, 1:], target[:, :-1])
+    assert int(inputs.max()) < 256
+
+
+def test_readme_shows_the_example_that_runs() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```python\n# examples/train.py\n(.*?)```", readme, re.DOTALL)
+    code = (EXAMPLES / "train.py").read_text(encoding="utf-8").split('"""\n\n', 1)[1]
+    assert shown == code
+    assert len([line for line in code.splitlines() if line.strip()]) <= 24
+
+
+def test_readme_cluster_file_is_one() -> None:
+    from pdcompile import Cluster
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    assert len(Cluster.from_toml(text).devices) == 8
+
+
+def test_files_that_the_readme_links_exist() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert "://" in link or (page.parent / link).exists(), link
