@@ -1,0 +1,129 @@
+"""What a training call returns: a loss that waits only when it is looked at, and the outputs.
+
+A float at once would drain the pipeline at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ConfigError
+
+
+class LazyLoss:
+    """The loss of one minibatch, the same on every rank, delivered off the critical path.
+
+    Args:
+        resolve: waits for the loss and returns it, a 0-dim tensor; called at most once when it
+            succeeds.  What it raises is raised to whoever asks.
+        ready: whether `resolve` would return at once.
+    """
+
+    __slots__ = ("_ready", "_resolve", "_value")
+
+    def __init__(
+        self, resolve: Callable[[], Tensor], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._resolve: Callable[[], Tensor] | None = resolve
+        self._ready: Callable[[], bool] | None = ready
+        self._value: Tensor | None = None
+
+    def done(self) -> bool:
+        """Whether `item` would return at once."""
+        return self._value is not None or (self._ready is not None and self._ready())
+
+    def wait(self) -> Tensor:
+        """Wait, and return the loss as a detached 0-dim tensor."""
+        if self._value is None:
+            assert self._resolve is not None
+            self._value = self._resolve().detach()
+            self._resolve = self._ready = None  # let go of what they hold
+        return self._value
+
+    def item(self) -> float:
+        """Wait, and return the loss as a number."""
+        return float(self.wait().item())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        # Printing for debugging must not drain a pipeline.
+        return f"LazyLoss({self.item()!r})" if self.done() else "LazyLoss(pending)"
+
+
+class StepResult:
+    """What `step`, `forward_backward` and `eval_step` return.
+
+    Args:
+        loss: the minibatch's loss, or None when there is none (evaluation without a loss).
+        outputs: called once, when `outputs` is first read: waits for the model's output pytree.
+    """
+
+    __slots__ = ("_outputs", "_resolve", "loss")
+
+    def __init__(self, loss: LazyLoss | None, outputs: Callable[[], Any]) -> None:
+        self.loss = loss
+        self._resolve: Callable[[], Any] | None = outputs
+        self._outputs: Any = None
+
+    @property
+    def outputs(self) -> Any:
+        """The model's own output pytree, detached, microbatches concatenated.  Waits."""
+        if self._resolve is not None:
+            self._outputs = self._resolve()
+            self._resolve = None
+        return self._outputs
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss!r})"
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model returns itself: a scalar, ``output["loss"]`` or ``output.loss``.
+
+    Returns None for an output without one.
+    """
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def check_loss(loss: Any, where: str) -> Tensor:
+    """The loss, if it can be differentiated: a 0-dim floating-point tensor.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is of type {type(loss).__name__}, a 0-dim tensor is needed", where=where
+        )
+    if loss.ndim != 0:
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)}, a 0-dim tensor is needed",
+            where=where,
+            remedy="reduce it: .mean() or .sum() (and set loss_reduction to match)",
+        )
+    if not loss.is_floating_point():
+        raise ConfigError(
+            f"the loss is of {str(loss.dtype).removeprefix('torch.')}, floating point is needed",
+            where=where,
+        )
+    return loss
+
+
+def total_loss(losses: list[Tensor]) -> Tensor:
+    """The reported loss: weighted microbatch losses, summed from left to right."""
+    total = losses[0].detach()
+    for loss in losses[1:]:
+        total = total + loss.detach()
+    return total if len(losses) > 1 else torch.clone(total)
