@@ -70,6 +70,28 @@ def test_lost_links_are_explained(tmp_path: Path) -> None:
     assert "git clone -c core.symlinks=true" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        (None, "install Python 3.11 or newer"),
+        ('#!/bin/sh\ncase "$1$2" in --version) echo Python 3.9.2;; *) exit 1;; esac\n', "too old"),
+        ('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\n', "apt-get install python3-venv"),
+    ],
+)
+def test_make_venv_says_what_is_missing(tmp_path: Path, python: str | None, message: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    interpreter = tmp_path / "some-python"
+    if python is not None:
+        interpreter.write_text(python, encoding="utf-8")
+        interpreter.chmod(0o755)
+    command = ["make", "venv", f"PYTHON={interpreter}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert message in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist_install_without_links(tmp_path: Path) -> None:
     """Built and installed offline; everything lies under one name, `pdcompile`."""
