@@ -70,7 +70,7 @@ def test_outputs_are_resolved_once() -> None:
 
 def test_where_a_model_may_keep_its_loss() -> None:
     loss = torch.tensor(1.0)
-        assert own_loss(loss) is loss
+    assert own_loss(loss) is loss
     assert own_loss({"loss": loss, "logits": 0}) is loss
     assert own_loss(Output(loss, 0)) is loss
     for without in (torch.ones(2), {"logits": loss}, Output(None, 0), (loss, 1), None):
