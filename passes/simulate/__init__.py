@@ -1,0 +1,135 @@
+"""Time and memory of a schedule, before anything runs: the third reader of its instructions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdcompile.cluster import Cluster, Level
+from pdcompile.passes.layout import layout_of
+from pdcompile.passes.schedules.stream import make_stream
+from pdcompile.passes.simulate.clock import Clock, Link, Links, TimelineEvent
+from pdcompile.passes.simulate.ledger import ledgers
+from pdcompile.plan import Forecast, Plan
+from pdcompile.schedule import Action, Schedule
+
+__all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
+
+STREAM_STEPS = 10  # calls of a stream; the first half fills it
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A forecast, the timeline that it was read from, and when each call ended."""
+
+    forecast: Forecast
+    timeline: tuple[TimelineEvent, ...]
+    ends_seconds: tuple[float, ...]  # per program, when its last rank was done
+
+
+def simulate(
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    links: Links | None = None,
+    step_seconds: float = 0.0,
+) -> Simulation:
+    """Walk the plan's own programs.  `clock` has the timing model, `ledger` the memory's.
+
+    `forecast.step_seconds` is one minibatch in steady state: with a flush the makespan of a
+    call, for a stream the mean of the second half of its calls.  The bubble is
+    1 − busy / (ranks · time), where busy counts forward, backward and update.
+
+    Args:
+        steps: calls to simulate (1 with a flush, 10 for a stream); at least 1.
+        links: what joins two ranks; None reads plan.cluster (empty: infinitely fast).
+        step_seconds: one optimizer step of one stage.
+
+    Raises:
+        ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
+    """
+    stream = make_stream(plan)
+    lag = stream.layout.lag
+    programs = []
+    for _ in range(max(1, steps or (STREAM_STEPS if lag else 1))):
+        program, stream = stream.step(plan.training.num_microbatches)
+        programs.append(program)
+    links = links or links_of(plan)
+    clock = Clock(plan, programs, links, step_seconds)
+    clock.run()
+    ends = tuple(max(one) for one in clock.ends)
+    half = len(ends) // 2
+    # A call of a stream ends with forwards that later calls follow: only differences count.
+    seconds = (ends[-1] - ends[half - 1]) / (len(ends) - half) if lag and half else ends[0]
+    flush, _ = stream.flush()
+    return Simulation(
+        _forecast(plan, programs[-1], seconds, clock, (*programs, flush)),
+        tuple(sorted(clock.events, key=lambda one: (one.start_seconds, one.rank))),
+        ends,
+    )
+
+
+def simulate_programs(
+    plan: Plan,
+    programs: Sequence[Schedule],
+    *,
+    links: Links | None = None,
+    step_seconds: float = 0.0,
+) -> Simulation:
+    """The same for given programs; `step_seconds` of the forecast is the time of all of them."""
+    clock = Clock(plan, programs, links or links_of(plan), step_seconds)
+    clock.run()
+    ends = tuple(max(one) for one in clock.ends)
+    forecast = _forecast(plan, programs[-1], max(ends), clock, programs, every=programs)
+    events = sorted(clock.events, key=lambda one: (one.start_seconds, one.rank))
+    return Simulation(forecast, tuple(events), ends)
+
+
+def links_of(plan: Plan) -> Links:
+    """Links of the plan's cluster; ranks are its devices in order."""
+    if not plan.cluster.strip():
+        level = Level("none", 1, math.inf)
+        return lambda _a, _b: level
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    known: dict[tuple[int, int], Level] = {}
+
+    def link(a: int, b: int) -> Level:
+        if (a, b) not in known:
+            known[a, b] = cluster.level_between(a, b)
+        return known[a, b]
+
+    return link
+
+
+def _forecast(
+    plan: Plan,
+    last: Schedule,
+    seconds: float,
+    clock: Clock,
+    walked: Sequence[Schedule],
+    every: Sequence[Schedule] = (),
+) -> Forecast:
+    """Busy time and traffic are those of one call (of `every` program where given)."""
+    busy, sent = 0.0, [0] * clock.layout.num_columns
+    for program in every or (last,):
+        for rank, column in enumerate(program.columns):
+            for one in column:
+                busy += _busy(plan, one.action, one.stage, clock.step_seconds)
+                sent[rank] += clock.bytes_of(one)
+    num_ranks = layout_of(plan).num_columns
+    return Forecast(
+        step_seconds=seconds,
+        samples_per_second=plan.training.batch_size / seconds if seconds > 0 else math.inf,
+        bubble=max(0.0, 1 - busy / (num_ranks * seconds)) if seconds > 0 else 0.0,
+        sent_bytes=tuple(sent),
+        ledgers=ledgers(plan, walked),
+    )
+
+
+def _busy(plan: Plan, action: Action, stage: int, step_seconds: float) -> float:
+    if action is Action.FORWARD:
+        return plan.stages[stage].forward_seconds
+    if action is Action.BACKWARD:
+        return plan.stages[stage].backward_seconds
+    return step_seconds if action is Action.STEP else 0.0

@@ -1,0 +1,305 @@
+"""The clock: when every instruction of successive programs runs.
+
+The timing model, all of it:
+- A rank executes its instructions in order; posts, sends and FREE take no time.  FORWARD and
+  BACKWARD take the stage's seconds, STEP what is given (0).  After a program the rank goes on
+  with the next one at once.
+- A transfer is ready when its SEND and its POST_RECV have both been executed (rendezvous).
+  It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
+  compute.  A link (an ordered pair of ranks; the unordered pair where the level is half duplex)
+  carries one transfer at a time, in the order in which they became ready.
+- WAIT_RECV and WAIT_SEND end when their transfer ends.
+- WAIT_REDUCE ends 2 (r − 1) (bytes / r / bandwidth + latency) after the last of r replicas
+  has posted (ring), WAIT_NORMS one latency after the last rank has.  Both use the slowest level
+  between members and do not slow transfers down.  LOSS takes no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from pdcompile.errors import ScheduleError
+from pdcompile.passes.layout import FAMILIES, GRADIENT, TIED, VALUE, WEIGHT, layout_of
+from pdcompile.plan import Plan
+from pdcompile.schedule import Action, Instruction, Schedule
+
+
+class Link(Protocol):
+    """What joins two ranks; `pdcompile.cluster.Level` is one."""
+
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def latency_seconds(self) -> float: ...
+    @property
+    def full_duplex(self) -> bool: ...
+
+
+Links = Callable[[int, int], Link]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Compute on a rank, or a transfer (action SEND…, at its sender) while on the wire.
+
+    `minibatch` counts from the first program that was simulated.
+    """
+
+    rank: int
+    stage: int
+    action: Action
+    minibatch: int
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(slots=True)
+class _Transfer:
+    sender: int
+    receiver: int
+    stage: int
+    instruction: Instruction | None = None  # the send
+    minibatch: int = 0
+    posted: bool = False
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Channel:
+    transfers: list[_Transfer] = field(default_factory=list)
+    num_sent: int = 0
+    num_posted: int = 0
+    num_received: int = 0
+    num_send_waited: int = 0
+
+
+_POSTS = {family.post: family.send for family in FAMILIES}
+_WAITS = {family.wait: family.send for family in FAMILIES}
+_SENDS = {family.send for family in FAMILIES}
+_WAIT_SENDS = {family.wait_send: family.send for family in FAMILIES}
+_COLLECTIVE = {
+    Action.POST_REDUCE: Action.POST_REDUCE,
+    Action.WAIT_REDUCE: Action.POST_REDUCE,
+    Action.POST_NORMS: Action.POST_NORMS,
+    Action.WAIT_NORMS: Action.POST_NORMS,
+}
+
+
+class Clock:
+    """Runs programs; afterwards `events` and, per program and rank, `ends` are known."""
+
+    def __init__(self, plan: Plan, programs: Sequence[Schedule], links: Links, step_seconds: float):
+        self.plan = plan
+        self.links = links
+        self.layout = layout_of(plan)
+        self.step_seconds = step_seconds
+        self.events: list[TimelineEvent] = []
+        num_ranks = self.layout.num_columns
+        self.ends = [[0.0] * num_ranks for _ in programs]
+        self.columns: list[list[tuple[Instruction, int, int]]] = [[] for _ in range(num_ranks)]
+        base = 0
+        for number, program in enumerate(programs):
+            for rank, column in enumerate(program.columns):
+                self.columns[rank] += [(one, base, number) for one in column]
+            base += program.name == self.layout.name
+        self.position = [0] * num_ranks
+        self.channels: dict[tuple[Action, int, int, int], _Channel] = {}
+        self.collectives: dict[tuple[Action, int, int], list[float]] = {}
+        self.sleeping: dict[object, list[int]] = {}
+        self.link_queue: dict[tuple[int, int], deque[_Transfer]] = {}
+        self.heap: list[tuple[float, int, int, _Transfer | None]] = []
+        self.ticket = count()
+        self.now = 0.0
+
+    def run(self) -> None:
+        """Raises ScheduleError when ranks wait for ever (`check` says more)."""
+        for rank in range(len(self.columns)):
+            self._advance(rank)
+        while self.heap:
+            self.now, _, rank, transfer = heapq.heappop(self.heap)
+            if transfer is None:
+                self._advance(rank)
+            else:
+                self._arrive(transfer)
+        for rank, column in enumerate(self.columns):
+            if self.position[rank] < len(column):
+                raise ScheduleError(
+                    f"rank {rank} waits for ever at {column[self.position[rank]][0]}"
+                )
+
+    def _at(self, seconds: float, rank: int, transfer: _Transfer | None = None) -> None:
+        heapq.heappush(self.heap, (seconds, next(self.ticket), rank, transfer))
+
+    def _advance(self, rank: int) -> None:
+        """Go on until the rank computes, waits or is finished."""
+        column = self.columns[rank]
+        while self.position[rank] < len(column):
+            one, base, number = column[self.position[rank]]
+            seconds = self._seconds(one)
+            if seconds is None:
+                if not self._communicate(rank, one, base):
+                    return
+                self.position[rank] += 1
+                self.ends[number][rank] = self.now
+                continue
+            self.position[rank] += 1
+            end = self.now + seconds
+            self.ends[number][rank] = end
+            self.events.append(
+                TimelineEvent(
+                    rank, one.stage, one.action, base + one.minibatch, one.microbatch, self.now, end
+                )
+            )
+            if seconds > 0:
+                self._at(end, rank)
+                return
+
+    def _seconds(self, one: Instruction) -> float | None:
+        if one.action is Action.FORWARD:
+            return self.plan.stages[one.stage].forward_seconds
+        if one.action is Action.BACKWARD:
+            return self.plan.stages[one.stage].backward_seconds
+        return self.step_seconds if one.action is Action.STEP else None
+
+    def _communicate(self, rank: int, one: Instruction, base: int) -> bool:
+        """Execute an instruction that takes no time; False when the rank has to wait."""
+        action = one.action
+        if action in _SENDS:
+            channel = self._channel(action, one.edge, rank, one.peer)
+            transfer = self._transfer(channel, channel.num_sent, rank, one.peer, one.stage)
+            channel.num_sent += 1
+            transfer.instruction, transfer.minibatch = one, base + one.minibatch
+            self._enqueue(transfer)
+        elif action in _POSTS:
+            channel = self._channel(_POSTS[action], one.edge, one.peer, rank)
+            transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
+            channel.num_posted += 1
+            transfer.posted = True
+            self._enqueue(transfer)
+        elif action in _WAITS:
+            channel = self._channel(_WAITS[action], one.edge, one.peer, rank)
+            if not self._done(channel, channel.num_received, rank):
+                return False
+            channel.num_received += 1
+        elif action in _WAIT_SENDS:
+            channel = self._channel(_WAIT_SENDS[action], one.edge, rank, one.peer)
+            if not self._done(channel, channel.num_send_waited, rank):
+                return False
+            channel.num_send_waited += 1
+        elif action in _COLLECTIVE:
+            return self._collective(rank, one, base)
+        return True
+
+    def _channel(self, action: Action, edge: int, sender: int, receiver: int) -> _Channel:
+        return self.channels.setdefault((action, edge, sender, receiver), _Channel())
+
+    def _transfer(
+        self, channel: _Channel, index: int, sender: int, receiver: int, stage: int
+    ) -> _Transfer:
+        """The index-th transfer of a channel, whichever end comes first."""
+        if index == len(channel.transfers):
+            channel.transfers.append(_Transfer(sender, receiver, stage))
+        found = channel.transfers[index]
+        found.stage = max(found.stage, stage)
+        return found
+
+    def _done(self, channel: _Channel, index: int, rank: int) -> bool:
+        if index >= len(channel.transfers):
+            raise ScheduleError(f"rank {rank} waits for a transfer that was not posted")
+        transfer = channel.transfers[index]
+        if not transfer.done:
+            self.sleeping.setdefault(id(transfer), []).append(rank)
+        return transfer.done
+
+    # -- links -----------------------------------------------------------------------------
+
+    def _enqueue(self, transfer: _Transfer) -> None:
+        if not transfer.posted or transfer.instruction is None:
+            return
+        queue = self.link_queue.setdefault(self._link_key(transfer), deque())
+        queue.append(transfer)
+        if len(queue) == 1:
+            self._start(transfer)
+
+    def _link_key(self, transfer: _Transfer) -> tuple[int, int]:
+        ends = (transfer.sender, transfer.receiver)
+        return ends if self.links(*ends).full_duplex else (min(ends), max(ends))
+
+    def _start(self, transfer: _Transfer) -> None:
+        one = transfer.instruction
+        assert one is not None
+        link = self.links(transfer.sender, transfer.receiver)
+        end = self.now + link.latency_seconds + self.bytes_of(one) / link.bytes_per_second
+        self.events.append(
+            TimelineEvent(
+                transfer.sender,
+                transfer.stage,
+                one.action,
+                transfer.minibatch,
+                one.microbatch,
+                self.now,
+                end,
+            )
+        )
+        self._at(end, transfer.sender, transfer)
+
+    def _arrive(self, transfer: _Transfer) -> None:
+        transfer.done = True
+        queue = self.link_queue[self._link_key(transfer)]
+        queue.popleft()
+        if queue:
+            self._start(queue[0])
+        self._wake(id(transfer))
+
+    def _wake(self, key: object) -> None:
+        for rank in self.sleeping.pop(key, ()):
+            self._at(self.now, rank)
+
+    def bytes_of(self, one: Instruction) -> int:
+        """Bytes that a send puts on its link."""
+        if one.action in (VALUE.send, GRADIENT.send):
+            return self.plan.edges[one.edge].bytes
+        if one.action in (TIED.send, WEIGHT.send):
+            return self.plan.tied[one.edge].bytes
+        return 0
+
+    # -- collectives -----------------------------------------------------------------------
+
+    def _collective(self, rank: int, one: Instruction, base: int) -> bool:
+        post = _COLLECTIVE[one.action]
+        stage = one.stage if post is Action.POST_REDUCE else -1
+        key = (post, stage, base + one.minibatch)
+        posted = self.collectives.setdefault(key, [])
+        members = (
+            self.layout.ranks[stage] if stage >= 0 else [r for s in self.layout.ranks for r in s]
+        )
+        if one.action is post:
+            posted.append(self.now)
+            if len(posted) == len(members):
+                self._wake(key)
+            return True
+        if len(posted) < len(members):
+            self.sleeping.setdefault(key, []).append(rank)
+            return False
+        end = max(posted) + self._collective_seconds(members, stage)
+        if end > self.now:
+            self._at(end, rank)
+            return False
+        return True
+
+    def _collective_seconds(self, members: Sequence[int], stage: int) -> float:
+        links = [self.links(members[0], other) for other in members[1:]]
+        if not links:
+            return 0.0
+        latency = max(link.latency_seconds for link in links)
+        if stage < 0:
+            return latency
+        slowest = min(link.bytes_per_second for link in links)
+        piece = self.plan.stages[stage].trainable_bytes / len(members)
+        return 2 * (len(members) - 1) * (piece / slowest + latency)
