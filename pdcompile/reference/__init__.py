@@ -1,0 +1,46 @@
+"""`pdcompile.reference`: the meaning of every schedule, in plain PyTorch and one process.
+
+A pipeline is right when it computes what this file computes.  Nothing here is captured, planned
+or scheduled: microbatches run one after another through the model itself, and a schedule is
+nothing but the age of the weights that a minibatch is computed on (`versions`).
+
+Conventions that decide the last bit: a microbatch's loss is multiplied by its weight before
+backward; backwards run in ascending microbatch order; the reported loss is the sum of the weighted
+losses from left to right; the clip norm is the norm of the per-parameter norms in the order of
+``model.named_parameters()``, tied weights once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.errors import ConfigError
+from pdcompile.options import Options
+from pdcompile.reference.pipeline import Reference
+
+__all__ = ["Reference", "reference"]
+
+
+def reference(model: nn.Module, example_inputs: Any = None, **options: Any) -> Reference:
+    """Train `model` in this process exactly as `pdcompile.compile` with the same arguments means.
+
+    Arguments that say where something runs (cluster, stages, memory, costs, verify, …) are
+    accepted and change nothing.  ``microbatches`` has to be a number: the planner's choice is
+    ``pipe.plan.training.num_microbatches``.  Schedules ``vsync`` and ``stash`` need ``plan=``
+    (vsync: or ``stages=``), because the age of their weights depends on it.
+
+    Raises:
+        ConfigError: an argument has no meaning, or none that one process can give it.
+        InputError: example_inputs do not fit the model's forward.
+    """
+    try:
+        chosen = Options(**options)
+    except TypeError as error:
+        raise ConfigError(f"an argument of reference is not known: {error}") from None
+    made = Reference(model, chosen)
+    if example_inputs is not None:
+        resolve_batch(example_call(made.to_model(), example_inputs), chosen.batch_dims)
+    return made

@@ -1,0 +1,109 @@
+"""What the reference cannot use, refused before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.named import NamedParameters
+from pdcompile.options import Options
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse wrapped models, and tensors without values."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is of type {type(model).__name__}, not an nn.Module")
+    wrapped = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if isinstance(model, wrapped) or hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            f"the model is wrapped already, in {type(model).__name__}",
+            remedy="pass the model itself (model.module, or what was given to torch.compile)",
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                "a parameter has no shape yet", where=name, remedy="call the model once"
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                "a tensor is on the meta device and has no values to compute with",
+                where=name,
+                remedy="model.to_empty(device='cpu') and load or initialise its weights",
+            )
+
+
+def check_options(options: Options) -> int:
+    """Refuse what has no meaning here; return the number of microbatches."""
+    microbatches: int | Literal["auto"] = options.microbatches
+    if options.schedule in ("stash", "vsync"):
+        if microbatches not in ("auto", 1):
+            raise ConfigError(
+                f"microbatches={microbatches!r} under schedule={options.schedule!r}, where every "
+                "microbatch is a minibatch with an update of its own",
+                remedy="microbatches=1",
+            )
+        microbatches = 1
+    if microbatches == "auto":
+        raise ConfigError(
+            "microbatches='auto' is the planner's choice, which a reference does not have",
+            remedy="give the number: microbatches=pipe.plan.training.num_microbatches",
+        )
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigError(f"microbatches={microbatches!r} is not a number from 1 up")
+    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm must be positive, got {options.max_grad_norm!r}")
+    if options.schedule == "stash" and options.max_grad_norm is not None:
+        raise ConfigError(
+            "max_grad_norm needs the gradients of all stages at one time, which schedule "
+            "'stash' never has",
+            remedy="use schedule='2bw' or 'vsync', or clip per stage in the optimizer",
+        )
+    if options.grad_scaler is not None:
+        raise ConfigError(
+            "grad_scaler is not available yet", remedy="autocast=torch.bfloat16 needs none"
+        )
+    name = options.autocast
+    if name is not None and not isinstance(
+        getattr(torch, name, None) if isinstance(name, str) else name, torch.dtype
+    ):
+        raise ConfigError(
+            f"autocast={name!r} is no dtype", remedy="None, torch.bfloat16 or 'bfloat16'"
+        )
+    if options.loss_fn is not None and not callable(options.loss_fn):
+        raise ConfigError(f"loss_fn is not callable: {options.loss_fn!r}")
+    reduction = options.loss_reduction
+    if reduction not in ("mean", "sum") and not callable(reduction):
+        raise ConfigError(
+            f"loss_reduction={reduction!r} is not known",
+            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
+        )
+    return microbatches
+
+
+def make_optimizer(model: nn.Module, make: Any) -> torch.optim.Optimizer | None:
+    """The user's optimizer over all parameters; None without one, or without parameters."""
+    parameters = NamedParameters(model.named_parameters())
+    if make is None or not parameters:
+        return None
+    if not callable(make) or isinstance(make, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is {type(make).__name__}, not a callable that makes one",
+            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
+    optimizer = make(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again",
+            remedy="use an optimizer that steps on given gradients",
+        )
+    return optimizer

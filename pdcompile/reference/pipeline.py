@@ -1,0 +1,345 @@
+"""The reference pipeline: one process, the model itself, microbatch after microbatch."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from pdcompile.batch import (
+    BatchLayout,
+    FlatCall,
+    concatenate,
+    flatten_call,
+    follow_batch,
+    microbatch_sizes,
+    resolve_batch,
+    split,
+    weights,
+)
+from pdcompile.errors import ClosedError, ConfigError, InputError
+from pdcompile.options import Options
+from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
+from pdcompile.reference.checks import check_model, check_options, make_optimizer
+from pdcompile.reference.versions import Versions, weight_lags
+from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, total_loss
+
+
+class Reference:
+    """What `reference` returns: the interface of a pipeline.
+
+    `optimizer` is the user's, over all parameters (None without one, or without parameters).
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        check_model(model)
+        self._options = options
+        self._num_microbatches = check_options(options)
+        self._model = copy.deepcopy(model) if options.keep_model else model
+        self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        self._training = {
+            module: module.training or not model.training for module in self._model.modules()
+        }
+        self.optimizer = make_optimizer(self._model, options.optimizer)
+        self._versions = Versions(self._model, weight_lags(self._model, options))
+        if self._versions.stale and self.optimizer is None:
+            raise ConfigError(
+                f"schedule={options.schedule!r} computes gradients on older weights, which means "
+                "nothing without updates",
+                remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
+            )
+        self._layouts: dict[tuple[str, ...], BatchLayout] = {}
+        self._num_minibatches = 0
+        self._num_evaluations = 0
+        self._closed = False
+
+    # -- training
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """One minibatch and its update (with optimizer=None: `forward_backward`).
+
+        Gradients start from zero and are dropped after the update.
+
+        Raises:
+            InputError: the minibatch does not fit the model, or cannot be split.
+            ConfigError: there is no loss, or it cannot be differentiated.
+            ClosedError: after `close`.
+        """
+        return self.step_call(args, kwargs, target)
+
+    def step_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
+    ) -> StepResult:
+        """`step` for a model whose forward has an argument named ``target``."""
+        if self.optimizer is None:
+            return self._train(args, kwargs or {}, target)
+        self.zero_grad()
+        try:
+            with self._versions.of_minibatch():
+                result = self._train(args, kwargs or {}, target)
+            if self._options.max_grad_norm is not None:
+                self.clip_grad_norm_(self._options.max_grad_norm)
+            self._versions.remember()
+            self.optimizer.step()
+        finally:
+            self.zero_grad()
+        return result
+
+    def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """One minibatch's gradients, added to ``.grad``; the update is the caller's.
+
+        Raises:
+            ConfigError: the schedule computes gradients on older weights.
+        """
+        if self._versions.stale:
+            raise ConfigError(
+                f"forward_backward is not possible under schedule={self._options.schedule!r}: "
+                "it computes a minibatch on older weights, so it has to make the updates itself",
+                remedy="call step, or use a flush schedule (gpipe, 1f1b)",
+            )
+        return self._train(args, kwargs, target)
+
+    def flush(self) -> None:
+        """Nothing is ever in flight here."""
+        self._check_open()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; return the norm.
+
+        The coefficient is that of `torch.nn.utils.clip_grad_norm_`, which groups the norms by
+        dtype; here they keep the order of the parameters, so that it does not depend on stages.
+        """
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        total: Tensor = torch.linalg.vector_norm(norms)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+        return total
+
+    # -- evaluation, on the newest weights
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Outputs and loss of one minibatch in eval mode, without gradients.
+
+        The loss is None where there is no loss_fn and the model returns none.
+        """
+        losses, outputs = self._evaluate(args, kwargs, target, with_loss=True)
+        loss = total_loss(losses) if losses else None
+        return StepResult(None if loss is None else LazyLoss(lambda: loss), lambda: outputs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output pytree for one minibatch in eval mode; no loss_fn is called."""
+        return self._evaluate(args, kwargs, None, with_loss=False)[1]
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters, the newest version."""
+        return self._model.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, the newest version."""
+        return self._model.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live, detached tensors under the model's names."""
+        return dict(self._model.state_dict())
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A copy on the CPU, with exactly the keys of ``model.state_dict()``."""
+        return {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load weights and buffers, all or a part of them.
+
+        Schedules with older weights start afresh: every version is the loaded one.
+
+        Raises:
+            InputError: a name or a shape that the model does not have.
+        """
+        unknown = [name for name in state if name not in self._model.state_dict()]
+        if unknown:
+            raise InputError(
+                f"the model has nothing called {', '.join(unknown[:5])}",
+                remedy="load a state of this model",
+            )
+        try:
+            self._model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise InputError(f"the state does not fit the model: {error}") from None
+        self._versions.forget()
+
+    def to_model(self) -> nn.Module:
+        """The trained eager model (the one that was passed, unless keep_model)."""
+        return self._model
+
+    def close(self) -> None:
+        """No more steps; the model and its state stay readable."""
+        self._closed = True
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- one minibatch
+
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> StepResult:
+        flat, layout = self._prepare(args, kwargs, target)
+        scales = weights(self._options.loss_reduction, flat, layout, self._num_microbatches)
+        losses: list[Tensor] = []
+        outputs: list[Any] = []
+        loss_leaf = None
+        with self._mode(training=True), torch.enable_grad(), preserved_rng(self._device):
+            parts = split(flat.leaves, layout, self._num_microbatches)
+            for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
+                with self._draws(self._num_minibatches, index) as scope:
+                    output, loss = self._forward(flat, part, scope, with_loss=True)
+                    loss = self._differentiable(loss, output) * scale
+                    scope.replay()
+                    if loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                loss_leaf = _position(own_loss(output), output)
+                losses.append(loss.detach())
+                outputs.append(_detached(output))
+        self._num_minibatches += 1
+        total = total_loss(losses)
+        whole = self._concatenate(outputs, layout, total, loss_leaf)
+        return StepResult(LazyLoss(lambda: total), lambda: whole)
+
+    def _evaluate(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, with_loss: bool
+    ) -> tuple[list[Tensor], Any]:
+        flat, layout = self._prepare(args, kwargs, target)
+        losses: list[Tensor] = []
+        outputs: list[Any] = []
+        loss_leaf = None
+        minibatch = evaluation_minibatch(self._num_evaluations)
+        scales: list[float] = []
+        with self._mode(training=False), torch.no_grad(), preserved_rng(self._device):
+            parts = split(flat.leaves, layout, self._num_microbatches)
+            for index, part in enumerate(parts):
+                with self._draws(minibatch, index) as scope:
+                    output, loss = self._forward(flat, part, scope, with_loss=with_loss)
+                outputs.append(output)
+                if loss is not None:
+                    # a reduction that counts items can only be asked where there is a loss
+                    scales = scales or weights(
+                        self._options.loss_reduction, flat, layout, self._num_microbatches
+                    )
+                    losses.append(loss * scales[index])
+                    loss_leaf = _position(own_loss(output), output)
+        self._num_evaluations += 1
+        total = total_loss(losses) if losses else None
+        return losses, self._concatenate(outputs, layout, total, loss_leaf)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[FlatCall, BatchLayout]:
+        self._check_open()
+        if target is not None and self._options.loss_fn is None:
+            raise ConfigError(
+                "a target was given, but there is no loss_fn to use it",
+                remedy="give loss_fn=, or pass it to the model under its own name "
+                "(step_call(args, kwargs) for an argument called target)",
+            )
+        flat = flatten_call(self._model, args, kwargs, target)
+        tensors = tuple(path for path, leaf in flat.leaves.items() if isinstance(leaf, Tensor))
+        known = self._layouts.get(tensors)
+        if known is not None and known.splits:
+            return flat, follow_batch(flat, known)
+        layout = self._layouts[tensors] = resolve_batch(flat, self._options.batch_dims)
+        return flat, layout
+
+    def _forward(
+        self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool
+    ) -> tuple[Any, Tensor | None]:
+        args, kwargs, target = flat.unflatten(part)
+        with self._autocast():
+            output = self._model(*args, **kwargs)
+            if self._options.loss_fn is None:
+                return output, own_loss(output)
+            if not with_loss:
+                return output, None
+            with scope.loss():
+                return output, check_loss(self._options.loss_fn(output, target), "loss_fn")
+
+    def _differentiable(self, loss: Tensor | None, output: Any) -> Tensor:
+        if loss is None:
+            raise ConfigError(
+                f"the model's output ({type(output).__name__}) has no loss in it",
+                where=type(self._model).__name__,
+                remedy="give loss_fn=(output, target) -> scalar, or return a scalar, an output "
+                "with .loss or a dict with 'loss'",
+            )
+        loss = check_loss(loss, type(self._model).__name__)
+        if not loss.requires_grad and any(p.requires_grad for p in self._model.parameters()):
+            raise ConfigError(
+                "the loss does not depend on any trainable parameter",
+                where=type(self._model).__name__,
+                remedy="look for no_grad, detach or item() on the way to the loss",
+            )
+        return loss
+
+    def _concatenate(
+        self, outputs: list[Any], layout: BatchLayout, loss: Tensor | None, loss_leaf: int | None
+    ) -> Any:
+        sizes = microbatch_sizes(layout.size, len(outputs))
+        dims = Counter(dim for dim in layout.dims.values() if dim is not None)
+        first = dims.most_common(1)[0][0] if dims else 0
+        return concatenate(outputs, sizes, loss=loss, loss_leaf=loss_leaf, batch_dim=first)
+
+    def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
+        return DrawScope(self._model, self._options.seed, minibatch, microbatch, self._device)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        chosen = self._options.autocast
+        if chosen is None:
+            return nullcontext()
+        dtype = getattr(torch, chosen) if isinstance(chosen, str) else chosen
+        return torch.autocast(self._device.type, dtype)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        """Modules' modes for one call.
+
+        Training: as they were when the model was passed, so that a batch norm that the user
+        put into eval mode stays frozen (a model passed in eval mode trains all over).
+        """
+        before = {module: module.training for module in self._model.modules()}
+        with ExitStack() as stack:
+            for module, flag in before.items():
+                stack.callback(setattr, module, "training", flag)
+                module.training = training and self._training.get(module, True)
+            yield
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this pipeline was closed", remedy="make a new one")
+
+
+def _detached(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _position(loss: Tensor | None, output: Any) -> int | None:
+    leaves = pytree.tree_leaves(output)
+    return next((i for i, leaf in enumerate(leaves) if leaf is loss and loss is not None), None)

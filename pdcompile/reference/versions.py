@@ -1,0 +1,130 @@
+"""Weight versions of the reference: a schedule is the age of the weights that it computes on.
+
+Minibatch t (from 0) runs on W_max(t − lag, 0), its gradients update W_t.  Written for N stages
+with warm-up depths w_s, the schedules are
+
+    gpipe, 1f1b, interleaved, zb-h1    lag 0: eager gradient accumulation
+    2bw                                lag 1 on every stage
+    vsync                              lag w_0 on every stage
+    stash                              lag w_s on stage s
+
+(PipeDream counts minibatches k = t + 1 and writes max(0, k − (w_s + 1)).)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.options import SCHEDULES, Options
+from pdcompile.plan import Plan
+
+FLUSH_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+class Versions:
+    """Older weights of a model, at most `lag` of each parameter.
+
+    Only `.data` is exchanged, and only while no autograd graph is alive, so that parameters,
+    gradients and optimizer state keep their identity.
+    """
+
+    def __init__(self, model: nn.Module, lags: Mapping[str, int]) -> None:
+        self._history: list[tuple[nn.Parameter, deque[torch.Tensor]]] = [
+            (parameter, deque(maxlen=lags[name]))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and lags.get(name, 0) > 0
+        ]
+        self.stale = any(lag > 0 for lag in lags.values())
+
+    @contextmanager
+    def of_minibatch(self) -> Iterator[None]:
+        """The parameters hold the weights that the next minibatch is computed on."""
+        newest = [parameter.data for parameter, _ in self._history]
+        try:
+            for parameter, older in self._history:
+                # Until there are `lag` older ones, the oldest is W_0.
+                if older:
+                    parameter.data = older[0]
+            yield
+        finally:
+            for (parameter, _), data in zip(self._history, newest, strict=True):
+                parameter.data = data
+
+    def remember(self) -> None:
+        """Keep the present weights as a version: an update in place is about to come."""
+        for parameter, older in self._history:
+            older.append(parameter.data.clone())
+
+    def forget(self) -> None:
+        """Start afresh: the present weights are W_0."""
+        for _, older in self._history:
+            older.clear()
+
+
+def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
+    """The lag of every parameter, by name.
+
+    Raises:
+        ConfigError: the schedule is not known, or needs a plan that is not there.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    schedule = options.schedule
+    if schedule not in SCHEDULES or schedule == "auto":
+        raise ConfigError(
+            f"schedule={schedule!r} does not say which weights are used",
+            remedy=f"one of {', '.join(SCHEDULES[:-1])} (pipe.plan.training.schedule)",
+        )
+    if schedule in FLUSH_SCHEDULES:
+        return dict.fromkeys(names, 0)
+    if schedule == "2bw":
+        return dict.fromkeys(names, 1)
+    plan = options.plan
+    if plan is not None and not isinstance(plan, Plan):
+        raise ConfigError(
+            f"plan is of type {type(plan).__name__}", remedy="pass pipe.plan, or Plan.from_json"
+        )
+    if plan is None:
+        if schedule == "vsync" and options.stages is not None:
+            return dict.fromkeys(names, options.stages - 1)
+        raise ConfigError(
+            f"schedule={schedule!r} computes on weights whose age depends on the plan",
+            remedy="give plan=pipe.plan"
+            + (", or stages= for the minimal warm-up" if schedule == "vsync" else ""),
+        )
+    depths = plan.training.warmup or tuple(reversed(range(len(plan.stages))))
+    if schedule == "vsync":
+        return dict.fromkeys(names, depths[0])
+    return _stash_lags(names, plan, depths)
+
+
+def _stash_lags(names: list[str], plan: Plan, depths: tuple[int, ...]) -> dict[str, int]:
+    lags: dict[str, int] = {}
+    for stage, depth in zip(plan.stages, depths, strict=True):
+        if stage.replicas > 1:
+            raise ConfigError(
+                f"stage {stage.index} has {stage.replicas} replicas: stash with replicas updates "
+                "stages at different times",
+                remedy="use a plan without replicas, or schedule='2bw'",
+            )
+        for name in stage.parameters:
+            if name in lags:
+                raise ConfigError(
+                    "a parameter is held by several stages, whose weights differ in age under "
+                    "stash",
+                    where=name,
+                    remedy="use schedule='2bw' or 'vsync', or keep its users in one stage",
+                )
+            lags[name] = depth
+    unknown = sorted(set(lags) - set(names))
+    if unknown:
+        raise ConfigError(
+            f"the plan holds parameters that the model does not have: {', '.join(unknown[:5])}",
+            remedy="use the plan of this model",
+        )
+    return {name: lags.get(name, 0) for name in names}
