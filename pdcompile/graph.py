@@ -93,8 +93,8 @@ class DictOf:
 
 # What an op's argument may be.  Ellipsis is the Python object; Any stands for it below.
 Argument: TypeAlias = (
-    None | bool | int | float | complex | str | Affine | Ref | Attr | TorchLiteral
-    | ListOf | DictOf | Slice | tuple[Any, ...] | Any
+    bool | int | float | complex | str | Affine | Ref | Attr | TorchLiteral
+    | ListOf | DictOf | Slice | tuple[Any, ...] | Any | None
 )  # fmt: skip
 
 
@@ -249,6 +249,7 @@ class OpGraph:
     `constants` are non-tensor leaves of the call, path to repr: a later call must pass equal.
     `classes` maps module paths to (qualified class name, "file.py:12").
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
+    `origin` remembers the captured model and the other mode's graph (`graph_module.Origin`).
     """
 
     training: bool
@@ -264,6 +265,35 @@ class OpGraph:
     notes: tuple[str, ...] = ()  # intended differences that verify lists (batch norm, …)
     output_spec: Any = field(default=None, compare=False, repr=False)
     tensor_values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    origin: Any = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        from pdcompile.graph_text import format_graph
+
+        return format_graph(self)
+
+    def to_json(self) -> str:
+        """Readable JSON without `output_spec`, `tensor_values` and `origin`."""
+        from pdcompile.graph_json import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "graph.json") -> OpGraph:
+        """The graph that `to_json` wrote; raises PlanError with the place in the file."""
+        from pdcompile.graph_json import from_json
+
+        return from_json(text, where=where)
+
+    def to_module(self, model: Any = None) -> Any:
+        """A torch.fx.GraphModule that computes the graph, with the model's own parameters.
+
+        `model` may be left out while the captured one is alive.  See
+        `pdcompile.graph_module.to_module`.
+        """
+        from pdcompile.graph_module import to_module
+
+        return to_module(self, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +319,21 @@ def walk(argument: Any, kind: type[Any]) -> list[Any]:
         elif isinstance(part, Slice):
             stack.extend((part.step, part.stop, part.start))
     return found
+
+
+def leaves(output: Argument) -> tuple[Argument, ...]:
+    """The leaves of an output in pytree order: Refs, Attrs and constants."""
+    match output:
+        case tuple() | ListOf():
+            items = output.items if isinstance(output, ListOf) else output
+            return tuple(leaf for item in items for leaf in leaves(item))
+        case DictOf(items):
+            return tuple(leaf for _, item in items for leaf in leaves(item))
+    return (output,)
+
+
+def fingerprint(graph: OpGraph) -> str:
+    """Hex digest of what the graph computes; see `pdcompile.graph_json.fingerprint`."""
+    from pdcompile.graph_json import fingerprint
+
+    return fingerprint(graph)

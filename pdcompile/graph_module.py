@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from pdcompile.errors import TraceError
 from pdcompile.graph import (
     Affine,
     Argument,
     Attr,
+    Capture,
     DictOf,
     ListOf,
     Op,
@@ -24,7 +27,10 @@ from pdcompile.graph import (
 )
 from pdcompile.targets import from_literal, resolve
 
-__all__ = ["Lookup", "execute", "materialise", "run_op"]
+if TYPE_CHECKING:
+    from pdcompile.captured_module import CapturedModule
+
+__all__ = ["Lookup", "Origin", "execute", "materialise", "run_op", "to_module"]
 
 CPU = torch.device("cpu")
 
@@ -86,15 +92,26 @@ def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
 
     Where the op's region has gradients on, the caller's mode decides, as it does for the model.
     """
+    with _modes(op):
+        return _apply(op, env, lookup)
+
+
+def _apply(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
     args = [materialise(argument, env, lookup) for argument in op.args]
     kwargs = {name: materialise(argument, env, lookup) for name, argument in op.kwargs}
+    return _callable(op, lookup)(*args, **kwargs)
+
+
+@contextmanager
+def _modes(op: Op) -> Iterator[None]:
+    """The op's region.  Ops of one autocast region share it: its cache of casts is semantics."""
     with ExitStack() as stack:
         if not op.grad_enabled:
             stack.enter_context(torch.no_grad())
         if op.autocast is not None:
             device, _, dtype = op.autocast.partition(":")
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
-        return _callable(op, lookup)(*args, **kwargs)
+        yield
 
 
 def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:
@@ -110,6 +127,52 @@ def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:
 def execute(graph: OpGraph, inputs: Mapping[str, torch.Tensor], lookup: Lookup) -> dict[str, Any]:
     """Run all ops in order; `inputs` by value name.  Returns every value by name."""
     env: dict[str, Any] = dict(inputs)
-    for op in graph.ops:
-        env[op.name] = run_op(op, env, lookup)
+    for _, region in groupby(graph.ops, key=lambda op: (op.grad_enabled, op.autocast)):
+        ops = list(region)
+        with _modes(ops[0]):
+            for op in ops:
+                env[op.name] = _apply(op, env, lookup)
     return env
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a graph was captured from: the model, while it lives, and both modes' graphs."""
+
+    model: Callable[[], nn.Module | None] = lambda: None
+    train: OpGraph | None = None
+    eval: OpGraph | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Origin, ())  # a graph that travels to another process leaves its model behind
+
+
+def to_module(graph: OpGraph | Capture, model: nn.Module | None = None) -> CapturedModule:
+    """A torch.fx GraphModule that computes what the captured model computes.
+
+    The same args and kwargs in, the same output pytree out; parameters and buffers are the
+    model's own, under all their names; train() and eval() switch between the two captures;
+    random numbers come from torch's default generator in the model's order.  The ops of
+    loss_fn are left out.
+
+    Args:
+        graph: one mode, or a Capture; the mode of the graph (of the model) is switched on.
+        model: where the tensors are; None: the captured model.
+
+    Raises:
+        TraceError: no model is given and the captured one is gone.
+    """
+    from pdcompile.captured_module import build
+
+    first = graph.train if isinstance(graph, Capture) else graph
+    origin: Origin = first.origin or Origin()
+    model = model if model is not None else origin.model()
+    if model is None:
+        raise TraceError(
+            "the model that this graph was captured from is gone",
+            remedy="pass a model with the same parameters: graph.to_module(model)",
+        )
+    if isinstance(graph, Capture):
+        both = (graph.train, graph.eval)
+        return build(*(both if model.training else both[::-1]), model)
+    return build(graph, origin.eval if graph.training else origin.train, model)

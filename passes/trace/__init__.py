@@ -9,7 +9,9 @@ gives ops that read like the model and behave like it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
 from pdcompile.graph import Capture, OpGraph
+from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
@@ -62,10 +65,14 @@ def capture(
     check_model(model)
     size = layout.size if microbatch_size is None else microbatch_size
     table = ModuleTable(model)
-    return Capture(
+    origin = Origin(weakref.ref(model))
+    found = Capture(
         train=_capture_mode(model, table, flat, layout, loss_fn, size, training=True),
         eval=_capture_mode(model, table, flat, layout, loss_fn, size, training=False),
     )
+    origin.train = replace(found.train, origin=origin)
+    origin.eval = replace(found.eval, origin=origin)
+    return Capture(train=origin.train, eval=origin.eval)
 
 
 def _capture_mode(

@@ -95,16 +95,17 @@ def _variable(code: CodeType, offset: int) -> str:
     return _stores(code).get(offset, "")
 
 
+# Ops that write tensors their schema does not mark: index of the training flag and the
+# indices of what is written then.
+_UNMARKED = {
+    "aten::native_batch_norm": (5, (3, 4)),
+    "aten::cudnn_batch_norm": (5, (3, 4)),
+    "aten::miopen_batch_norm": (5, (3, 4)),
+}
+
+
 class Observer(TorchDispatchMode):
     """Notices which storages the ATen ops below one public call write, and random draws."""
-
-    # Ops that write tensors their schema does not mark: index of the training flag and the
-    # indices of what is written then.
-    _UNMARKED = {
-        "aten::native_batch_norm": (5, (3, 4)),
-        "aten::cudnn_batch_norm": (5, (3, 4)),
-        "aten::miopen_batch_norm": (5, (3, 4)),
-    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Observer(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 self._write(value)
-        flag_and_written = self._UNMARKED.get(func._schema.name)
+        flag_and_written = _UNMARKED.get(func._schema.name)
         if flag_and_written and args[flag_and_written[0]]:
             for index in flag_and_written[1]:
                 self._write(args[index])

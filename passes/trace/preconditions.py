@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from pdcompile.errors import TraceError
 
@@ -45,7 +45,7 @@ def check_model(model: Any) -> None:
         *model.named_buffers(remove_duplicate=False),
     ]
     for fqn, tensor in tensors:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise TraceError(
                 f"the lazy parameter {fqn!r} is not initialised",
                 where=fqn,
@@ -66,8 +66,8 @@ def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.device.type == "meta":
             continue
-        start = tensor.storage_offset()
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset())
+        extent = int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
         begin = start * tensor.element_size()
         end = (start + extent + 1) * tensor.element_size()
         key = (tensor.device, tensor.untyped_storage().data_ptr())

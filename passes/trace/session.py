@@ -133,7 +133,8 @@ def _inputs(
     for path, leaf in flat.leaves.items():
         if not isinstance(leaf, torch.Tensor):
             leaves[path] = leaf
-            constants.append((path, repr(leaf)))
+            if path != "target" or leaf is not None:
+                constants.append((path, repr(leaf)))
             continue
         name = recorder.names.new(path)
         leaves[path] = fakes.fake_like(leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -35,7 +36,7 @@ def probe_sizes(
     chosen = [*own, *free[:2]] if own else [free[0], free[1], free[-1]]
     if microbatch_size < 2:
         chosen.insert(0, microbatch_size)
-    steps = {b - a for a, b in zip(chosen, chosen[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(chosen)}
     if len(steps) == 1 and len(chosen) > 2:
         chosen[-1] = free[-1]
     return tuple(chosen)

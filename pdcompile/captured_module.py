@@ -1,0 +1,383 @@
+"""An OpGraph as a torch.fx GraphModule that behaves like the model it came from.
+
+torch.fx pastes module paths and placeholder names into source text, so only plain identifiers
+are given to it; a module or tensor with any other name is handed in as an argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from keyword import iskeyword
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from pdcompile.batch import flatten_call
+from pdcompile.errors import InputError, TraceError
+from pdcompile.graph import (
+    Affine,
+    Argument,
+    Attr,
+    DictOf,
+    ListOf,
+    Op,
+    OpGraph,
+    Ref,
+    Slice,
+    TorchLiteral,
+    leaves,
+)
+from pdcompile.targets import from_literal, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlag:
+    """Stands for a literal that is True in the train graph and False in the eval graph."""
+
+
+class CapturedModule(fx.GraphModule):
+    """Takes the model's args and kwargs, returns its output pytree, draws in its order.
+
+    Parameters and buffers are the model's own objects under all their names; leaf modules are
+    copies that share them, so that train() and eval() do not reach into the model.
+    """
+
+    call: _Call
+    program: Program
+    other: tuple[Program, Callable[..., Any]] | None
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        type(self).forward = _outer(type(self).forward)  # type: ignore[method-assign]
+        return code
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One mode's fx graph and what its placeholders are, in order."""
+
+    graph: OpGraph
+    fx_graph: fx.Graph
+    extras: tuple[tuple[str, str], ...]  # (kind, FQN): b, device, training, module, tensor
+
+
+def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:
+    """The GraphModule for a graph and, where there is one, the same model's other mode."""
+    merged = _merge(graph, other) if other is not None else None
+    program = _program(graph, merged if merged is not None else graph.ops)
+    module = CapturedModule(nn.Module(), fx.Graph())
+    _copy_tree(model, module)
+    for fqn, tensor in graph.tensor_values.items():
+        _place_constant(module, fqn, tensor)
+    module.program = program
+    module.other = None
+    module.train(graph.training)
+    if other is not None and merged is None:
+        second = _program(other, other.ops)
+        twin = fx.GraphModule(module, second.fx_graph)
+        module.other = (second, type(twin).forward)
+    elif other is None:
+        module.other = (program, _no_other_mode)
+    module.graph = program.fx_graph
+    return module
+
+
+def _outer(generated: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
+        program, run = self.program, generated
+        if self.other is not None and self.training != program.graph.training:
+            program, run = self.other
+        return _call(self, program, run, args, kwargs)
+
+    return forward
+
+
+def _no_other_mode(*args: Any) -> Any:
+    raise TraceError(
+        "only one mode of this model was captured",
+        remedy="call train() or eval() to return to it, or build the module from a Capture",
+    )
+
+
+def _call(
+    module: CapturedModule, program: Program, run: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    graph = program.graph
+    flat = flatten_call(module.call, args, kwargs)
+    tensors = []
+    for entry in graph.inputs:
+        leaf = flat.leaves.get(entry.path)
+        if not isinstance(leaf, torch.Tensor):
+            raise InputError("an input tensor is missing", where=entry.path)
+        tensors.append(leaf)
+    for path, text in graph.constants:
+        if repr(flat.leaves.get(path)) != text:
+            raise InputError(
+                f"the model was captured with {text} here", where=path, remedy="capture it again"
+            )
+    lookup = {
+        "b": lambda _: _batch_size(graph, tensors),
+        "device": lambda _: tensors[0].device if tensors else torch.device("cpu"),
+        "training": lambda _: module.training,
+        "module": module.get_submodule,
+        "tensor": lambda fqn: _tensor(module, fqn),
+    }
+    extras = [lookup[kind](name) for kind, name in program.extras]
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        found = run(module, *tensors, *extras)
+    return pytree.tree_unflatten(list(found), graph.output_spec)
+
+
+def _batch_size(graph: OpGraph, tensors: list[torch.Tensor]) -> int:
+    for entry, tensor in zip(graph.inputs, tensors, strict=True):
+        if entry.batch_dim is not None:
+            return int(tensor.shape[entry.batch_dim])
+    return graph.batch_size
+
+
+class _Call(nn.Module):
+    """Stands for the model in `flatten_call`, which reads the signature of forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+# Building the fx graph.
+
+
+class _Builder:
+    def __init__(self, graph: OpGraph, ops: tuple[Op, ...]) -> None:
+        self.graph = graph
+        self.fx = fx.Graph()
+        self.extras: list[tuple[str, str]] = []
+        self.nodes: dict[str, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+        for entry in graph.inputs:
+            self.nodes[entry.name] = self.fx.placeholder(entry.name)
+        for kind, name in _needed_extras(graph, ops):
+            self._made[kind, name] = self.fx.placeholder(f"{kind}_{len(self.extras)}")
+            self.extras.append((kind, name))
+
+    def add(self, op: Op) -> None:
+        args = tuple(self.argument(argument) for argument in op.args)
+        kwargs = {name: self.argument(argument) for name, argument in op.kwargs}
+        if op.kind in ("module", "opaque"):
+            node = self._module(op.module_path, args, kwargs)
+        elif op.kind == "method":
+            node = self.fx.call_method(op.target, args, kwargs)
+        elif op.kind == "getattr":
+            node = self.fx.call_function(getattr, (args[0], op.target))
+        else:
+            node = self.fx.call_function(resolve(op.target), args, kwargs)
+        node.meta["op"] = op
+        self.nodes[op.name] = node
+
+    def _module(self, path: str, args: Any, kwargs: Any) -> fx.Node:
+        if is_plain(path):
+            return self.fx.call_module(path, args, kwargs)
+        return self.fx.call_function(call_module, (self._made["module", path], *args), kwargs)
+
+    def argument(self, argument: Argument) -> Any:
+        match argument:
+            case Ref(name):
+                return self.nodes[name]
+            case Attr(fqn) if is_plain(fqn):
+                return self.fx.get_attr(fqn)
+            case Attr(fqn):
+                return self._made["tensor", fqn]
+            case Affine():
+                return self._affine(argument)
+            case TrainingFlag():
+                return self._made["training", ""]
+            case TorchLiteral("device", "self"):
+                return self._made["device", ""]
+            case TorchLiteral():
+                return from_literal(argument, torch.device("cpu"))
+            case ListOf(items):
+                return [self.argument(item) for item in items]
+            case DictOf(items):
+                return {key: self.argument(item) for key, item in items}
+            case Slice(start, stop, step):
+                return slice(*(self.argument(part) for part in (start, stop, step)))
+            case tuple():
+                return tuple(self.argument(item) for item in argument)
+        return argument
+
+    def _affine(self, size: Affine) -> Any:
+        node = self._made.get(size)
+        if node is None:
+            node = self._made["b", ""]
+            if size.scale != 1:
+                node = self.fx.call_function(_times, (node, size.scale))
+            if size.offset:
+                node = self.fx.call_function(_plus, (node, size.offset))
+            self._made[size] = node
+        return node
+
+
+def _times(a: int, b: int) -> int:
+    return a * b
+
+
+def _plus(a: int, b: int) -> int:
+    return a + b
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What fx's call_module does, for a module whose name fx must not see."""
+    return module(*args, **kwargs)
+
+
+def _program(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
+    builder = _Builder(graph, ops)
+    used = _model_ops(graph, ops)
+    for (grad, autocast), region in groupby(used, key=lambda op: (op.grad_enabled, op.autocast)):
+        before = None
+        context = None
+        if not grad:
+            before = builder.fx.call_function(torch.is_grad_enabled)
+            builder.fx.call_function(torch._C._set_grad_enabled, (False,))
+        if autocast is not None:
+            device, _, dtype = autocast.partition(":")
+            arguments = (device, getattr(torch, dtype), True, None)
+            context = builder.fx.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
+        for op in region:
+            builder.add(op)
+        if context is not None:
+            builder.fx.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+        if before is not None:
+            builder.fx.call_function(torch._C._set_grad_enabled, (before,))
+    builder.fx.output(tuple(builder.argument(leaf) for leaf in leaves(graph.output)))
+    return Program(graph, builder.fx, tuple(builder.extras))
+
+
+def _model_ops(graph: OpGraph, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The model's ops without those of loss_fn."""
+    return tuple(op for op in ops if op.region == "forward")
+
+
+def _needed_extras(graph: OpGraph, ops: tuple[Op, ...]) -> list[tuple[str, str]]:
+    found: dict[tuple[str, str], None] = {}
+    for op in _model_ops(graph, ops):
+        for part in _parts((op.args, op.kwargs)):
+            if isinstance(part, Affine):
+                found["b", ""] = None
+            elif isinstance(part, TrainingFlag):
+                found["training", ""] = None
+            elif part == TorchLiteral("device", "self"):
+                found["device", ""] = None
+            elif isinstance(part, Attr) and not is_plain(part.fqn):
+                found["tensor", part.fqn] = None
+        if op.kind in ("module", "opaque") and not is_plain(op.module_path):
+            found["module", op.module_path] = None
+    for part in _parts(graph.output):
+        if isinstance(part, Affine):
+            found["b", ""] = None
+        elif isinstance(part, Attr) and not is_plain(part.fqn):
+            found["tensor", part.fqn] = None
+    return list(found)
+
+
+def _parts(argument: Any) -> list[Any]:
+    if isinstance(argument, tuple):
+        return [part for item in argument for part in _parts(item)]
+    if isinstance(argument, ListOf | DictOf):
+        return _parts(argument.items)
+    if isinstance(argument, Slice):
+        return _parts((argument.start, argument.stop, argument.step))
+    return [argument]
+
+
+def is_plain(fqn: str) -> bool:
+    """Whether every part of a dotted name may appear in source text as it is."""
+    return all(
+        re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", part) and not iskeyword(part)
+        for part in fqn.split(".")
+    )
+
+
+# One program for both modes.
+
+
+def _merge(graph: OpGraph, other: OpGraph) -> tuple[Op, ...] | None:
+    """The ops of both modes with `TrainingFlag` where they differ; None if they differ more."""
+    if len(graph.ops) != len(other.ops) or graph.output != other.output:
+        return None
+    train, evaluation = (graph, other) if graph.training else (other, graph)
+    merged = []
+    for a, b in zip(train.ops, evaluation.ops, strict=True):
+        arguments = _merge_argument((a.args, a.kwargs), (b.args, b.kwargs))
+        same = all(
+            getattr(a, name) == getattr(b, name)
+            for name in ("name", "kind", "target", "module_path", "grad_enabled", "autocast")
+        )
+        if arguments is None or not same:
+            return None
+        merged.append(_with_arguments(a, *arguments))
+    return tuple(merged)
+
+
+def _with_arguments(op: Op, args: Any, kwargs: Any) -> Op:
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def _merge_argument(a: Any, b: Any) -> Any:
+    if a is True and b is False:
+        return TrainingFlag()
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        parts = [_merge_argument(x, y) for x, y in zip(a, b, strict=True)]
+        differs = any(part is None and x is not None for part, x in zip(parts, a, strict=True))
+        return None if differs else tuple(parts)
+    return a if type(a) is type(b) and a == b else None
+
+
+# The model's names.
+
+
+def _copy_tree(model: nn.Module, root: nn.Module) -> None:
+    """Give `root` the model's modules, parameters and buffers, under all of their names."""
+    copies: dict[int, nn.Module] = {id(model): root}
+    for module in model.modules():
+        twin = copies.setdefault(id(module), copy.copy(module))
+        if module is not model:
+            twin.__dict__ = dict(vars(module))
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            twin.__dict__[name] = copy.copy(vars(module)[name])
+    for module in model.modules():
+        children = {
+            name: None if child is None else copies[id(child)]
+            for name, child in module._modules.items()
+        }
+        copies[id(module)].__dict__["_modules"] = children
+    root.__dict__["call"] = _Call(model)
+
+
+def _place_constant(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
+    path, _, name = fqn.rpartition(".")
+    owner: nn.Module = root
+    for part in path.split(".") if path else ():
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        child = owner._modules[part]
+        assert child is not None
+        owner = child
+    if not hasattr(owner, name):
+        owner.__dict__[name] = tensor
+
+
+def _tensor(module: nn.Module, fqn: str) -> torch.Tensor:
+    path, _, name = fqn.rpartition(".")
+    return getattr(module.get_submodule(path), name)  # type: ignore[no-any-return]
