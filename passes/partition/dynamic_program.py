@@ -63,7 +63,9 @@ def flush_costs(segments: Segments) -> Iterator[Cost]:
         return result
 
     def serial(stage: int) -> Matrix:
-        return ramp(stage) + m * np.minimum(segments.compute(stage), segments.transfer(stage))
+        shorter_engine = np.minimum(segments.compute(stage), segments.transfer(stage))
+        result: Matrix = ramp(stage) + m * shorter_engine
+        return result
 
     yield both
     yield segments.load

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pdcompile.errors import PlanError
-from pdcompile.passes.partition.makespan import Hop, Timing, makespan, warmup_of
+from pdcompile.passes.partition.makespan import (
+    Hop,
+    Path,
+    Timing,
+    critical_path,
+    makespan,
+    warmup_of,
+)
 from pdcompile.problem import Partition, PartitionProblem
 
 
@@ -24,6 +31,11 @@ def evaluate(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
     """
     for message in violations(problem, stage_of):
         raise PlanError(f"the assignment is not allowed: {message}", where="partition")
+    return measure(problem, stage_of)
+
+
+def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
+    """`evaluate` of an assignment that is known to break nothing."""
     traffic = Transfers(problem, stage_of)
     forward, backward = stage_seconds(problem, stage_of)
     compute = [f + w for f, w in zip(forward, backward, strict=True)]
@@ -116,6 +128,13 @@ def memory(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[int, ...
     )
 
 
+def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
+    """The critical path of the assignment's flush schedule."""
+    timing = Transfers(problem, stage_of).timing(*stage_seconds(problem, stage_of))
+    m = problem.num_microbatches
+    return critical_path(timing, warmup_of(problem.memory.in_flight, len(problem.stages), m), m)
+
+
 class Transfers:
     """Every hop of one microbatch: who sends what to whom.
 
@@ -127,9 +146,10 @@ class Transfers:
 
     def __init__(self, problem: PartitionProblem, stage_of: Sequence[int]):
         self.stages = problem.stages
-        self.forward: dict[Hop, float] = defaultdict(float)  # seconds, dependencies of compute
+        self.forward: dict[Hop, float] = defaultdict(float)  # seconds
         self.backward: dict[Hop, float] = defaultdict(float)
-        self.tied: dict[Hop, float] = defaultdict(float)  # beside the compute
+        self.final: dict[Hop, float] = defaultdict(float)  # once a minibatch
+        self.num_microbatches = problem.num_microbatches
         for value in problem.traffic:
             source = stage_of[value.producer]
             targets = sorted({stage_of[c] for c in value.consumers} - {source})
@@ -143,11 +163,9 @@ class Transfers:
             if not parameter.trainable:
                 continue
             for near, far in pairwise(holders):
-                self.tied[far, near] += self._hop(near, far, parameter.bytes)
-            share = 1 / problem.num_microbatches
+                self.backward[far, near] += self._hop(near, far, parameter.bytes)
             for holder in holders[1:]:
-                once = self._hop(holders[0], holder, parameter.bytes)
-                self.tied[holders[0], holder] += once * share
+                self.final[holders[0], holder] += self._hop(holders[0], holder, parameter.bytes)
 
     def _hop(self, near: int, far: int, num_bytes: float) -> float:
         """Seconds between two stages: the slowest link that lies between."""
@@ -158,10 +176,11 @@ class Transfers:
     def seconds(self) -> list[float]:
         """Link seconds per stage: the busier direction, or both on a half-duplex link."""
         sent, received = [0.0] * len(self.stages), [0.0] * len(self.stages)
-        for hops in (self.forward, self.backward, self.tied):
+        kinds = ((self.forward, 1), (self.backward, 1), (self.final, self.num_microbatches))
+        for hops, every in kinds:
             for (source, target), duration in hops.items():
-                sent[source] += duration
-                received[target] += duration
+                sent[source] += duration / every
+                received[target] += duration / every
         return [
             max(s, r) if limits.full_duplex else s + r
             for s, r, limits in zip(sent, received, self.stages, strict=True)
@@ -169,7 +188,9 @@ class Transfers:
 
     def timing(self, forward: Sequence[float], backward: Sequence[float]) -> Timing:
         duplex = all(limits.full_duplex for limits in self.stages)
-        return Timing(tuple(forward), tuple(backward), self.forward, self.backward, duplex)
+        return Timing(
+            tuple(forward), tuple(backward), self.forward, self.backward, self.final, duplex
+        )
 
 
 def round_trip(timing: Timing, stage: int) -> float:

@@ -1,0 +1,225 @@
+"""What a stage pays, in terms of the thresholds: work, transfers, memory.
+
+Each of the following holds at least what the assignment costs; a solver that minimises never
+wants it higher.  For a flow e that starts at stage p and has sinks on other stages:
+
+    received(e, s)   a sink is on s and s ≠ p
+    leaves(e, s)     p = s and a sink is on a later stage
+    passes(e, s)     received(e, s) and a sink is on a later stage (it receives a gradient)
+    fan(e, s)        how many stages receive it, when p = s
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, TypeAlias
+
+from pdcompile.passes.partition.makespan import Hop, Kind
+from pdcompile.passes.partition.model import Flow, Model
+from pdcompile.passes.partition.thresholds import Literal, Thresholds
+
+Linear: TypeAlias = Any
+
+
+class Loads:
+    """Expressions in integer units (seconds · scale, floored), made when first asked for."""
+
+    def __init__(self, cp: Any, model: Model, x: Thresholds, scale: float):
+        self.cp, self.model, self.x, self.scale = cp, model, x, scale
+        self.stages = model.problem.stages
+        self.chained = {kind: always_linked(model, kind) for kind in ("forward", "backward")}
+        # Made once each: a flow's literal is shared by all who ask.
+        self.received = cache(self._received)
+        self.leaves = cache(self._leaves)
+        self.passes = cache(self._passes)
+        self.fan = cache(self._fan)
+        self.source = cache(self._source)
+        self.pair = cache(self._pair)
+        self.linked = cache(self._linked)
+        self.hop = cache(self._hop)
+        self.forward = cache(lambda s: self._work(s, self.model.forward))
+        self.backward = cache(lambda s: self._work(s, self.model.backward))
+
+    def units(self, seconds: float) -> int:
+        return math.floor(seconds * self.scale)
+
+    def transfer(self, stage: int) -> list[Linear]:
+        """Seconds sent and received by the stage; their sum when links are half duplex."""
+        link, before = self.stages[stage], self.stages[max(stage - 1, 0)]
+        sent: Linear = 0
+        received: Linear = 0
+        for e, flow in enumerate(self.model.flows):
+            out = self.units(flow.forward_seconds(link))
+            back_in = self.units(flow.backward_seconds(link))
+            into = self.units(flow.forward_seconds(before))
+            back_out = self.units(flow.backward_seconds(before))
+            if out:
+                sent = sent + out * self.fan(e, stage)
+            if back_in:
+                received = received + back_in * (self.leaves(e, stage) + self.passes(e, stage))
+            if into or back_out:
+                literal = self.received(e, stage)
+                sent, received = sent + back_out * literal, received + into * literal
+        parts = [sent, received] if link.full_duplex else [sent + received]
+        return [part for part in parts if not isinstance(part, int)]
+
+    def limit_memory(self) -> None:
+        """`MemoryRule`'s formula for every stage with a limit; bytes floored to units."""
+        model = self.model
+        for s, stage in enumerate(self.stages):
+            if stage.memory_bytes is None:
+                continue
+            unit = 2 ** max(0, self._all_bytes.bit_length() - 50)
+            count = model.in_flight(s)
+            total: Linear = 0
+            workspace = self.cp.new_int_var(0, max(model.workspace_bytes) // unit, f"workspace{s}")
+            for v in range(model.num_groups):
+                if not self.x.can(v, s):
+                    continue
+                own = math.floor(model.fixed_bytes[v]) + count * model.saved_bytes[v]
+                total = total + own // unit * self.x.at(v, s)
+                if size := model.workspace_bytes[v] // unit:
+                    self.cp.add(workspace >= size * self.x.at(v, s))
+            for e, flow in enumerate(model.flows):
+                if size := flow.received_bytes * count // unit:
+                    total = total + size * self.received(e, s)
+            for c, (ends, num_bytes) in enumerate(model.copies):
+                held = self.x.implied(f"held{c}_{s}", [self.x.elsewhere(v, s) for v in ends])
+                total = total + math.floor(num_bytes) // unit * held
+            self.cp.add(total + workspace <= -(-stage.memory_bytes // unit))
+
+    @property
+    def _all_bytes(self) -> int:
+        model = self.model
+        most = max((model.in_flight(s) for s in range(model.num_stages)), default=1)
+        kept = sum(model.saved_bytes) + sum(flow.received_bytes for flow in model.flows)
+        copies = sum(num_bytes for _, num_bytes in model.copies)
+        largest = max(model.workspace_bytes, default=0)
+        return math.ceil(sum(model.fixed_bytes) + copies) + most * kept + largest
+
+    def _work(self, stage: int, seconds: tuple[float, ...]) -> Linear:
+        speed = self.stages[stage].speed
+        terms = [
+            (units, v)
+            for v, own in enumerate(seconds)
+            if self.x.can(v, stage) and (units := self.units(own / speed))
+        ]
+        return sum(units * self.x.at(v, stage) for units, v in terms)
+
+    # -- flows and stages --------------------------------------------------------------------
+
+    def _source(self, e: int, stage: int) -> Literal:
+        """The flow starts on this stage or later: all its sources are."""
+        sources = self.model.flows[e].sources
+        parts = [self.x.from_stage(v, stage) for v in sources]
+        if len(parts) == 1 or any(part is False for part in parts):
+            return parts[0] if len(parts) == 1 else False
+        if all(part is True for part in parts):
+            return True
+        literal = self.cp.new_bool_var(f"source{e}_{stage}")
+        for part in parts:
+            self.x.clause([_negated(literal), part])
+        self.x.clause([literal, *(_negated(part) for part in parts)])
+        return literal
+
+    def _not_source(self, e: int, stage: int) -> list[Literal]:
+        """One of these holds unless the flow starts on the stage."""
+        return [_negated(self.source(e, stage)), self.source(e, stage + 1)]
+
+    def _received(self, e: int, stage: int) -> Literal:
+        earlier = self.source(e, stage)  # negated: the flow starts before the stage
+        sinks = self.model.flows[e].sinks
+        cases = [[*self.x.elsewhere(v, stage), earlier] for v in sinks]
+        return self.x.implied(f"received{e}_{stage}", cases)
+
+    def _leaves(self, e: int, stage: int) -> Literal:
+        here = self._not_source(e, stage)
+        later = [_negated(self.x.from_stage(v, stage + 1)) for v in self.model.flows[e].sinks]
+        return self.x.implied(f"leaves{e}_{stage}", [[*here, part] for part in later])
+
+    def _passes(self, e: int, stage: int) -> Literal:
+        sinks = self.model.flows[e].sinks
+        if len(sinks) == 1:
+            return False
+        received = _negated(self.received(e, stage))
+        later = [_negated(self.x.from_stage(v, stage + 1)) for v in sinks]
+        return self.x.implied(f"passes{e}_{stage}", [[received, part] for part in later])
+
+    def _fan(self, e: int, stage: int) -> Linear:
+        sinks = self.model.flows[e].sinks
+        most = min(len(sinks), self.model.num_stages - 1 - stage)
+        if most <= 1:
+            return self.leaves(e, stage)
+        here = [_negated(part) for part in self._not_source(e, stage)]
+        if any(part is False for part in here):
+            return 0
+        fan = self.cp.new_int_var(0, most, f"fan{e}_{stage}")
+        count = sum(self.received(e, t) for t in range(stage + 1, self.model.num_stages))
+        conditions = [part for part in here if part is not True]
+        added = self.cp.add(fan >= count)
+        if conditions:
+            added.only_enforce_if(conditions)
+        return fan
+
+    # -- hops between two stages ---------------------------------------------------------------
+
+    def _pair(self, e: int, near: int, far: int) -> Literal:
+        """The flow starts on `near` and has a sink on `far`."""
+        here = self._not_source(e, near)
+        cases = [[*here, *self.x.elsewhere(v, far)] for v in self.model.flows[e].sinks]
+        return self.x.implied(f"pair{e}_{near}_{far}", cases)
+
+    def _carries(self, hop: Hop, kind: Kind, flow: Flow) -> bool:
+        """Whether the flow uses the hop whenever it joins the two stages."""
+        if kind == "forward":
+            return not flow.tied
+        if kind == "final":
+            return flow.tied
+        # A gradient's chain may visit a stage in between; next door it cannot.
+        direct = abs(hop[0] - hop[1]) == 1 or len(set(flow.sources) | set(flow.sinks)) == 2
+        return flow.backward_messages > 0 and direct
+
+    def _hop(self, hop: Hop, kind: Kind) -> Linear:
+        """Seconds of everything that one hop carries, at least."""
+        near, far = min(hop), max(hop)
+        rate = min(link.bytes_per_second for link in self.stages[near:far])
+        latency = max(link.latency_seconds for link in self.stages[near:far])
+        total: Linear = 0
+        for e, flow in enumerate(self.model.flows):
+            if self._carries(hop, kind, flow):
+                forward = (flow.forward_bytes, flow.forward_messages)
+                back = (flow.backward_bytes, flow.backward_messages)
+                size, messages = back if kind == "backward" else forward
+                once = self.model.problem.num_microbatches if kind == "final" else 1
+                if units := self.units((size / rate + messages * latency) * once):
+                    total = total + units * self.pair(e, near, far)
+        return total
+
+    def _linked(self, hop: Hop, kind: Kind) -> Literal:
+        """Whether something that compute waits for takes the hop, at least."""
+        near, far = min(hop), max(hop)
+        if kind != "final" and far - near == 1 and self.chained[kind]:
+            return True
+        cases = []
+        for e, flow in enumerate(self.model.flows):
+            if self._carries(hop, kind, flow):
+                here = self._not_source(e, near)
+                cases += [[*here, *self.x.elsewhere(v, far)] for v in flow.sinks]
+        return self.x.implied(f"linked{near}_{far}_{kind}", cases)
+
+
+def always_linked(model: Model, kind: str) -> bool:
+    """Every group sends to the next: then every stage, an interval of groups, does too."""
+    wanted = {(v, v + 1) for v in range(model.num_groups - 1)}
+    found = {
+        (flow.sources[0], sink)
+        for flow in model.flows
+        if not flow.tied and (kind == "forward" or flow.backward_messages > 0)
+        for sink in flow.sinks
+    }
+    return not model.problem.allow_empty and wanted <= found
+
+
+def _negated(literal: Literal) -> Literal:
+    return not literal if isinstance(literal, bool) else literal.negated()

@@ -1,0 +1,156 @@
+"""The booleans x[v, s] = "group v is on stage s or later", and what always holds of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from pdcompile.passes.partition.model import Model
+
+Literal: TypeAlias = Any  # True, False or a literal of CP-SAT
+
+
+class Thresholds:
+    """Variables for stages inside each group's range; True below it, False above it.
+
+    `possible` is False when the ranges alone show that nothing is within the upper bound.
+    """
+
+    def __init__(self, cp: Any, model: Model, upper: float):
+        self.cp = cp
+        self.model = model
+        self.lowest, self.highest = tightened(model, upper)
+        self.possible = all(a <= b for a, b in zip(self.lowest, self.highest, strict=True))
+        if not self.possible:
+            return
+        self._x = [
+            [
+                True if s <= low else False if s > high else cp.new_bool_var(f"x{v}_{s}")
+                for s in range(model.num_stages + 1)
+            ]
+            for v, (low, high) in enumerate(zip(self.lowest, self.highest, strict=True))
+        ]
+        for v in range(model.num_groups):
+            for s in range(self.lowest[v] + 1, self.highest[v]):
+                self.clause([_not(self._x[v][s + 1]), self._x[v][s]])
+        for a, b in model.arcs:
+            for s in range(1, model.num_stages):
+                self.clause([_not(self._x[a][s]), self._x[b][s]])
+        for a, b in model.apart:
+            for s in range(model.num_stages):
+                self.clause([*self.elsewhere(a, s), *self.elsewhere(b, s)])
+        if not model.problem.allow_empty:
+            for s in range(model.num_stages):
+                cp.add(sum(self.at(v, s) for v in range(model.num_groups)) >= 1)
+
+    def from_stage(self, group: int, stage: int) -> Literal:
+        """The group is on this stage or later."""
+        return self._x[group][stage]
+
+    def elsewhere(self, group: int, stage: int) -> list[Literal]:
+        """Literals of which one holds unless the group is on the stage."""
+        return [_not(self._x[group][stage]), self._x[group][stage + 1]]
+
+    def at(self, group: int, stage: int) -> Any:
+        """1 when the group is on the stage, else 0, as a linear expression."""
+        return self._x[group][stage] - self._x[group][stage + 1]
+
+    def can(self, group: int, stage: int) -> bool:
+        return self.lowest[group] <= stage <= self.highest[group]
+
+    def clause(self, literals: Iterable[Literal]) -> None:
+        """At least one literal holds."""
+        listed = list(literals)
+        if not any(literal is True for literal in listed):
+            self.cp.add_bool_or([literal for literal in listed if literal is not False])
+
+    def implied(self, name: str, unless: Iterable[list[Literal]]) -> Literal:
+        """A new literal that holds whenever all of one list's negations hold: False if none can.
+
+        Each list holds literals of which one must hold for the new one to be free.
+        """
+        clauses = [listed for listed in unless if not any(part is True for part in listed)]
+        if not clauses:
+            return False
+        if any(all(part is False for part in listed) for listed in clauses):
+            return True
+        literal = self.cp.new_bool_var(name)
+        for listed in clauses:
+            self.clause([*listed, literal])
+        return literal
+
+    def hint(self, stages: tuple[int, ...]) -> None:
+        for v, stage in enumerate(stages):
+            for s in range(self.lowest[v] + 1, self.highest[v] + 1) if self.possible else ():
+                self.cp.add_hint(self._x[v][s], stage >= s)
+
+    def read(self, value: Callable[[Any], bool]) -> tuple[int, ...]:
+        return tuple(
+            self.lowest[v]
+            + sum(value(self._x[v][s]) for s in range(self.lowest[v] + 1, self.highest[v] + 1))
+            for v in range(self.model.num_groups)
+        )
+
+
+def tightened(model: Model, upper: float) -> tuple[list[int], list[int]]:
+    """Ranges of stages in every assignment whose objective is at most `upper`.
+
+    A group and its ancestors need enough stages of at most `upper` seconds each (under flush,
+    of upper/m), and so do a group and its descendants from the other end.
+    """
+    flush = model.problem.objective == "flush"
+    room = upper / (model.problem.num_microbatches if flush else 1) * (1 + 1e-9)
+    speeds = [stage.speed for stage in model.problem.stages]
+    work = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
+    lowest, highest = list(model.lowest), list(model.highest)
+    for v, ahead in enumerate(_sums(work, model.arcs)):
+        lowest[v] = max(lowest[v], _first(ahead, speeds, room))
+    last = model.num_groups - 1
+    mirrored = tuple((last - b, last - a) for a, b in model.arcs)
+    for i, behind in enumerate(_sums(work[::-1], mirrored)):
+        v = last - i
+        highest[v] = min(highest[v], model.num_stages - 1 - _first(behind, speeds[::-1], room))
+    for a, b in sorted(model.arcs):
+        lowest[b] = max(lowest[b], lowest[a])
+    for a, b in sorted(model.arcs, reverse=True):
+        highest[a] = min(highest[a], highest[b])
+    return lowest, highest
+
+
+def _first(work: float, speeds: list[float], room: float) -> int:
+    """The first stage by whose end this much work can be done; the last one if never."""
+    done = 0.0
+    for s, speed in enumerate(speeds):
+        done += speed * room
+        if work <= done:
+            return s
+    return len(speeds)
+
+
+def _sums(work: list[float], arcs: tuple[tuple[int, int], ...]) -> list[float]:
+    """Work of each group and all its ancestors (groups are in topological order)."""
+    before: list[list[int]] = [[] for _ in work]
+    for a, b in arcs:
+        before[b].append(a)
+    ancestors: list[int] = []
+    result: list[float] = []
+    for v, own in enumerate(work):
+        mask = 1 << v
+        for u in before[v]:
+            mask |= ancestors[u]
+        ancestors.append(mask)
+        if len(before[v]) == 1 and mask.bit_count() == ancestors[before[v][0]].bit_count() + 1:
+            result.append(result[before[v][0]] + own)
+        else:
+            result.append(math.fsum(work[u] for u in _bits(mask)))
+    return result
+
+
+def _bits(mask: int) -> Iterable[int]:
+    text = bin(mask)[:1:-1]
+    return (i for i, bit in enumerate(text) if bit == "1")
+
+
+def _not(literal: Literal) -> Literal:
+    return not literal if isinstance(literal, bool) else literal.negated()
