@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pdcompile import Certificate, Cluster, Plan
 from pdcompile.passes.schedules import warmup
-from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, StagePlan, Training
 from pdcompile.report.picture import save
+from pdcompile.report.simulated import drained
 from pdcompile.report.svg import Panel
 
 STAGES, MICROBATCHES, STEPS = 4, 8, 3
@@ -35,7 +35,7 @@ def plan(schedule: str) -> Plan:
 
 def main() -> None:
     panels = [
-        Panel(title, simulate(plan(schedule), steps=STEPS).timeline)
+        Panel(title, drained(plan(schedule), STEPS, step_seconds=0.3e-3))
         for schedule, title in (
             ("1f1b", "1F1B: drains at every update"),
             ("2bw", "2BW: never drains, weights one minibatch old"),

@@ -199,3 +199,32 @@ def test_python_m_is_the_same_command() -> None:
         [sys.executable, "-m", "pdcompile", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("pdcompile 0.")
+
+
+def test_simulate_draws_and_writes(plan_file: Path, tmp_path: Path, call: Call) -> None:
+    names = {"--html": "r.html", "--trace": "t.json", "--picture": "p.svg"}
+    options = [part for key, name in names.items() for part in (key, str(tmp_path / "new" / name))]
+    code, out, err = call("simulate", str(plan_file), "--steps", "2", *options)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("rank 0 F0")
+    assert lines[1].startswith("rank 1 ··")
+    assert err.count("written: ") == 3
+    assert "<svg" in (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
+    events = json.loads((tmp_path / "new" / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event["name"].startswith("B ") for event in events) == 2 * 2 * 4
+
+
+def test_simulate_json(plan_file: Path, call: Call) -> None:
+    code, out, _ = call("simulate", str(plan_file), "--json")
+    document = json.loads(out)
+    assert (code, document["status"], document["steps"]) == (0, "done", 3)
+    assert document["seconds"] > 0
+    assert 0 < document["idle"] < 1
+    assert len(document["forecast"]["ledgers"]) == 2
+
+
+def test_simulate_into_a_place_that_cannot_be_written(plan_file: Path, call: Call) -> None:
+    code, _, err = call("simulate", str(plan_file), "--html", f"{plan_file}/r.html")
+    assert code == 2
+    assert "cannot write" in err

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import ConfigError
 from pdcompile.plan import MemoryLedger
 from pdcompile.report import chrome, html, names, picture, plan_table, svg, timeline
+from pdcompile.report.simulated import drained
 from tests.helpers.report_data import Event, one_f_one_b, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -186,3 +187,12 @@ def test_reports_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=False)
     assert done.returncode == 0
+
+
+def test_drained_timeline_has_every_backward() -> None:
+    for schedule in ("1f1b", "2bw"):
+        shown = timeline.bars(drained(plan(schedule=schedule), 3))
+        counts = {
+            kind: sum(bar.kind == kind for bar in shown) for kind in ("forward", "backward", "step")
+        }
+        assert counts == {"forward": 3 * 4 * 2, "backward": 3 * 4 * 2, "step": 3 * 2}

@@ -17,7 +17,7 @@ from pdcompile.cli.options import AsJson, PlanFile
 def simulate(
     plan: PlanFile,
     steps: Annotated[
-        int, typer.Option(min=1, help="Minibatches to simulate; 2bw needs some to get going.")
+        int, typer.Option(min=1, help="Minibatches in the timeline, which ends with a drain.")
     ] = 3,
     trace: Annotated[
         Path | None,
@@ -50,23 +50,25 @@ def simulate(
     from pdcompile.report import html as page
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
+    from pdcompile.report.simulated import drained
     from pdcompile.report.svg import Panel
 
     loaded = read_plan(plan)
-    simulation = simulated(loaded, steps=steps)
-    loaded = replace(loaded, forecast=simulation.forecast)
+    forecast = simulated(loaded).forecast
+    loaded = replace(loaded, forecast=forecast)
+    events = drained(loaded, steps)
     if trace is not None:
-        write_text(trace, json.dumps(chrome.trace(simulation.timeline)))
+        write_text(trace, json.dumps(chrome.trace(events)))
     if html is not None:
-        write_text(html, page.page(loaded, simulation.timeline, title=plan.name))
+        write_text(html, page.page(loaded, events, title=plan.name))
     if picture is not None:
         write_text(picture, "")  # the same errors for a place that cannot be written
-        save([Panel(loaded.training.schedule, simulation.timeline)], picture)
-    shown = timeline.bars(simulation.timeline)
+        save([Panel(loaded.training.schedule, events)], picture)
+    shown = timeline.bars(events)
     if as_json:
         document = {
             "status": "done",
-            "forecast": asdict(simulation.forecast),
+            "forecast": asdict(forecast),
             "steps": steps,
             "seconds": timeline.duration(shown),
             "idle": timeline.idle(shown),
@@ -74,7 +76,7 @@ def simulate(
         emit_json(document)
         return
     console = stdout()
-    console.print(timeline.text(simulation.timeline, width=console.width))
+    console.print(timeline.text(events, width=console.width))
     console.print("F forward, B backward, U update, dots idle; the number is the microbatch")
     console.print(memory_table(loaded))
     console.print(forecast_line(loaded))
