@@ -121,6 +121,17 @@ def check_loss(loss: Any, where: str) -> Tensor:
     return loss
 
 
+def scaled_loss(loss: Tensor, weight: float) -> Tensor:
+    """A microbatch's loss times its weight, as it goes into backward.
+
+    A microbatch without items (all its tokens are ignored) weighs 0, and its mean loss is 0/0:
+    it counts as 0, not as nan.
+    """
+    if weight == 0:
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+    return loss * weight
+
+
 def total_loss(losses: list[Tensor]) -> Tensor:
     """The reported loss: weighted microbatch losses, summed from left to right."""
     total = losses[0].detach()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError
-from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, total_loss
+from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
 Output = namedtuple("Output", ["loss", "logits"])
 
@@ -99,3 +99,16 @@ def test_losses_are_summed_from_left_to_right() -> None:
     assert torch.equal(total_loss(losses), expected)
     assert not total_loss(losses).requires_grad
     assert total_loss(losses[:1]).data_ptr() != losses[0].data_ptr()
+
+
+def test_a_microbatch_without_items_counts_nothing() -> None:
+    logits = torch.zeros(2, 3, requires_grad=True)
+    ignored = torch.nn.functional.cross_entropy(logits, torch.full((2,), -100))
+    assert ignored.isnan()
+    loss = scaled_loss(ignored, 0.0)
+    assert loss.item() == 0.0
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad.eq(0).all()
+    assert scaled_loss(torch.tensor(3.0), 0.5).item() == 1.5
+    assert scaled_loss(torch.tensor(torch.nan), 0.5).isnan()

@@ -17,7 +17,6 @@ from pdcompile.batch import (
     FlatCall,
     concatenate,
     flatten_call,
-    follow_batch,
     microbatch_sizes,
     resolve_batch,
     split,
@@ -28,7 +27,7 @@ from pdcompile.options import Options
 from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.reference.checks import check_model, check_options, make_optimizer
 from pdcompile.reference.versions import Versions, weight_lags
-from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, total_loss
+from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
 
 class Reference:
@@ -54,7 +53,6 @@ class Reference:
                 "nothing without updates",
                 remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
             )
-        self._layouts: dict[tuple[str, ...], BatchLayout] = {}
         self._num_minibatches = 0
         self._num_evaluations = 0
         self._closed = False
@@ -213,7 +211,7 @@ class Reference:
             for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
                 with self._draws(self._num_minibatches, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=True)
-                    loss = self._differentiable(loss, output) * scale
+                    loss = scaled_loss(self._differentiable(loss, output), scale)
                     scope.replay()
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
@@ -245,7 +243,7 @@ class Reference:
                     scales = scales or weights(
                         self._options.loss_reduction, flat, layout, self._num_microbatches
                     )
-                    losses.append(loss * scales[index])
+                    losses.append(scaled_loss(loss, scales[index]))
                     loss_leaf = _position(own_loss(output), output)
         self._num_evaluations += 1
         total = total_loss(losses) if losses else None
@@ -262,12 +260,7 @@ class Reference:
                 "(step_call(args, kwargs) for an argument called target)",
             )
         flat = flatten_call(self._model, args, kwargs, target)
-        tensors = tuple(path for path, leaf in flat.leaves.items() if isinstance(leaf, Tensor))
-        known = self._layouts.get(tensors)
-        if known is not None and known.splits:
-            return flat, follow_batch(flat, known)
-        layout = self._layouts[tensors] = resolve_batch(flat, self._options.batch_dims)
-        return flat, layout
+        return flat, resolve_batch(flat, self._options.batch_dims)
 
     def _forward(
         self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool
