@@ -1,0 +1,302 @@
+"""The body of one forward: a line an op or call, in the words of the model's author."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pdcompile.graph import Affine, Op, OpGraph, Ref, walk
+from pdcompile.passes.codegen import access
+from pdcompile.passes.codegen.blocks import Layout, is_container, name_below
+from pdcompile.passes.codegen.expressions import (
+    IN_PLACE,
+    Scope,
+    atom,
+    expression,
+    literal,
+    quote,
+    subscript,
+)
+from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.pairs import Pair
+from pdcompile.passes.codegen.pieces import (
+    Loop,
+    Piece,
+    Unpack,
+    chained,
+    item_of,
+    makes,
+    pieces_of,
+    reads,
+)
+from pdcompile.passes.codegen.regions import Region, region_of, with_line
+from pdcompile.passes.codegen.text import Line, clean, value_text
+from pdcompile.passes.codegen.tree import Call, below, relative
+from pdcompile.passes.codegen.variables import Variables, lifetimes
+from pdcompile.passes.naming import identifier, scope_of
+
+
+@dataclass(slots=True)
+class Place:
+    """What every body of a file shares."""
+
+    layout: Layout
+    names: Mapping[str, str]  # tensor name on the stage -> canonical FQN
+    class_names: list[str]
+    imports: Imports
+    classes: Mapping[str, tuple[str, str]]
+
+
+@dataclass(slots=True)
+class Body:
+    """Writes one body: of one mode, or of both where every pair has a twin.
+
+    `arguments` are the names of the parameters: the call's inputs, then its tensors.
+    `results` fixes the names of what is returned, where a caller has fixed them.
+    """
+
+    place: Place
+    call: Call
+    pairs: Sequence[Pair]
+    graph: OpGraph
+    wishes: Mapping[str, tuple[str, bool]]
+    arguments: Sequence[str]
+    results: Mapping[str, str] = field(default_factory=dict)
+    match: Mapping[str, str] = field(default_factory=dict)  # eval value -> train value
+    path_known: bool = False  # the body belongs to one module only: FQNs may be written
+    variables: Variables = field(default_factory=Variables)
+    size_name: str = ""
+    unnamed: set[str] = field(default_factory=set)  # values that go into the next expression
+    inlined: dict[str, str] = field(default_factory=dict)  # their expressions
+
+    def lines(self) -> list[Line]:
+        """The statements, without the return."""
+        pieces = pieces_of(self.pairs, self.place.layout, self.graph)
+        self.unnamed = chained(pieces, self.wishes, self.call.outputs)
+        self._name(pieces)
+        done = self._size_line()
+        ambient = region_of(self.call)
+        current, section = ambient, ""
+        for piece in pieces:
+            region = ambient if ambient != Region() else region_of(item_of(piece))
+            heading = self._section(piece)
+            if heading != section:
+                done += self._heading(heading) if done or heading else []
+                current = ambient
+            section = heading
+            if region != current and region != ambient:
+                done.append(with_line(region))
+            current = region
+            inner = self._piece(piece)
+            done += [line.deeper() for line in inner] if region != ambient else inner
+        return done
+
+    def returned(self) -> list[str]:
+        """The variables of the results, in order."""
+        return [self.variables.names[name] for name in self.call.outputs]
+
+    # Names
+
+    def _name(self, pieces: Sequence[Piece]) -> None:
+        spans = lifetimes(
+            [(reads(piece), makes(piece)) for piece in pieces],
+            self.call.inputs,
+            self.call.outputs,
+        )
+        taken = {*self.arguments, *self.results.values()}
+        wished = {identifier(self.wishes[name][0]) for p in pieces for name in makes(p)}
+        options = ("b", "batch_size", "batch", "num_samples")
+        self.size_name = next(name for name in options if name not in taken | wished)
+        extra = self.arguments[len(self.call.inputs) :]
+        self.variables = Variables(avoid={self.size_name, *self.place.class_names, *extra})
+        for value, name in zip(self.call.inputs, self.arguments, strict=False):
+            self.variables.fix(value, name, spans[value])
+        for value, name in self.results.items():
+            if value not in self.variables.names:
+                self.variables.fix(value, name, spans[value])
+        for piece in pieces:
+            for value in makes(piece):
+                if value in self.variables.names or value in self.unnamed:
+                    continue
+                same = _in_place_on(piece)
+                if same is not None and same in self.variables.names:
+                    self.variables.fix(value, self.variables.names[same], spans[value])
+                else:
+                    self.variables.give(value, *self.wishes[value], spans[value])
+
+    # Pieces
+
+    def _piece(self, piece: Piece) -> list[Line]:
+        if isinstance(piece, Loop):
+            return self._loop(piece)
+        if isinstance(piece, Unpack):
+            return self._op(piece.op, piece.twin, piece.items)
+        if isinstance(piece.item, Call):
+            return [self._call(piece.item)]
+        return self._op(piece.item, piece.twin if isinstance(piece.twin, Op) else None)
+
+    def _op(self, op: Op, twin: Op | None, items: Sequence[str] = ()) -> list[Line]:
+        done = []
+        if op.draw is not None and op.kind not in ("module", "opaque"):
+            done.append(Line(f"draw({self._where(op)}, {op.draw})"))
+        scope = self._scope()
+        scope_eval = self._scope_eval()
+        name = self.variables.names.get(op.name, "")
+        comment = value_text(self.graph.values.get(op.name))
+        target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
+        if target == "setitem" and len(op.args) == 3:
+            other = (twin or op).args
+            receiver = atom(literal(op.args[0], scope))
+            index = subscript(op.args[1], other[1], scope, scope_eval)
+            done.append(Line(f"{receiver}[{index}] = {literal(op.args[2], scope)}"))
+            return done
+        if target in IN_PLACE and len(op.args) == 2 and literal(op.args[0], scope) == name:
+            value = literal(op.args[1], scope)
+            done.append(Line(f"{name} {IN_PLACE[target]} {value}", comment))
+            return done
+        text = expression(op, twin, scope, scope_eval)
+        if op.name in self.unnamed:
+            self.inlined[op.name] = text
+            return done
+        if items:
+            names = ", ".join(self.variables.names[item] for item in items)
+            comment = value_text(self.graph.values.get(items[0]))
+            done.append(Line(f"{names} = {text}", f"{comment} each" if comment else ""))
+        else:
+            done.append(Line(f"{name} = {text}", comment))
+        return done
+
+    def _call(self, call: Call) -> Line:
+        head = access.module(self.place.layout.root, self.call.path, call.path)
+        return self._assignment(call, head)
+
+    def _assignment(self, call: Call, head: str) -> Line:
+        arguments = [self.variables.names[name] for name in call.inputs]
+        arguments += [self._tensor(fqn) for fqn in call.tensors]
+        text = f"{head}({', '.join(arguments)})"
+        if not call.outputs:
+            return Line(text)
+        names = ", ".join(self.variables.names[name] for name in call.outputs)
+        comment = ", ".join(value_text(self.graph.values.get(name)) for name in call.outputs)
+        return Line(f"{names} = {text}", comment)
+
+    def _loop(self, loop: Loop) -> list[Line]:
+        first, last = loop.calls[0], loop.calls[-1]
+        result = self.variables.names[last.outputs[0]]
+        start = self.variables.names[first.inputs[loop.thread]]
+        done = [] if result == start else [Line(f"{result} = {start}")]
+        container = self.place.layout.root.find(loop.container)
+        assert container is not None
+        over = access.module(self.place.layout.root, self.call.path, loop.container)
+        over = over if container.is_list else f"{over}.values()"
+        wish = identifier(self.place.class_names[loop.block].lower())
+        taken = {*self.variables.spans, *self.place.class_names}
+        item = next(n for n in (wish, f"{wish}_module", f"{wish}_item") if n not in taken)
+        arguments = [
+            result if i == loop.thread else self.variables.names[name]
+            for i, name in enumerate(first.inputs)
+        ]
+        arguments += [self._tensor(fqn) for fqn in first.tensors]
+        comment = value_text(self.graph.values.get(last.outputs[0]))
+        done.append(Line(f"for {item} in {over}:", f"{clean(first.path)} to {clean(last.path)}"))
+        done.append(Line(f"{result} = {item}({', '.join(arguments)})", comment, 1))
+        return done
+
+    # Parts of expressions
+
+    def _scope(self) -> Scope:
+        return Scope(
+            value=self._value,
+            tensor=self._tensor,
+            size=self._size,
+            device=self._device,
+            module=lambda path: access.module(self.place.layout.root, self.call.path, path),
+            function=self.place.imports.function,
+        )
+
+    def _scope_eval(self) -> Scope:
+        scope = self._scope()
+        return replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
+
+    def _value(self, name: str) -> str:
+        return self.inlined.get(name) or self.variables.names[name]
+
+    def _tensor(self, fqn: str) -> str:
+        if fqn in self.call.tensors:
+            return self.arguments[len(self.call.inputs) + self.call.tensors.index(fqn)]
+        name = name_below(fqn, self.call.path, self.place.names)
+        return access.tensor(self.place.layout.root, self.call.path, name)
+
+    def _size(self, size: Affine) -> str:
+        text = self.size_name if size.scale == 1 else f"{size.scale} * {self.size_name}"
+        if size.offset:
+            return f"{text} {'+' if size.offset > 0 else '-'} {abs(size.offset)}"
+        return text
+
+    def _size_line(self) -> list[Line]:
+        used = any(
+            walk((item.args, item.kwargs), Affine)
+            for each in self.pairs
+            for item in (each.item, each.twin) if isinstance(item, Op)
+        )  # fmt: skip
+        if not used:
+            return []
+        name = self.size_name
+        for value, argument in zip(self.call.inputs, self.arguments, strict=False):
+            for dim, size in enumerate(self.graph.values[value].shape):
+                if not isinstance(size, Affine):
+                    continue
+                text = f"{argument}.shape[{dim}]"
+                if size.offset:
+                    text = f"{text} {'-' if size.offset > 0 else '+'} {abs(size.offset)}"
+                if size.scale != 1:
+                    text = f"{atom(text)} // {size.scale}"
+                return [Line(f"{name} = {text}")]
+        return [Line(f"{name} = {self.graph.batch_size}", "no argument tells the batch size")]
+
+    def _device(self) -> str:
+        if self.arguments:
+            return f"{self.arguments[0]}.device"
+        for name in self.place.names:
+            return f"{access.tensor(self.place.layout.root, self.call.path, name)}.device"
+        return "torch.get_default_device()"
+
+    def _where(self, op: Op) -> str:
+        path = op.module_path
+        if op.region == "forward" and path == self.call.path:
+            return "self"
+        if self.path_known or op.region == "loss":
+            return quote(path)
+        return access.module(self.place.layout.root, self.call.path, path)
+
+    # Sections
+
+    def _section(self, piece: Piece) -> str:
+        """The module whose forward the piece stands in, if that is not this body's."""
+        item = item_of(piece)
+        scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
+        while scope and below(scope, self.call.path) and scope != self.call.path:
+            name = self.place.classes.get(scope, ("", ""))[0]
+            if not is_container(name):
+                return scope
+            scope = scope.rpartition(".")[0]
+        return ""
+
+    def _heading(self, scope: str) -> list[Line]:
+        if not scope:
+            return [Line()]
+        name, source = self.place.classes.get(scope, ("", ""))
+        about = clean(name.rpartition(".")[2])
+        if source:
+            about += f", {clean(source)}"
+        path = relative(scope, self.call.path)
+        return [Line(), Line("", f"{clean(path)} ({about})" if about else clean(path))]
+
+
+def _in_place_on(piece: Piece) -> str | None:
+    """The value that ``x += y`` writes into: its result is the same object."""
+    item = piece.item if isinstance(piece, Pair) else None
+    if isinstance(item, Op) and item.target.removeprefix("operator.") in IN_PLACE and item.args:
+        first = item.args[0]
+        return first.name if isinstance(first, Ref) else None
+    return None

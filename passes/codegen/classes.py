@@ -1,0 +1,182 @@
+"""The constructors: how a stage and its blocks build their modules and tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pdcompile.errors import SourceError
+from pdcompile.graph import Affine, TensorInfo
+from pdcompile.passes.codegen import access
+from pdcompile.passes.codegen.expressions import Scope, literal, quote
+from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.skeleton import Node
+from pdcompile.passes.codegen.text import Line
+
+
+def _nowhere(name: object) -> str:
+    raise SourceError(f"a constructor argument refers to {name!r}, which only forward knows")
+
+
+_SCOPE = Scope(
+    value=_nowhere,
+    tensor=_nowhere,
+    size=lambda size: _nowhere(Affine),
+    device=lambda: _nowhere("device"),
+    module=_nowhere,
+    function=_nowhere,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Constructors:
+    """Writes ``__init__`` bodies; `class_names` are those of the blocks, by index."""
+
+    class_names: list[str]
+    imports: Imports
+
+    def lines(self, node: Node, owner: str = "self") -> list[Line]:
+        """Statements that fill the module `node`, whose expression is `owner`."""
+        done = [self._tensor(owner, name, info) for name, info in node.tensors.items()]
+        for name, child in node.children.items():
+            expression, finished = self._make(child)
+            done.append(_assign(owner, name, expression))
+            if not finished:
+                done += self._finish(child, access.child(owner, node, name))
+        return done
+
+    def _make(self, node: Node) -> tuple[str, bool]:
+        """The expression that builds a module, and whether nothing is left to be done."""
+        if node.block is not None:
+            return f"{self.class_names[node.block]}()", True
+        if node.leaf is not None:
+            return self._leaf(node)
+        if node.is_indexed:
+            return self._container(node)
+        return "nn.Module()", False
+
+    def _finish(self, node: Node, owner: str) -> list[Line]:
+        if node.leaf is not None:
+            frozen = [access.reach(owner, name, "_parameters") for name in node.frozen]
+            return [Line(f"{each}.requires_grad_(False)") for each in frozen]
+        if not node.is_indexed:
+            return self.lines(node, owner)
+        done = []
+        for name, child in node.children.items():
+            if not self._make(child)[1]:
+                done += self._finish(child, access.child(owner, node, name))
+        return done
+
+    def _container(self, node: Node) -> tuple[str, bool]:
+        made = [self._make(child) for child in node.children.values()]
+        items = [expression for expression, _ in made]
+        finished = all(done for _, done in made)
+        numbers = [int(name) for name in node.children]
+        start, count = numbers[0], len(numbers)
+        same = count > 1 and len(set(items)) == 1
+        if node.is_list:
+            inner = f"{items[0]} for _ in range({count})" if same else f"[{', '.join(items)}]"
+            return f"nn.ModuleList({inner})", finished
+        if same and numbers == list(range(start, start + count)):
+            inner = f"{{str(i): {items[0]} for i in range({start}, {start + count})}}"
+        else:
+            pairs = zip(node.children, items, strict=True)
+            inner = f"{{{', '.join(f'{quote(name)}: {item}' for name, item in pairs)}}}"
+        return f"nn.ModuleDict({inner})", finished
+
+    def _leaf(self, node: Node) -> tuple[str, bool]:
+        assert node.leaf is not None
+        target, given = node.leaf.target, dict(node.leaf.constructor)
+        if node.leaf.kind == "opaque":
+            head = self.imports.cls(target)
+            arguments = [f"{key}={literal(value, _SCOPE)}" for key, value in given.items()]
+            return f"{head}({', '.join(arguments)})", not node.frozen
+        name = target.rpartition(".")[2]
+        cls = getattr(nn, name, None)
+        if not target.startswith("torch.nn.") or not _is_module_class(cls) or cls is None:
+            raise SourceError(f"torch.nn has no module {target!r}", where=node.path)
+        text = f"nn.{name}({', '.join(_arguments(cls, given))})"
+        if node.dtype is not None:
+            text += f".to(torch.{node.dtype})"
+        if node.frozen and set(node.frozen) >= set(node.parameters):
+            return f"{text}.requires_grad_(False)", True
+        return text, not node.frozen
+
+    def _tensor(self, owner: str, name: str, info: TensorInfo) -> Line:
+        value = _initial(name, info)
+        if info.kind == "parameter":
+            grad = "" if info.requires_grad else ", requires_grad=False"
+            made = f"nn.Parameter({value}{grad})"
+            if access.is_plain(name):
+                return Line(f"{owner}.{name} = {made}")
+            if name in access.TAKEN:
+                return Line(f"{owner}._parameters[{quote(name)}] = {made}")
+            return Line(f"{owner}.register_parameter({quote(name)}, {made})")
+        if name in access.TAKEN:
+            return Line(f"{owner}._buffers[{quote(name)}] = {value}")
+        persistent = info.persistent and info.kind == "buffer"
+        extra = "" if persistent else ", persistent=False"
+        return Line(f"{owner}.register_buffer({quote(name)}, {value}{extra})")
+
+
+def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
+    """Statements that make all names of one tensor the same object."""
+    first: dict[str, str] = {}
+    done = []
+    for name, fqn in names.items():
+        target = access.tensor(root, "", name)
+        if fqn in first:
+            done.append(Line(f"{target} = {access.tensor(root, '', first[fqn])}", "tied"))
+        else:
+            first[fqn] = name
+    return done
+
+
+def _assign(owner: str, name: str, expression: str) -> Line:
+    if access.is_plain(name):
+        return Line(f"{owner}.{name} = {expression}")
+    if name in access.TAKEN:
+        return Line(f"{owner}._modules[{quote(name)}] = {expression}")
+    return Line(f"{owner}.add_module({quote(name)}, {expression})")
+
+
+def _is_module_class(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, nn.Module)
+
+
+def _arguments(cls: type[nn.Module], given: Mapping[str, Any]) -> list[str]:
+    """Constructor arguments: required ones by position, others by name unless the default."""
+    done: list[str] = []
+    positional = True
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.name not in given:
+            positional = False
+            continue
+        value = given[parameter.name]
+        text = literal(value, _SCOPE)
+        required = parameter.default is inspect.Parameter.empty
+        if not required and type(value) is type(parameter.default) and value == parameter.default:
+            positional = False
+            continue
+        done.append(text if required and positional else f"{parameter.name}={text}")
+        positional = positional and required
+    known = {parameter.name for parameter in parameters}
+    return done + [f"{k}={literal(v, _SCOPE)}" for k, v in given.items() if k not in known]
+
+
+def _initial(name: str, info: TensorInfo) -> str:
+    """An expression for the first contents: small random weights, ones for scales, else zeros."""
+    shape = ", ".join(map(str, info.shape)) if info.shape else "()"
+    dtype = "" if info.dtype == "float32" else f", dtype=torch.{info.dtype}"
+    floating = info.dtype in ("float16", "bfloat16", "float32", "float64")
+    if info.kind == "parameter" and floating:
+        if len(info.shape) >= 2:
+            return f"0.02 * torch.randn({shape}{dtype})"
+        if name.rpartition("_")[2] in ("weight", "scale", "gamma"):
+            return f"torch.ones({shape}{dtype})"
+    return f"torch.zeros({shape}{dtype})"

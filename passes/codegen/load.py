@@ -1,0 +1,124 @@
+"""From a folder of sources back to classes that run.
+
+Loading a file of a folder runs it: it is the user's program then, like any module that they
+import.  What `generate` wrote is recognised by its text; anything else counts as edited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from pdcompile.errors import SourceError
+from pdcompile.stage import Sources
+
+_LOADS = itertools.count()
+MAX_BYTES = 64 * 2**20
+
+
+def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
+    """The sources in a folder, for the plan that `expected` was generated from.
+
+    `Sources.edited` names the files whose text is not the expected one.
+
+    Raises:
+        SourceError: the folder or a stage's file is missing, too big, or not UTF-8.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise SourceError(
+            f"there is no folder {str(root)!r}",
+            where=str(root),
+            remedy="write one with pipe.dump(folder)",
+        )
+    files = {name: _text(root / name) for name in expected.files if name.startswith("stage_")}
+    for name in expected.files.keys() - files.keys():
+        files[name] = _text(root / name) if (root / name).is_file() else expected.files[name]
+    edited = tuple(
+        name for name, text in files.items() if _digest(text) != _digest(expected.files[name])
+    )
+    return Sources(files, expected.interfaces, edited)
+
+
+def stage_classes(sources: Sources) -> tuple[type[nn.Module], ...]:
+    """The classes Stage0, Stage1, …, each from a fresh module of its own.
+
+    Tracebacks show the source lines.  `module_of(cls)` is the namespace whose ``draw`` a runtime
+    may replace.
+
+    Raises:
+        SourceError: a file does not run, or has no ``class Stage{k}(nn.Module)``.
+    """
+    return tuple(
+        _stage_class(f"stage_{interface.index}.py", f"Stage{interface.index}", sources)
+        for interface in sources.interfaces
+    )
+
+
+def module_of(cls: type[nn.Module]) -> ModuleType:
+    """The module that a loaded stage class was defined in."""
+    return sys.modules[cls.__module__]
+
+
+def set_draw(cls: type[nn.Module], draw: Callable[[Any, int], None]) -> None:
+    """Have the stage's file call `draw` before each random op."""
+    vars(module_of(cls))["draw"] = draw
+
+
+def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
+    text = sources.files.get(file)
+    if text is None:
+        raise SourceError(f"{file} is missing", remedy="generate the folder again")
+    module_name = f"pdcompile_stages_{next(_LOADS)}_{file.removesuffix('.py')}"
+    filename = f"<{module_name}.py>"
+    module = ModuleType(module_name, f"Loaded from {file}.")
+    module.__spec__ = ModuleSpec(module_name, None, origin=filename)
+    module.__file__ = filename
+    lines = text.splitlines(keepends=True)
+    linecache.cache[filename] = (len(text), None, lines, filename)
+    sys.modules[module_name] = module
+    try:
+        exec(compile(text, filename, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[module_name]
+        raise SourceError(
+            f"{file} cannot be loaded: {type(error).__name__}: {error}",
+            where=file,
+            remedy="undo the last edit, or write the folder again",
+        ) from error
+    cls = vars(module).get(name)
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise SourceError(
+            f"{file} defines no class {name}(nn.Module)",
+            where=file,
+            remedy=f"keep the class name {name}",
+        )
+    return cls
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise SourceError(f"{path.name} has {size:,} bytes", where=str(path))
+        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{path.name} is missing", where=str(path), remedy="write the folder again"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path.name} cannot be read: {error}", where=str(path)) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()

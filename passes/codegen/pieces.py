@@ -1,0 +1,218 @@
+"""What a body writes: an op or call, a loop over equal blocks, or a tuple taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+from pdcompile.graph import Op, OpGraph, Ref, Value, size_at, walk
+from pdcompile.passes.codegen.blocks import Layout
+from pdcompile.passes.codegen.expressions import IN_PLACE
+from pdcompile.passes.codegen.pairs import Pair
+from pdcompile.passes.codegen.tree import Call, Item
+from pdcompile.passes.naming import scope_of
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Calls of all modules of one container in order, each fed by the one before.
+
+    `thread` is the argument that is the previous call's result; all others stay the same.
+    """
+
+    container: str
+    block: int
+    calls: tuple[Call, ...]
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """A container-valued op whose items are taken out once each: ``q, k, v = …``."""
+
+    op: Op
+    twin: Op | None
+    items: tuple[str, ...]
+
+
+Piece: TypeAlias = Pair | Loop | Unpack
+
+
+def pieces_of(pairs: Sequence[Pair], layout: Layout, graph: OpGraph) -> list[Piece]:
+    """The pairs of a body, with loops rolled up and tuples taken apart where made."""
+    return _unpack(_roll(pairs, layout), graph)
+
+
+def item_of(piece: Piece) -> Item:
+    """The op or (first) call of a piece."""
+    if isinstance(piece, Loop):
+        return piece.calls[0]
+    return piece.op if isinstance(piece, Unpack) else piece.item
+
+
+def reads(piece: Piece) -> Sequence[str]:
+    """Values that a piece reads."""
+    if isinstance(piece, Loop):
+        inner = {call.outputs[0] for call in piece.calls}
+        return [name for call in piece.calls for name in call.inputs if name not in inner]
+    return item_of(piece).inputs
+
+
+def makes(piece: Piece) -> Sequence[str]:
+    """Values that a piece binds to variables."""
+    if isinstance(piece, Loop):
+        return piece.calls[-1].outputs
+    return piece.items if isinstance(piece, Unpack) else piece.item.outputs
+
+
+def _roll(pairs: Sequence[Pair], layout: Layout) -> list[Pair | Loop]:
+    done: list[Pair | Loop] = []
+    read_by: dict[str, int] = {}
+    for each in pairs:
+        for name in each.item.inputs:
+            read_by[name] = read_by.get(name, 0) + 1
+    position = 0
+    while position < len(pairs):
+        loop = _loop_at(pairs, position, layout, read_by)
+        if loop is None:
+            done.append(pairs[position])
+            position += 1
+        else:
+            done.append(loop)
+            position += len(loop.calls)
+    return done
+
+
+def _loop_at(
+    pairs: Sequence[Pair], position: int, layout: Layout, read_by: Mapping[str, int]
+) -> Loop | None:
+    first = pairs[position].item
+    if not isinstance(first, Call) or len(first.outputs) != 1:
+        return None
+    container, _, name = first.path.rpartition(".")
+    node = layout.root.find(container)
+    if not container or node is None or not node.is_indexed or name != next(iter(node.children)):
+        return None
+    paths = [f"{container}.{child}" for child in node.children]
+    calls = [pair.item for pair in pairs[position : position + len(paths)]]
+    if len(calls) < 2 or [c.path for c in calls if isinstance(c, Call)] != paths:
+        return None
+    chain = [call for call in calls if isinstance(call, Call)]
+    if len({layout.block_of[call.path] for call in chain}) != 1:
+        return None
+    if any(read_by.get(call.outputs[0], 0) != 1 for call in chain[:-1]):
+        return None  # something else looks at a result in between
+    threads = {_thread(one, other) for one, other in pairwise(chain)}
+    thread = threads.pop()
+    if threads or thread is None:
+        return None
+    return Loop(container, layout.block_of[first.path], tuple(chain), thread)
+
+
+def _thread(one: Call, other: Call) -> int | None:
+    """The one argument of `other` that is the result of `one`, when all others are the same."""
+    if one.tensors != other.tensors or len(one.inputs) != len(other.inputs):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)) if a != b]
+    if len(differ) == 1 and other.inputs[differ[0]] == one.outputs[0]:
+        return differ[0]
+    return None
+
+
+def chained(
+    pieces: Sequence[Piece], wishes: Mapping[str, tuple[str, bool]], outputs: Collection[str]
+) -> set[str]:
+    """Values that need no name: only the next op reads them, as ``….method()`` or ``…[index]``.
+
+    At most three ops in one expression.
+    """
+    readers: dict[str, int] = {}
+    for piece in pieces:
+        for name in reads(piece):
+            readers[name] = readers.get(name, 0) + 1
+    found: set[str] = set()
+    length = 1
+    for piece, following in pairwise(pieces):
+        op, reader = item_of(piece), item_of(following)
+        length = length + 1 if (
+            isinstance(piece, Pair) and isinstance(op, Op) and isinstance(reader, Op)
+            and not isinstance(following, Loop) and length < 3
+            and _is_noise(op, wishes, outputs) and readers.get(op.name) == 1
+            and _continues(op, reader)
+        ) else 1  # fmt: skip
+        if length > 1:
+            found.add(op.name if isinstance(op, Op) else "")
+    return found
+
+
+def _is_noise(op: Op, wishes: Mapping[str, tuple[str, bool]], outputs: Collection[str]) -> bool:
+    statement = op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}
+    return not op.variable and not wishes[op.name][1] and op.name not in outputs and not statement
+
+
+def _continues(op: Op, reader: Op) -> bool:
+    """Whether the reader can be written behind the expression of `op`."""
+    postfix = reader.kind in ("method", "getattr") or reader.target == "operator.getitem"
+    same = (op.grad_enabled, op.autocast, op.region, scope_of(op)) == (
+        reader.grad_enabled,
+        reader.autocast,
+        reader.region,
+        scope_of(reader),
+    )
+    refs = walk((reader.args, reader.kwargs), Ref)
+    once = [ref.name for ref in refs].count(op.name) == 1
+    return postfix and same and once and reader.draw is None and reader.args[0] == Ref(op.name)
+
+
+_PARTS = frozenset({"split", "chunk", "unbind", "torch.split", "torch.chunk", "torch.unbind"})
+
+
+def _unpack(pieces: Sequence[Pair | Loop], graph: OpGraph) -> list[Piece]:
+    takers: dict[str, list[Op]] = {}
+    for piece in pieces:
+        for name in reads(piece):
+            item = item_of(piece)
+            takers.setdefault(name, []).append(item) if isinstance(item, Op) else None
+    done: list[Piece] = []
+    taken: set[str] = set()
+    for piece in pieces:
+        op = piece.item if isinstance(piece, Pair) else None
+        if not isinstance(op, Op) or not isinstance(piece, Pair):
+            done.append(piece)
+            continue
+        if op.name in taken:
+            continue
+        items = _items(op, takers.get(op.name, []), graph)
+        if items:
+            twin = piece.twin if isinstance(piece.twin, Op) else None
+            done.append(Unpack(op, twin, items))
+            taken.update(items)
+        else:
+            done.append(piece)
+    return done
+
+
+def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
+    """The values of ``op[0]``, ``op[1]``, …, if these are all that the tuple has."""
+    value = graph.values.get(op.name)
+    if op.target not in _PARTS or value is None or value.is_tensor or not op.args:
+        return ()
+    if any(taker.target != "operator.getitem" for taker in takers):
+        return ()
+    indices = {taker.args[1]: taker.name for taker in takers}
+    if len(takers) < 2 or sorted(map(repr, indices)) != sorted(map(repr, range(len(takers)))):
+        return ()
+    names = tuple(indices[i] for i in range(len(takers)))
+    source = op.args[0]
+    if not isinstance(source, Ref):
+        return ()
+    whole = _numel(graph.values[source.name], graph.batch_size)
+    parts = sum(_numel(graph.values[name], graph.batch_size) for name in names)
+    return names if whole == parts and whole else ()
+
+
+def _numel(value: Value, b: int) -> int:
+    return prod(size_at(size, b) for size in value.shape)

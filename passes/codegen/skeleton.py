@@ -1,0 +1,125 @@
+"""The modules of a stage: which exist, what each is, and which tensors each declares.
+
+Every module on the path of an op or of a tensor exists under its original name, so that
+state_dict keys are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pdcompile.graph import Op, TensorInfo
+
+
+@dataclass(slots=True)
+class Node:
+    """One module.  A leaf is built by its op's constructor and declares nothing itself."""
+
+    path: str
+    children: dict[str, Node] = field(default_factory=dict)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    leaf: Op | None = None
+    parameters: tuple[str, ...] = ()  # names of a leaf's parameters
+    frozen: tuple[str, ...] = ()  # a leaf's parameters that take no gradient
+    dtype: str | None = None  # of a leaf's floating tensors, where its constructor does not say
+    block: int | None = None  # index of the class of which it is an instance
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def find(self, path: str) -> Node | None:
+        node: Node | None = self
+        for part in path.split(".") if path else []:
+            node = node.children.get(part) if node else None
+        return node
+
+    @property
+    def is_indexed(self) -> bool:
+        """Children are numbered and nothing else is in here: a list."""
+        return (
+            bool(self.children)
+            and not self.tensors
+            and all(name.isdecimal() and str(int(name)) == name for name in self.children)
+        )
+
+    @property
+    def is_list(self) -> bool:
+        """Children are numbered from 0 without a gap: nn.ModuleList can hold them."""
+        return self.is_indexed and list(self.children) == [
+            str(i) for i in range(len(self.children))
+        ]
+
+
+def skeleton(
+    names: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+    ops: Iterable[Op],
+    order: Iterable[str],
+) -> Node:
+    """The module tree of a stage.
+
+    Args:
+        names: every tensor name on the stage, mapped to its canonical FQN.
+        tensors: by canonical FQN.
+        ops: of both modes.
+        order: module paths in the order of the model.
+    """
+    leaves: dict[str, Op] = {}
+    paths: set[str] = set()
+    for op in ops:
+        if op.kind in ("module", "opaque"):
+            leaves.setdefault(op.module_path, op)
+        elif op.draw is not None and op.region == "forward":
+            paths.add(op.module_path)  # draw() is told which module draws
+    inside: dict[str, dict[str, TensorInfo]] = {path: {} for path in leaves}
+    declared: dict[str, dict[str, TensorInfo]] = {}
+    for name, fqn in names.items():
+        leaf = _leaf_of(name, leaves)
+        if leaf is not None:
+            inside[leaf][name[len(leaf) + 1 :]] = tensors[fqn]
+        else:
+            owner, _, attribute = name.rpartition(".")
+            declared.setdefault(owner, {})[attribute] = tensors[fqn]
+    rank = {path: i for i, path in enumerate(order)}
+    root = Node("")
+    for path in sorted({*leaves, *paths, *declared}, key=lambda p: (rank.get(p, len(rank)), p)):
+        node = _grow(root, path)
+        node.tensors = declared.get(path, {})
+        node.leaf = leaves.get(path)
+        if node.leaf is not None:
+            own = inside[path]
+            node.parameters = tuple(n for n, info in own.items() if info.kind == "parameter")
+            node.frozen = tuple(
+                name
+                for name, info in own.items()
+                if info.kind == "parameter" and not info.requires_grad
+                and info.dtype.startswith(("float", "bfloat", "complex"))
+            )  # fmt: skip
+            node.dtype = _dtype(node.leaf, own)
+    return root
+
+
+def _leaf_of(name: str, leaves: Mapping[str, Op]) -> str | None:
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        if (path := ".".join(parts[:n])) in leaves:
+            return path
+    return None
+
+
+def _grow(root: Node, path: str) -> Node:
+    node, at = root, ""
+    for part in path.split(".") if path else []:
+        at = f"{at}.{part}" if at else part
+        node = node.children.setdefault(part, Node(at))
+    return node
+
+
+def _dtype(leaf: Op, own: Mapping[str, TensorInfo]) -> str | None:
+    if any(key == "dtype" for key, _ in leaf.constructor):
+        return None
+    found = {info.dtype for info in own.values() if info.dtype.startswith(("float", "bfloat"))}
+    return found.pop() if len(found) == 1 and found != {"float32"} else None

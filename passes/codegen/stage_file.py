@@ -1,0 +1,319 @@
+"""One stage as a Python file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pdcompile.graph import Capture, Op, OpGraph
+from pdcompile.passes.codegen.blocks import Block, Layout, divide
+from pdcompile.passes.codegen.body import Body, Place
+from pdcompile.passes.codegen.classes import Constructors, ties
+from pdcompile.passes.codegen.header import Route, contents, docstring, docstring_lines
+from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.pairs import Pair, pair
+from pdcompile.passes.codegen.safety import check
+from pdcompile.passes.codegen.skeleton import skeleton
+from pdcompile.passes.codegen.text import Line, clean, render, value_text
+from pdcompile.passes.codegen.tree import Call
+from pdcompile.passes.held import all_tensors
+from pdcompile.passes.naming import identifier, unique
+from pdcompile.stage import Port, StageInterface
+
+DRAW = '''\
+def draw(where, index):
+    """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Names that readers expect, in both modes (`pdcompile.passes.naming.wishes`)."""
+
+    train: Mapping[str, tuple[str, bool]]
+    eval: Mapping[str, tuple[str, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOps:
+    """The ops of one stage in both modes, those of the loss apart."""
+
+    train: list[Op]
+    eval: list[Op]
+    train_loss: list[Op]
+    eval_loss: list[Op]
+
+
+def stage_file(
+    capture: Capture,
+    interface: StageInterface,
+    route: Route,
+    ops: StageOps,
+    names: Mapping[str, str],
+    wishes: Wishes,
+) -> str:
+    """The text of ``stage_k.py``.
+
+    Args:
+        route: where values come from and go to.
+        names: every tensor name on the stage, mapped to its canonical FQN.
+
+    Raises SourceError for what cannot be written as source.
+    """
+    classes = {**capture.eval.classes, **capture.train.classes}
+    every = [*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss]
+    root = skeleton(names, all_tensors(capture), every, classes)
+    wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
+    layout = divide(capture, ops.train, ops.eval, (wanted[0], wanted[1]), names, root)
+    for path, index in layout.block_of.items():
+        node = root.find(path)
+        assert node is not None
+        node.block = index
+    writer = _Writer(capture, interface, route, names, wishes, layout, classes, Imports(), [])
+    return writer.write(ops)
+
+
+@dataclass(slots=True)
+class _Writer:
+    capture: Capture
+    interface: StageInterface
+    route: Route
+    names: Mapping[str, str]
+    wishes: Wishes
+    layout: Layout
+    classes: Mapping[str, tuple[str, str]]
+    imports: Imports
+    class_names: list[str]
+
+    def write(self, ops: StageOps) -> str:
+        self._name_classes()
+        place = Place(self.layout, self.names, self.class_names, self.imports, self.classes)
+        parts = [self._block(block, place) for block in self.layout.blocks]
+        parts.append(self._stage(place, ops))
+        body = "\n\n".join(render(part) for part in parts)
+        draws = f"{DRAW}\n\n" if "draw(" in body else ""
+        header = docstring(self.capture, self.interface, self.route, self.layout, self.imports)
+        imports = "\n".join(self.imports.lines())
+        text = f"{header}\n{imports}\n\n\n{draws}{body}"
+        every = (*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss)
+        targets = {op.target for op in every if op.kind == "function"}
+        check(text, self.imports, targets, f"stage_{self.interface.index}.py")
+        return text
+
+    def _name_classes(self) -> None:
+        taken = {f"Stage{self.interface.index}", "torch", "nn", "F"}
+        for block in self.layout.blocks:
+            full = self.classes.get(block.path, ("", ""))[0]
+            wish = identifier(full.rpartition(".")[2], "Block") if full else "Block"
+            name, count = wish, 1
+            while name in taken or unique(name, ()) != name:
+                count += 1
+                name = f"{wish}{count}"
+            taken.add(name)
+            self.class_names.append(name)
+
+    # Classes
+
+    def _block(self, block: Block, place: Place) -> list[Line]:
+        source = self.classes.get(block.path, ("", ""))[1]
+        name = self.class_names[block.index]
+        node = replace(block.node, block=None)
+        members = [p for p, index in self.layout.block_of.items() if index == block.index]
+        where = (
+            clean(members[0])
+            if len(members) == 1
+            else (f"{clean(members[0], 30)} to {clean(members[-1], 30)}")
+        )
+        lines = [Line(f"class {name}(nn.Module):", clean(source)), *docstring_lines([where])]
+        lines += self._init(self._constructors().lines(node))
+        arguments = self._arguments(block)
+        lines += [
+            Line(),
+            Line(f"def forward({', '.join(['self', *arguments])}):", self._types(block), 1),
+        ]
+        lines += self._forward(block.train, block.eval, place, arguments)
+        return lines
+
+    def _stage(self, place: Place, ops: StageOps) -> list[Line]:
+        train, evaluation = self.interface.train, self.interface.eval
+        name = f"Stage{self.interface.index}"
+        constructor = self._constructors().lines(self.layout.root)
+        lines = [Line(f"class {name}(nn.Module):")]
+        lines += docstring_lines(contents(self.layout) or ["no modules"])
+        lines += self._init(constructor + ties(self.layout.root, self.names))
+        names = [port.name for port in train.inputs]
+        same = len(train.inputs) == len(evaluation.inputs)
+        lines += [
+            Line(),
+            Line(
+                f"def forward({', '.join(['self', *(names if same else ['*inputs'])])}):", depth=1
+            ),
+        ]
+        calls = (
+            _root_call(self.layout.train, train.inputs, train.outputs),
+            _root_call(self.layout.eval, evaluation.inputs, evaluation.outputs),
+        )
+        pairs = pair(*calls)
+        if pairs is not None:
+            lines += self._one(calls, pairs, place, names, train.outputs)
+        else:
+            for mode, call, signature in zip(
+                ("train", "eval"), calls, (train, evaluation), strict=True
+            ):
+                depth = 2
+                if mode == "train":
+                    lines.append(Line("if self.training:", depth=2))
+                    depth = 3
+                own = names if same else [port.name for port in signature.inputs]
+                if not same and own:
+                    comma = "," if len(own) == 1 else ""
+                    lines.append(Line(f"{', '.join(own)}{comma} = inputs", depth=depth))
+                lines += self._alone(mode, call, place, own, signature.outputs, depth)
+        if train.loss_inputs or ops.train_loss:
+            lines += self._loss(place, ops)
+        return lines
+
+    def _loss(self, place: Place, ops: StageOps) -> list[Line]:
+        train, evaluation = self.interface.train, self.interface.eval
+        assert train.loss is not None
+        names = [port.name for port in train.loss_inputs]
+        calls = [
+            Call("", tuple(part), tuple(p.value for p in s.loss_inputs), (), (s.loss or "",))
+            for part, s in ((ops.train_loss, train), (ops.eval_loss, evaluation))
+        ]
+        lines = [Line(), Line(f"def loss({', '.join(['self', *names])}):", depth=1)]
+        pairs = pair(calls[0], calls[1])
+        if pairs is not None:
+            body = self._body("train", calls[0], pairs, place, names, (), calls[1])
+            return lines + _shifted(body.lines(), 2) + _return(body.returned(), 2)
+        for mode, call, depth in (("train", calls[0], 3), ("eval", calls[1], 2)):
+            if mode == "train":
+                lines.append(Line("if self.training:", depth=2))
+            body = self._body(mode, call, [Pair(item) for item in call.items], place, names, ())
+            lines += _shifted(body.lines(), depth) + _return(body.returned(), depth)
+        return lines
+
+    def _init(self, statements: list[Line]) -> list[Line]:
+        if not statements:
+            return []
+        return [
+            Line(),
+            Line("def __init__(self):", depth=1),
+            Line("super().__init__()", depth=2),
+            *(line.deeper(2) for line in statements),
+        ]
+
+    def _constructors(self) -> Constructors:
+        return Constructors(self.class_names, self.imports)
+
+    # Bodies
+
+    def _arguments(self, block: Block) -> list[str]:
+        call = block.train or block.eval
+        assert call is not None
+        wishes = self.wishes.train if block.train is not None else self.wishes.eval
+        names: list[str] = []
+        for value in call.inputs:
+            names.append(unique(wishes[value][0], [*names, *self.class_names]))
+        for fqn in call.tensors:
+            wish = identifier(fqn.rpartition(".")[2])
+            names.append(unique(wish, [*names, *self.class_names]))
+        return names
+
+    def _types(self, block: Block) -> str:
+        call, graph = (
+            (block.train, self.capture.train)
+            if block.train is not None
+            else (block.eval, self.capture.eval)
+        )
+        assert call is not None
+        return ", ".join(value_text(graph.values.get(name)) for name in call.inputs)
+
+    def _forward(
+        self, train: Call | None, evaluation: Call | None, place: Place, arguments: Sequence[str]
+    ) -> list[Line]:
+        if train is None or evaluation is None:
+            call = train or evaluation
+            assert call is not None
+            return self._alone("train" if train is not None else "eval", call, place, arguments)
+        pairs = pair(train, evaluation)
+        if pairs is not None:
+            return self._one((train, evaluation), pairs, place, arguments)
+        return [
+            Line("if self.training:", depth=2),
+            *self._alone("train", train, place, arguments, depth=3),
+            *self._alone("eval", evaluation, place, arguments),
+        ]
+
+    def _one(
+        self,
+        calls: tuple[Call, Call],
+        pairs: Sequence[Pair],
+        place: Place,
+        arguments: Sequence[str],
+        ports: Sequence[Port] | None = None,
+    ) -> list[Line]:
+        body = self._body("train", calls[0], pairs, place, arguments, ports or (), calls[1])
+        return _shifted(body.lines(), 2) + _return(body.returned(), 2, ports is not None)
+
+    def _alone(
+        self,
+        mode: str,
+        call: Call,
+        place: Place,
+        arguments: Sequence[str],
+        ports: Sequence[Port] | None = None,
+        depth: int = 2,
+    ) -> list[Line]:
+        pairs = [Pair(item) for item in call.items]
+        body = self._body(mode, call, pairs, place, arguments, ports or ())
+        return _shifted(body.lines(), depth) + _return(body.returned(), depth, ports is not None)
+
+    def _body(
+        self,
+        mode: str,
+        call: Call,
+        pairs: Sequence[Pair],
+        place: Place,
+        arguments: Sequence[str],
+        ports: Sequence[Port],
+        twin: Call | None = None,
+    ) -> Body:
+        graph: OpGraph = self.capture.train if mode == "train" else self.capture.eval
+        match: dict[str, str] = {}
+        if twin is not None:
+            match.update(zip(twin.inputs, call.inputs, strict=True))
+            for ours, theirs in zip(call.items, twin.items, strict=True):
+                match.update(zip(theirs.outputs, ours.outputs, strict=True))
+        return Body(
+            place=place,
+            call=call,
+            pairs=pairs,
+            graph=graph,
+            wishes=self.wishes.train if mode == "train" else self.wishes.eval,
+            arguments=arguments,
+            results={p.value: p.name for p in ports if p.value not in call.inputs},
+            match=match,
+            path_known=not call.path,
+        )
+
+
+def _root_call(call: Call, inputs: Sequence[Port], outputs: Sequence[Port]) -> Call:
+    return replace(
+        call,
+        inputs=tuple(port.value for port in inputs),
+        outputs=tuple(port.value for port in outputs),
+    )
+
+
+def _shifted(lines: Sequence[Line], depth: int) -> list[Line]:
+    """Lines of a body at their depth, without empty lines at its start."""
+    start = next((i for i, line in enumerate(lines) if line.code or line.comment), len(lines))
+    return [replace(line, depth=line.depth + depth) for line in lines[start:]]
+
+
+def _return(names: Sequence[str], depth: int, as_tuple: bool = False) -> list[Line]:
+    if not as_tuple:
+        return [Line(f"return {', '.join(names)}".rstrip(), depth=depth)]
+    inner = f"{names[0]}," if len(names) == 1 else ", ".join(names)
+    return [Line(f"return ({inner})", depth=depth)]

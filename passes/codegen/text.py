@@ -1,0 +1,180 @@
+"""Lines of source: indentation, comments, and folding to 100 columns."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pdcompile.graph import DTYPE_BYTES, Size, Value
+
+WIDTH = 100
+_LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+_SHORT = {
+    name: re.sub(r"^(bfloat|float|uint|int|complex)", lambda match: _LETTERS[match[1]], name)
+    for name in DTYPE_BYTES
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One statement (or a comment alone, or an empty line), `depth` levels deep."""
+
+    code: str = ""
+    comment: str = ""
+    depth: int = 0
+    is_text: bool = False  # part of a docstring: never folded
+
+    def deeper(self, levels: int = 1) -> Line:
+        return replace(self, depth=self.depth + levels)
+
+
+def clean(text: str, limit: int = 60) -> str:
+    """Text of a model for a comment or docstring: printable ASCII, no quote, no backslash."""
+    plain = "".join(c if " " <= c <= "~" and c not in "\"'\\" else "?" for c in text)
+    return plain if len(plain) <= limit else f"{plain[: limit - 3]}..."
+
+
+def shape_text(shape: Iterable[Size], dtype: str) -> str:
+    """``f32[b, 16, 32]``."""
+    return f"{_SHORT[dtype]}[{', '.join(str(size) for size in shape)}]"
+
+
+def value_text(value: Value | None) -> str:
+    return shape_text(value.shape, value.dtype) if value is not None and value.is_tensor else ""
+
+
+def render(lines: Iterable[Line]) -> str:
+    """The source text: every line at most 100 columns, no trailing blanks."""
+    done: list[str] = []
+    for line in lines:
+        indent = "    " * line.depth
+        if not line.code:
+            done.append(f"{indent}# {line.comment}" if line.comment else "")
+            continue
+        folded = [indent + line.code] if line.is_text else fold(line.code, line.depth)
+        comment = f"  # {line.comment}" if line.comment else ""
+        if comment and len(folded[-1]) + len(comment) <= WIDTH:
+            folded[-1] += comment
+        done += folded
+    return "\n".join(done) + "\n"
+
+
+def fold(code: str, depth: int) -> list[str]:
+    """One statement as lines of at most 100 columns, the way formatters break calls."""
+    indent = "    " * depth
+    if len(indent) + len(code) <= WIDTH:
+        return [indent + code]
+    broken = _break_brackets(code, depth)
+    if broken is not None:
+        return broken
+    return _break_anywhere(code, depth)
+
+
+def _break_brackets(code: str, depth: int) -> list[str] | None:
+    """Break after the last top-level opening bracket and before its closing one."""
+    span = _last_brackets(code)
+    if span is None:
+        return None
+    start, stop = span
+    head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
+    indent = "    " * depth
+    if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
+        return None
+    if len(inner) + len(indent) + 4 <= WIDTH:
+        return [indent + head, f"{indent}    {inner}", indent + tail]
+    parts = _split_commas(inner)
+    lines = [indent + head]
+    for part in parts:
+        lines += fold(f"{part}," if len(parts) > 1 else part, depth + 1)
+    return [*lines, indent + tail]
+
+
+def _last_brackets(code: str) -> tuple[int, int] | None:
+    found, stack = None, []
+    for position, char in _outside_strings(code):
+        if char in "([{":
+            stack.append(position)
+        elif char in ")]}":
+            start = stack.pop()
+            if not stack and position > start + 1:
+                found = (start, position)
+    return found
+
+
+def _split_commas(inner: str) -> list[str]:
+    parts, level, start = [], 0, 0
+    for position, char in _outside_strings(inner):
+        if char in "([{":
+            level += 1
+        elif char in ")]}":
+            level -= 1
+        elif char == "," and level == 0:
+            parts.append(inner[start:position].strip())
+            start = position + 1
+    return [*parts, last] if (last := inner[start:].strip()) else parts
+
+
+def _outside_strings(code: str) -> list[tuple[int, str]]:
+    found, quote, position = [], "", 0
+    while position < len(code):
+        char = code[position]
+        if quote:
+            if char == "\\":
+                position += 1
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        else:
+            found.append((position, char))
+        position += 1
+    return found
+
+
+def _break_anywhere(code: str, depth: int) -> list[str]:
+    """Any statement between tokens, inside parentheses; long strings in pieces."""
+    indent = "    " * depth
+    match = re.match(r"((?:return|[\w, .]+ [-+*/@&|^%<>]*=)) (.*)", code, re.DOTALL)
+    if match and not match[2].startswith("("):
+        code = f"{match[1]} ({match[2]})"
+    pieces: list[str] = []
+    last = (1, 0)
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER):
+            continue
+        gap = " " if token.start > last and last != (1, 0) else ""
+        last = token.end
+        text = token.string
+        if token.type == tokenize.STRING and len(text) > WIDTH - 24:
+            pieces += _string_pieces(text, gap)
+        else:
+            pieces.append(gap + text)
+    lines: list[str] = []
+    current, level = "", 0
+    for piece in pieces:
+        room = WIDTH - len(indent) - 8 * bool(lines)
+        if current and level and len(current) + len(piece) > room:
+            lines.append(current)
+            current = piece.lstrip()
+        else:
+            current += piece
+        level += (piece.strip() in ("(", "[", "{")) - (piece.strip() in (")", "]", "}"))
+    lines.append(current)
+    return [indent + lines[0], *(f"{indent}        {line}" for line in lines[1:])]
+
+
+def _string_pieces(text: str, gap: str) -> list[str]:
+    """A string literal as adjacent literals, cut where no escape is."""
+    quote, inner = text[0], text[1:-1]
+    units = re.findall(r"\\x..|\\u....|\\U........|\\.|[^\\]", inner, re.DOTALL)
+    pieces, current = [], ""
+    for unit in units:
+        if len(current) + len(unit) > 60:
+            pieces.append(f"{quote}{current}{quote}")
+            current = ""
+        current += unit
+    pieces.append(f"{quote}{current}{quote}")
+    return [gap + pieces[0], *(f" {piece}" for piece in pieces[1:])]

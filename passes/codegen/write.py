@@ -1,0 +1,107 @@
+"""Sources into a folder: whole, or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pdcompile.errors import SourceError
+from pdcompile.stage import Sources
+
+
+def write(
+    sources: Sources,
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write every file of the sources, and with a model ``stage_k.pt``: buffers and constants.
+
+    Each file is complete or not there: it is written beside its place and renamed into it, the
+    plan last.  Other files in the folder are left alone.
+
+    Args:
+        constants: tensors of kind constant by FQN (`OpGraph.tensor_values`).
+
+    Raises:
+        SourceError: the folder is a symbolic link or no folder, or cannot be written.
+    """
+    root = Path(folder)
+    contents = {name: text.encode() for name, text in sources.files.items()}
+    if model is not None:
+        contents.update(_tensors(sources, model, constants or {}))
+    try:
+        _prepare(root)
+        for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
+            _replace(root, name, contents[name])
+    except OSError as error:
+        raise SourceError(
+            f"the stages cannot be written: {error.strerror or error}",
+            where=str(root),
+            remedy="name a folder that you may write to",
+        ) from error
+
+
+def _prepare(root: Path) -> None:
+    if root.is_symlink():
+        raise SourceError(
+            "the target is a symbolic link", where=str(root), remedy="name the folder itself"
+        )
+    if root.exists() and not root.is_dir():
+        raise SourceError(
+            "the target is a file", where=str(root), remedy="name a folder, new or existing"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def _replace(root: Path, name: str, data: bytes) -> None:
+    target = root / name
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise SourceError(
+            f"{name} is there already, and no plain file", where=str(target), remedy="remove it"
+        )
+    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=root)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _tensors(
+    sources: Sources, model: nn.Module, constants: Mapping[str, torch.Tensor]
+) -> dict[str, bytes]:
+    """``stage_k.pt`` for every stage that has buffers or constants, by name on the stage."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found = {}
+    for interface in sources.interfaces:
+        values = {fqn: buffers[fqn] for fqn in interface.buffers if fqn in buffers}
+        values |= {fqn: constants[fqn] for fqn in interface.constants if fqn in constants}
+        plain = {
+            fqn: tensor.detach().cpu().clone()
+            for fqn, tensor in values.items()
+            if not tensor.is_meta
+        }
+        if plain:
+            data = io.BytesIO()
+            torch.save(plain, data)
+            found[f"stage_{interface.index}.pt"] = data.getvalue()
+    return found
