@@ -5,8 +5,8 @@ bytes are compared for activations and for gradients alike:
 
 - to its consumer: one group w reads all that v makes, nobody else reads what v reads, and v
   reads no more values and bytes than it makes.  Take any plan and move v from its stage k to
-  w's stage k' ≥ k.  The producers send the same bytes to k' instead of k; a producer on k sends at most
-  what v's results were; k receives less, k' receives at most what it received from k.
+  w's stage k' ≥ k.  The producers send the same bytes to k' instead of k; one on k sends at
+  most what v's results were; k receives less, k' at most what it received from k.
 - to its producer: one group p makes all that v reads, nobody else reads it, one group reads
   what v makes, and v makes no more values and bytes than it reads.  The mirror image.
 
@@ -44,7 +44,7 @@ class Neutral:
     outputs: set[str] = field(default_factory=set)
     weightless: set[int] = field(default_factory=set)  # groups of views only
     constant: set[int] = field(default_factory=set)
-    moved_seconds: float = 0.0
+    moved: set[int] = field(default_factory=set)  # positions of ops
 
     def run(self) -> None:
         """Join neutral groups with a neighbour until none is left that may be joined."""
@@ -60,6 +60,12 @@ class Neutral:
             joined = self._join(group, neighbour)
             waiting.append(joined)
             waiting.extend(self._around(joined))
+
+    @property
+    def moved_seconds(self) -> float:
+        """Forward and backward of all that was moved: what it can cost a stage at most."""
+        costs = [cost for i in sorted(self.moved) if (cost := self.graph.ops[i].cost) is not None]
+        return sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
 
     def _prepare(self) -> None:
         graph, index = self.graph, Index.of(self.graph, self.b)
@@ -110,9 +116,7 @@ class Neutral:
 
     def _join(self, group: int, neighbour: int) -> int:
         constant = group in self.constant and group not in self.weightless
-        members = [self.position[name] for name in self.made[group]]
-        costs = [cost for i in members if (cost := self.graph.ops[i].cost) is not None]
-        self.moved_seconds += sum(c.forward_seconds + c.backward_seconds for c in costs)
+        self.moved |= {self.position[name] for name in self.made[group]}
         weightless = group in self.weightless and neighbour in self.weightless
         constants = group in self.constant and neighbour in self.constant
         self.groups.join((group, neighbour), CONSTANT if constant else VIEW)

@@ -8,14 +8,15 @@ ones, the rest stays.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcompile.graph import OpCost, OpGraph
-from pdcompile.passes.costs.call import Call, Index, Number, product
+from pdcompile.passes.costs.call import Call, Index, Number, Operand, product
 from pdcompile.passes.costs.flops import forward_flops, is_product
 from pdcompile.passes.costs.resident import Resident, residents
 from pdcompile.passes.costs.roofline import REFERENCE, Machine, calibrate
-from pdcompile.passes.costs.saved import Saved, saved
+from pdcompile.passes.costs.saved import Saved, has_rule, saved
 from pdcompile.passes.costs.storages import newly_saved
 
 __all__ = [
@@ -24,12 +25,14 @@ __all__ = [
     "Formula",
     "Index",
     "Machine",
+    "Operand",
     "Resident",
     "Saved",
     "calibrate",
     "estimate",
     "formula",
     "forward_flops",
+    "has_rule",
     "newly_saved",
     "product",
     "residents",
@@ -64,19 +67,25 @@ def formula(graph: OpGraph) -> dict[str, Formula]:
 
 
 def estimate(
-    graph: OpGraph, *, microbatch_size: int, machine: Machine = REFERENCE
+    graph: OpGraph,
+    *,
+    microbatch_size: int,
+    machine: Machine = REFERENCE,
+    kept: Mapping[str, Saved] | None = None,
 ) -> tuple[OpCost, ...]:
     """The cost of each op of the graph, in its order, for one microbatch.
 
     `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
-    grad) have no backward and save nothing.  Views take no time.
+    grad) have no backward and save nothing.  Views take no time.  `kept` replaces, by op name,
+    the rule for what autograd keeps.
     """
     index = Index.of(graph, microbatch_size)
     calls = [Call(op, index) for op in graph.ops]
-    kept = newly_saved(calls, [saved(call) for call in calls])
+    known = kept or {}
+    rules = [known.get(call.op.name) or saved(call) for call in calls]
     return tuple(
         _cost(call, saved_bytes, microbatch_size, machine)
-        for call, saved_bytes in zip(calls, kept, strict=True)
+        for call, saved_bytes in zip(calls, newly_saved(calls, rules), strict=True)
     )
 
 

@@ -58,7 +58,16 @@ class Operand:
     requires_grad: bool
     held: bool = False
     storage: int = -1
-    contiguous: bool = True
+    stride_order: tuple[int, ...] = ()
+
+    @property
+    def contiguous(self) -> bool:
+        return not self.stride_order
+
+    def folds(self, kept: int) -> bool:
+        """Whether all dims but the last `kept` fold into one without a copy."""
+        leading = len(self.shape) - kept
+        return self.contiguous or self.stride_order[:leading] == tuple(range(leading))
 
     @property
     def elements(self) -> Number:
@@ -77,6 +86,7 @@ class Index:
     b: Number
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # by every name, aliases too
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # container -> its tensors
+    bases: dict[int, Value] = field(default_factory=dict)  # storage -> the first value in it
 
     @staticmethod
     def of(graph: OpGraph, b: Number) -> Index:
@@ -89,7 +99,12 @@ class Index:
             for name in op.inputs:
                 if not graph.values[name].is_tensor and op.target.endswith("getitem"):
                     parts.setdefault(name, []).append(op.name)
-        return Index(graph, b, tensors, {k: tuple(v) for k, v in parts.items()})
+        bases: dict[int, Value] = {}
+        made = (*(given.name for given in graph.inputs), *(op.name for op in graph.ops))
+        for value in (graph.values[name] for name in made):
+            if value.is_tensor:
+                bases.setdefault(value.storage, value)
+        return Index(graph, b, tensors, {k: tuple(v) for k, v in parts.items()}, bases)
 
     def size(self, size: Size) -> Number:
         return size.scale * self.b + size.offset if isinstance(size, Affine) else size
@@ -101,8 +116,13 @@ class Index:
             value.dtype,
             value.requires_grad,
             storage=value.storage,
-            contiguous=not value.stride_order,
+            stride_order=value.stride_order,
         )
+
+    def is_part(self, operand: Operand) -> bool:
+        """Whether the operand is a slice: smaller than the first value in its storage."""
+        base = self.bases.get(operand.storage) if operand.storage >= 0 else None
+        return base is not None and bool(operand.bytes < self.value(base).bytes)
 
     def attribute(self, fqn: str) -> Operand | None:
         info = self.tensors.get(fqn)

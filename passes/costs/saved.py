@@ -89,22 +89,24 @@ def _product(call: Call) -> Saved:
         return NOTHING
     left, right = factors
     kept = ([left] if right.requires_grad else []) + ([right] if left.requires_grad else [])
-    return Saved(tuple(kept))
+    batched = call.name == "matmul" and max(len(left.shape), len(right.shape)) > 3
+    return _folded(kept, 2 if batched else None)
+
+
+def _folded(kept: list[Operand], dims: int | None) -> Saved:
+    """A layout whose leading dims do not fold is copied first, and the copy is kept."""
+    copied = [o for o in kept if dims is not None and not o.folds(dims)]
+    rest = tuple(o for o in kept if all(o is not c for c in copied))
+    return Saved(rest, sum(operand.bytes for operand in copied))
 
 
 def _linear(call: Call) -> Saved:
     weight = call.tensor(1, "weight")
-    kept: list[Operand] = []
-    extra: Number = 0
-    if weight is not None and weight.requires_grad:
-        # A layout that cannot be flattened to rows is copied, and the copy is kept.
-        if len(call.first.shape) > 2 and not call.first.contiguous:
-            extra = call.first.bytes
-        else:
-            kept.append(call.first)
-    if weight is not None and call.first.requires_grad:
-        kept.append(weight)
-    return Saved(tuple(kept), extra)
+    if weight is None:
+        return _input(call)
+    rows = _folded([call.first] if weight.requires_grad else [], 1)
+    kept = (weight,) if call.first.requires_grad else ()
+    return Saved((*rows.operands, *kept), rows.extra_bytes)
 
 
 def _addmm(call: Call) -> Saved:
@@ -189,6 +191,34 @@ def _batch_norm(call: Call) -> Saved:
     return Saved((call.first,), statistics if training or not tracked else 0)
 
 
+def _instance_norm(call: Call) -> Saved:
+    """The input, and two statistics of every channel of every sample."""
+    channels = product(call.first.shape[:2])
+    return Saved((call.first,), 2 * channels * DTYPE_BYTES[call.first.dtype])
+
+
+def _rms_norm(call: Call) -> Saved:
+    """The input and its reciprocal root mean square; with a weight the normalised input too."""
+    shape = call.argument(1, "normalized_shape")
+    dims = len(shape) if isinstance(shape, tuple) else len(getattr(shape, "items", (0,)))
+    rows = product(call.first.shape[: len(call.first.shape) - dims])
+    scaled = call.first.bytes if call.tensor(2, "weight") is not None else 0
+    return Saved((call.first,), rows * DTYPE_BYTES[call.first.dtype] + scaled)
+
+
+def _input_and_buffer(call: Call) -> Saved:
+    return Saved((call.first,), call.first.bytes)
+
+
+def _difference(call: Call) -> Saved:
+    """The mean of absolute differences keeps the differences."""
+    return Saved((), call.first.bytes)
+
+
+def _target(call: Call) -> Saved:
+    return Saved(tuple(o for o in call.inputs[1:2]))
+
+
 def _max_pool(call: Call) -> Saved:
     return Saved((call.first,), call.out.elements * INDEX_BYTES)
 
@@ -225,7 +255,10 @@ def _attention(call: Call) -> Saved:
         return Saved(kept, rows * accumulate)
     scores = rows * key.shape[-2] * DTYPE_BYTES[query.dtype]
     # Scaled copies of q and k, the probabilities, and with dropout its mask and its result.
-    return Saved((value,), query.bytes + key.bytes + scores * (3 if dropout else 1))
+    # Heads cut out of one projection do not fold into rows: v is copied then.
+    rows_of_v = Saved((), value.bytes) if call.index.is_part(value) else _folded([value], 2)
+    extra = query.bytes + key.bytes + scores * (3 if dropout else 1) + rows_of_v.extra_bytes
+    return Saved(rows_of_v.operands, extra)
 
 
 def _recurrent(call: Call) -> Saved:
@@ -265,16 +298,16 @@ _RULES: dict[str, Rule] = {
     ),
     **_named(
         _input,
-        "gelu silu mish hardswish softplus logsigmoid log log2 log10 log1p sin cos abs square erf "
-        "clamp clip clampmin clampmax hardtanh relu6 hardsigmoid softsign avgpool1d avgpool2d "
-        "avgpool3d sinh cosh atan asin acos var prod mulscalar",
+        "gelu silu mish hardswish softplus glu softshrink log log2 log10 log1p sin cos abs square "
+        "erf clamp clip clampmin clampmax hardtanh relu6 hardsigmoid avgpool1d avgpool2d "
+        "avgpool3d sinh cosh atan asin acos var",
     ),
     **_named(_input_or_output, "leakyrelu elu celu selu rrelu threshold"),
     **_named(
         _output, "relu sigmoid tanh softmax logsoftmax exp sqrt rsqrt reciprocal expm1 exp2 tan "
-        "softmin cumprod"
+        "softmin"
     ),
-    **_named(_both, "std norm vectornorm amax amin logsumexp normalize cosinesimilarity"),
+    **_named(_both, "std prod cumprod norm vectornorm amax amin logsumexp"),
     **_named(_product, "mul matmul mm bmm mv dot inner outer ger einsum tensordot vdot kron"),
     **_named(_addmm, "addmm baddbmm addbmm addmv"),
     "linear": _linear,
@@ -291,7 +324,12 @@ _RULES: dict[str, Rule] = {
     **_named(_chosen, "max min sort topk median mode argsort kthvalue cummax cummin"),
     **_named(_dropout, "dropout alphadropout"),
     **_named(_channel_dropout, "dropout1d dropout2d dropout3d featuredropout featurealphadropout"),
+    "logsigmoid": _input_and_buffer,
+    "l1loss": _difference,
+    "kldiv": _target,
     "layernorm": _layer_norm,
+    "rmsnorm": _rms_norm,
+    **_named(_instance_norm, "instancenorm instancenorm1d instancenorm2d instancenorm3d"),
     "groupnorm": _group_norm,
     **_named(_batch_norm, "batchnorm batchnorm1d batchnorm2d batchnorm3d syncbatchnorm"),
     **_named(_max_pool, "maxpool1d maxpool2d maxpool3d adaptivemaxpool2d"),
@@ -299,7 +337,7 @@ _RULES: dict[str, Rule] = {
     "crossentropy": _cross_entropy,
     "nllloss": _nll_loss,
     **_named(
-        _operands, "mseloss l1loss smoothl1loss huberloss kldiv binarycrossentropy prelu lerp "
+        _operands, "mseloss smoothl1loss huberloss binarycrossentropy prelu lerp "
         "binarycrossentropywithlogits maximum minimum atan2 addcmul addcdiv bilinear gridsample"
     ),
     "scaleddotproductattention": _attention,

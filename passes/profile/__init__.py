@@ -1,20 +1,37 @@
-"""Profile: fills in the cost of every op, estimated from shapes, measured, or from a file."""
+"""Profile: fills in the cost of every op, estimated from shapes, measured, or from a file.
+
+Measured means: every distinct op runs on this machine's CPU with synthetic operands, forward
+and backward, for a few seconds in all.  Sums of such times are about as far from a stage's
+measured time as the machine is noisy; they rank ops well, which is what the planner needs.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.errors import ConfigError
-from pdcompile.graph import OpGraph
-from pdcompile.passes.costs import estimate
+from pdcompile.errors import ConfigError, CostError
+from pdcompile.graph import OpCost, OpGraph
+from pdcompile.passes.costs import Call, Index, Saved, calibrate, estimate, has_rule, seconds
+from pdcompile.passes.profile.keys import structural_key
+from pdcompile.passes.profile.store import Entry, Profile
 
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["Entry", "Profile", "measure", "profile", "structural_key"]
+
 # progress(done, total, what): called before each distinct op is measured, and once at the end.
 Progress = Callable[[int, int, str], None]
+
+_LOG = logging.getLogger(__name__)
+
+BUDGET_SECONDS = 2.0
+MAX_OPERAND_BYTES = 2 << 30
+DEVICE = "cpu"
 
 
 def profile(
@@ -28,16 +45,132 @@ def profile(
     """The same graph with `op.cost` filled in, in seconds and bytes of one microbatch.
 
     Args:
-        model: needed to measure modules that are kept whole; never run as a whole, never changed.
-        costs: ``"estimated"``: from shapes alone, nothing is executed.
+        model: its leaf modules are copied to be measured; never run as a whole, never changed.
+        costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
+            `Profile` or the path of a saved one.
 
     Raises:
         ConfigError: `costs` is something else.
+        CostError: a saved profile is malformed, stale, or lacks an op of this graph.
     """
     if costs == "estimated":
-        estimated = estimate(graph, microbatch_size=microbatch_size)
-        return replace(
-            graph,
-            ops=tuple(replace(op, cost=c) for op, c in zip(graph.ops, estimated, strict=True)),
+        return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size))
+    if costs == "measured":
+        found = measure(graph, model, microbatch_size=microbatch_size, progress=progress)
+        return apply(graph, found)
+    if isinstance(costs, str | Path):
+        if isinstance(costs, str) and not costs.endswith(".json"):
+            raise ConfigError(
+                f"costs={costs!r} is not known",
+                remedy="'measured', 'estimated', or the path of a saved profile (*.json)",
+            )
+        costs = Profile.load(costs)
+    if not isinstance(costs, Profile):
+        raise ConfigError(
+            f"costs={costs!r} is not known",
+            remedy="'measured', 'estimated', a Profile, or the path of a saved one",
         )
-    raise ConfigError(f"costs={costs!r} is not known", remedy="costs='estimated'")
+    import torch
+
+    costs.check(torch_version=torch.__version__, device=DEVICE, microbatch_size=microbatch_size)
+    return apply(graph, costs, complete=True)
+
+
+def measure(
+    graph: OpGraph,
+    model: nn.Module | None,
+    *,
+    microbatch_size: int,
+    progress: Progress | None = None,
+    budget_seconds: float = BUDGET_SECONDS,
+) -> Profile:
+    """Measure every distinct op once; the whole takes about `budget_seconds`.
+
+    An op that cannot run alone (too large for this machine, unknown to this process) is left
+    out, and `apply` estimates it.
+    """
+    import torch
+
+    from pdcompile.passes.profile.bench import measure as measure_one
+    from pdcompile.randomness import preserved_rng
+
+    index = Index.of(graph, microbatch_size)
+    distinct: dict[str, Call] = {}
+    for op in graph.ops:
+        call = Call(op, index)
+        if not (call.name == "getitem" and call.is_view):
+            distinct.setdefault(structural_key(call, microbatch_size), call)
+    machine = calibrate()
+    expected = {key: sum(seconds(call, machine)) for key, call in distinct.items()}
+    share = budget_seconds / max(len(distinct), 1)
+    entries = []
+    with preserved_rng():
+        for done, (key, call) in enumerate(distinct.items()):
+            if progress:
+                progress(done, len(distinct), call.op.target)
+            if expected[key] > budget_seconds or _operand_bytes(call) > MAX_OPERAND_BYTES:
+                continue
+            try:
+                entries.append(
+                    measure_one(call, key, model, microbatch_size, share, keeps=not has_rule(call))
+                )
+            except Exception as error:  # the op is a user's: whatever it raises, it is estimated
+                _LOG.info(
+                    "%s (%s, %s) cannot run alone and is estimated: %s",
+                    call.op.name, call.op.target, call.op.source, error,
+                )  # fmt: skip
+    if progress:
+        progress(len(distinct), len(distinct), "")
+    return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries))
+
+
+def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
+    """Costs of a profile; ops that it does not list are estimated with this machine's figures.
+
+    Raises CostError when `complete` and more than views are missing: the profile is of another
+    model.
+    """
+    b = found.microbatch_size
+    entries = {entry.key: entry for entry in found.entries}
+    index = Index.of(graph, b)
+    calls = [Call(op, index) for op in graph.ops]
+    known = [entries.get(structural_key(call, b)) for call in calls]
+    if complete and calls and not any(known):
+        raise CostError(
+            "the profile lists none of this model's ops",
+            remedy="measure this model, at this microbatch size",
+        )
+    kept = {
+        call.op.name: _saved(call, entry)
+        for call, entry in zip(calls, known, strict=True)
+        if entry is not None and entry.extra_bytes is not None
+    }
+    estimated = estimate(graph, microbatch_size=b, machine=calibrate(), kept=kept)
+    return _with_costs(graph, tuple(_measured(c, e) for c, e in zip(estimated, known, strict=True)))
+
+
+def _measured(cost: OpCost, entry: Entry | None) -> OpCost:
+    if entry is None:
+        return cost
+    return replace(
+        cost,
+        forward_seconds=entry.forward_seconds,
+        backward_seconds=entry.backward_seconds,
+        origin="measured",
+    )
+
+
+def _saved(call: Call, entry: Entry) -> Saved:
+    inputs = call.inputs
+    chosen = tuple(inputs[i] for i in entry.saved_inputs if i < len(inputs))
+    return Saved(chosen, entry.extra_bytes or 0)
+
+
+def _operand_bytes(call: Call) -> int:
+    return sum(int(operand.bytes) for operand in (*call.inputs, *call.outputs))
+
+
+def _with_costs(graph: OpGraph, costs: tuple[OpCost, ...]) -> OpGraph:
+    return replace(
+        graph, ops=tuple(replace(op, cost=c) for op, c in zip(graph.ops, costs, strict=True))
+    )

@@ -1,0 +1,115 @@
+"""A profile as data: measured costs by structural key, and the machine they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdcompile import jsonio
+from pdcompile.errors import CostError
+
+SCHEMA = "pdcompile.profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was measured of one kind of op.
+
+    `extra_bytes` and `saved_inputs` (positions among the tensors it reads) say what autograd
+    kept; None where the derivative is known and the static rule holds.
+    """
+
+    key: str
+    target: str  # for the reader
+    forward_seconds: float
+    backward_seconds: float = 0.0
+    extra_bytes: int | None = None
+    saved_inputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measurements of one machine at one microbatch size."""
+
+    torch_version: str
+    device: str
+    microbatch_size: int
+    entries: tuple[Entry, ...]
+    schema: str = SCHEMA
+
+    def to_json(self) -> str:
+        """Readable strict JSON, the inverse of `from_json`."""
+        return jsonio.dumps(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, where: str = "profile.json") -> Profile:
+        """Raises CostError for anything but a profile: NaN, negative numbers, repeated keys, …"""
+        data = jsonio.loads(text, where=where, error=CostError)
+        found = jsonio.decode(Profile, data, where=where, error=CostError)
+        if found.schema != SCHEMA:
+            raise CostError(
+                f"schema {found.schema!r} is not known",
+                where=where,
+                remedy=f"this version reads {SCHEMA!r}: measure again",
+            )
+        if found.microbatch_size < 1:
+            raise CostError(
+                f"microbatch_size is {found.microbatch_size}, and has to be positive", where=where
+            )
+        seen: set[str] = set()
+        for i, entry in enumerate(found.entries):
+            place = f"{where}: entries[{i}] ({entry.target})"
+            if entry.key in seen:
+                raise CostError(f"key {entry.key!r} appears twice", where=place)
+            seen.add(entry.key)
+            bad = [
+                name
+                for name in ("forward_seconds", "backward_seconds", "extra_bytes")
+                if (getattr(entry, name) or 0) < 0
+            ]
+            if bad or any(i < 0 for i in entry.saved_inputs):
+                raise CostError(
+                    f"{(bad or ['saved_inputs'])[0]} is negative",
+                    where=place,
+                    remedy="costs are seconds and bytes, 0 or more",
+                )
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file, all or nothing.  Raises CostError when it cannot be written."""
+        target = Path(path)
+        draft = target.with_name(target.name + ".tmp")
+        try:
+            draft.write_text(self.to_json(), encoding="utf-8")
+            draft.replace(target)
+        except OSError as error:
+            raise CostError(
+                f"cannot write the profile: {error.strerror}", where=str(path)
+            ) from error
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Raises CostError when the file cannot be read or is no profile."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise CostError(
+                f"cannot read the profile: {error.strerror}",
+                where=str(path),
+                remedy='costs="measured" needs no file',
+            ) from error
+        return Profile.from_json(text, where=str(path))
+
+    def check(self, *, torch_version: str, device: str, microbatch_size: int) -> None:
+        """Raises CostError when it was measured elsewhere: it would rank ops wrongly."""
+        for name, here in (
+            ("torch_version", torch_version),
+            ("device", device),
+            ("microbatch_size", microbatch_size),
+        ):
+            there = getattr(self, name)
+            if there != here:
+                raise CostError(
+                    f"the profile is stale: its {name} is {there}, here it is {here}",
+                    remedy='measure again (costs="measured"), or use costs="estimated"',
+                )
