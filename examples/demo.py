@@ -65,7 +65,6 @@ def worker(steps: int, out: Path) -> int:
         workload = gpt.build()
         with pdcompile.compile(
             workload.model,
-            workload.example_inputs,
             loss_fn=workload.loss_fn,
             optimizer=OPTIMIZER,
             schedule=schedule,
@@ -212,7 +211,6 @@ def reference(schedule: str, steps: int, console: Console) -> tuple[list[float],
     workload = gpt.build()
     with pdcompile.reference(
         workload.model,
-        workload.example_inputs,
         loss_fn=workload.loss_fn,
         optimizer=OPTIMIZER,
         schedule=schedule,

@@ -12,7 +12,6 @@ data = torch.randn(20, 32, 64)
 
 pipe = pdcompile.compile(
     model,
-    data[0],
     loss_fn=torch.nn.functional.mse_loss,
     optimizer=partial(torch.optim.AdamW, lr=1e-3),
     microbatches=4,

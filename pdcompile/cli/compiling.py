@@ -11,10 +11,11 @@ from pdcompile.plan import Plan
 
 if TYPE_CHECKING:
     from pdcompile.cli.options import Flags
-    from pdcompile.prepared import Prepared
+    from pdcompile.compiled import Compiled
+    from pdcompile.workload import Workload
 
 
-def compiled(target: str, flags: Flags, **more: object) -> Prepared:
+def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a spinner on stderr.
 
     Raises:
@@ -33,12 +34,8 @@ def compiled(target: str, flags: Flags, **more: object) -> Prepared:
     from pdcompile.steps import Steps
 
     with passes_progress("compiling") as listener:
-        return driver.build(
-            workload.model,
-            example_call(workload.model, inputs, wanted),
-            options,
-            step=Steps(listener),
-        )
+        flat = example_call(workload.model, inputs, wanted)
+        return workload, driver.build(workload.model, flat, options, step=Steps(listener))
 
 
 def read_plan(path: Path) -> Plan:

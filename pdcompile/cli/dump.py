@@ -35,12 +35,11 @@ def dump(
     """
     from pdcompile.cli.compiling import compiled, read_plan
     from pdcompile.cli.output import emit_json, stdout
-    from pdcompile.passes import codegen
 
     given = None if plan is None else read_plan(plan)
-    prepared = compiled(target, flags, plan=given, verify="auto")
-    codegen.write(prepared.sources, output)
-    files = {name: text.count("\n") for name, text in sorted(prepared.sources.files.items())}
+    workload, result = compiled(target, flags, plan=given, verify="auto")
+    result.dump(str(output), workload.model)
+    files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:
         emit_json({"status": "done", "folder": str(output), "lines": files})
         return

@@ -38,13 +38,16 @@ def plan(
     from pdcompile.cli.output import emit_json, stderr, stdout
     from pdcompile.report.plan_table import plan_report
 
-    prepared = compiled(target, flags)
+    _, result = compiled(target, flags)
     if output is not None:
-        write_text(output, prepared.plan.to_json() + "\n")
+        write_text(output, result.plan.to_json() + "\n")
     if as_json:
-        status = prepared.plan.certificate.status
-        emit_json({"status": status, "plan": json.loads(prepared.plan.to_json())})
+        status = result.plan.certificate.status
+        emit_json({"status": status, "plan": json.loads(result.plan.to_json())})
         return
-    stdout().print(plan_report(prepared.plan))
+    console = stdout()
+    console.print(plan_report(result.plan))
+    console.print(str(result.proof), markup=False)
+    console.print(str(result.verification), markup=False)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)

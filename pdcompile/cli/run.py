@@ -12,6 +12,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.errors import ConfigError
 
 
 @app.command()
@@ -46,7 +47,6 @@ def run(
     import pdcompile
     from pdcompile.cli.compiling import read_plan
     from pdcompile.cli.output import emit_json, is_first_rank, passes_progress, stdout
-    from pdcompile.report.plan_table import plan_report
     from pdcompile.workload import load_target
 
     workload = load_target(target)
@@ -61,7 +61,7 @@ def run(
         args, kwargs = call_of(inputs)
         pipe.prepare(*args, target=wanted, **kwargs)
     if is_first_rank() and not as_json:
-        stdout().print(plan_report(pipe.plan))
+        stdout().print(pipe.explain(), markup=False)
 
     losses: dict[int, float] = {}
     items, what = 0, "samples"
@@ -72,6 +72,12 @@ def run(
             result = pipe.step_call(args, kwargs, wanted)
             count, what = items_of(args, kwargs, pipe.plan.training.batch_size)
             items += count
+            if result.loss is None:
+                raise ConfigError(
+                    "the workload has no loss to train on",
+                    where=target,
+                    remedy="give Workload(..., loss_fn=...), or return the loss from forward",
+                )
             if step % every == 0 or step == steps - 1:
                 losses[step] = float(result.loss)
             advance(f"loss {losses[max(losses)]:.4f}")

@@ -38,10 +38,10 @@ def verify(
     from pdcompile.cli.output import emit_json, stdout
 
     given = None if plan is None else read_plan(plan)
-    prepared = compiled(
+    _, result = compiled(
         target, flags, plan=given, sources=None if sources is None else str(sources), verify="full"
     )
     if as_json:
-        emit_json({"status": "done", "verification": str(prepared.verification)})
+        emit_json({"status": "done", "verification": str(result.verification)})
     else:
-        stdout().print(str(prepared.verification), markup=False)
+        stdout().print(str(result.verification), markup=False)
