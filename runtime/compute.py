@@ -1,0 +1,162 @@
+"""Forward and backward of one microbatch on one stage: autograd, and no messages.
+
+Each value from another stage that needs a gradient enters as a view of a fresh leaf (a leaf
+itself could not be written in place).  Backward is one call into autograd, with its roots in
+eager's order of summation: first what later stages have already summed for what came in here
+(chained edges, tied parameters), then the gradients of what went out, then the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pdcompile.plan import TiedParameter
+from pdcompile.results import check_loss
+from pdcompile.runtime.contract import Kind, check_tensor
+from pdcompile.runtime.streams import Streams
+from pdcompile.runtime.weights import StageWeights
+from pdcompile.runtime.wiring import Wiring, expected
+
+
+@dataclass(slots=True)
+class Feed:
+    """One minibatch on one rank: what the caller gave, and what the last stage made of it.
+
+    `leaves[i]` holds the paths that this rank needs of microbatch i, `outputs[i]` the model's
+    outputs by value name, kept when `keep_outputs`; `losses` are weighted.
+    """
+
+    minibatch: int
+    leaves: list[dict[str, Any]]
+    sizes: list[int]
+    weights: list[float]
+    wiring: Wiring
+    with_loss: bool = True
+    keep_outputs: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and its backward."""
+
+    entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # edge: leaf, view
+    left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
+    loss: Tensor | None = None
+
+
+class Compute:
+    """The compute of one stage."""
+
+    def __init__(
+        self,
+        stage: int,
+        tied: tuple[TiedParameter, ...],
+        weights: StageWeights,
+        streams: Streams,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._stage = stage
+        self._weights = weights
+        self._streams = streams
+        self._autocast = autocast
+        held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
+        self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
+        self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
+        self._flights: dict[tuple[int, int], _Flight] = {}
+
+    def forward(
+        self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
+    ) -> dict[str, Tensor]:
+        """Run the stage on W_version; `receive(edge)` gives what came in.
+
+        Returns its outputs by value name.  Raises ContractError when they are not as planned,
+        ConfigError when the loss is no scalar.
+        """
+        wiring, leaves = feed.wiring, feed.leaves[microbatch]
+        flight = _Flight()
+        module = self._weights.module(version, wiring.training)
+        arguments = []
+        for port, edge in wiring.inputs:
+            value = leaves[port.path or ""] if edge is None else receive(edge)
+            if edge in wiring.differentiable:
+                leaf = value.detach().requires_grad_()
+                value = leaf.view_as(leaf)
+                flight.entered[edge] = (leaf, value)
+            arguments.append(value.clone() if port.mutated else value)
+        self._streams.begin(feed.minibatch, microbatch)
+        with torch.set_grad_enabled(wiring.training), self._autocast():
+            results = module(*arguments)
+            values = {
+                port.value: one for (port, _), one in zip(wiring.outputs, results, strict=True)
+            }
+            if wiring.is_last and feed.with_loss:
+                loss = self._loss(module, wiring, values, leaves)
+                flight.loss = loss * feed.weights[microbatch]
+                feed.losses.append(flight.loss.detach())
+        for port, edge in wiring.outputs:
+            value = values[port.value]
+            what = f"result {port.name!r} of stage {self._stage}"
+            check_tensor(value, expected(port, feed.sizes[microbatch], feed.minibatch), what)
+            if edge in wiring.differentiable:
+                flight.left[edge] = get_gradient_edge(value) if value.requires_grad else None
+        if wiring.training:
+            self._flights[feed.minibatch, microbatch] = flight
+        return values
+
+    def _loss(
+        self, module: Any, wiring: Wiring, values: dict[str, Tensor], leaves: dict[str, Any]
+    ) -> Tensor:
+        signature = wiring.signature
+        if not signature.loss_inputs:
+            assert signature.loss is not None
+            return check_loss(values[signature.loss], "the model's output")
+        arguments = [
+            values[port.value] if port.value in values else leaves[port.path or ""]
+            for port in signature.loss_inputs
+        ]
+        return check_loss(module.loss(*arguments), "loss_fn")
+
+    def backward(
+        self, feed: Feed, microbatch: int, version: int, receive: Callable[[Kind, int], Tensor]
+    ) -> list[tuple[Kind, int, Tensor]]:
+        """Accumulate the stage's gradients; `receive(kind, edge)` gives what later stages sent.
+
+        Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum).
+        """
+        wiring = feed.wiring
+        flight = self._flights.pop((feed.minibatch, microbatch))
+        self._weights.begin_backward(feed.minibatch, version)
+        roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [
+            (view, receive(Kind.GRADIENT, edge))
+            for edge, (_, view) in flight.entered.items()
+            if edge in wiring.chained
+        ]
+        for index, fqn in self._summed_later:
+            parameter = self._weights.parameter(version, fqn)
+            roots.append((parameter, receive(Kind.TIED, index)))
+        for edge, origin in flight.left.items():
+            gradient = receive(Kind.GRADIENT, edge)
+            if origin is not None:
+                roots.append((origin, gradient))
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append((flight.loss, None))
+        if roots:
+            tensors: Any = [one for one, _ in roots]  # tensors and gradient edges may be mixed
+            torch.autograd.backward(tensors, [one for _, one in roots])
+        sent = [
+            (Kind.GRADIENT, edge, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            for edge, (leaf, _) in flight.entered.items()
+        ]
+        for index, fqn in self._passed_on:
+            sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))
+        self._weights.separate_gradients(version, [gradient for _, _, gradient in sent])
+        return sent

@@ -1,0 +1,90 @@
+"""When a rank fails, every rank raises, and says what happened first and where.
+
+The rank that fails writes its cause into the store (the first one wins) and closes its
+connections, which ends the waiting of its peers; they read the cause.  A rank that vanished
+without a word is named by whoever noticed.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Any
+
+from pdcompile.errors import RankError
+from pdcompile.runtime.transport import PeerLost
+from pdcompile.schedule import Instruction
+
+_WAIT_FOR_CAUSE_SECONDS = 1.0  # a peer writes its cause before it closes
+_WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
+
+
+def describe(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
+    """One line: rank, stage, microbatch, line of the stage's source, error."""
+    return f"{place(rank, error, ins, base)}: {type(error).__name__}: {error}"
+
+
+def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
+    """Where it happened, as far as it is known."""
+    parts = [f"rank {rank}"]
+    if ins is not None:
+        parts.append(f"stage {ins.stage}, {ins.action} of minibatch {base + ins.minibatch}")
+        if ins.microbatch >= 0:
+            parts.append(f"microbatch {ins.microbatch}")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "stage_" in frame.filename:
+            file = "stage_" + frame.filename.rpartition("stage_")[2].rstrip(">")
+            parts.append(f"{file}:{frame.lineno} `{frame.line}`")
+            break
+    return ", ".join(parts)
+
+
+class Failures:
+    """The first cause, shared by the ranks of a pipeline through the store."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def refuse(self, text: str) -> None:
+        """This rank refused a call before anything was sent; peers read it if it ends there."""
+        self._store.set(f"refused/{self._rank}", text)
+
+    def report(self, text: str) -> None:
+        """Record a cause, unless there is one."""
+        self._store.compare_set("failure", "", text)
+
+    def wait_for_peers(self) -> None:
+        """Stay until all others have read the cause, or for a few seconds."""
+        deadline = time.monotonic() + _WAIT_FOR_PEERS_SECONDS
+        while self._store.add("seen", 0) < self._size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def cause(self, lost: PeerLost, where: str) -> RankError:
+        """The error to raise when the connection to a peer broke."""
+        try:
+            text = self._read(lost.peer)
+            if text is None:
+                self.report(
+                    f"{where}: {lost}; rank {lost.peer} ended without an error of its own "
+                    "(killed, out of memory, crashed, or it left early)"
+                )
+                text = self._read(lost.peer) or str(lost)
+            self._store.add("seen", 1)
+        except RuntimeError:  # the store went down with the process that held it
+            text = f"{where}: {lost}"
+        return RankError(
+            f"another rank failed first: {text}",
+            remedy="look at that rank's own error; start all ranks anew",
+        )
+
+    def _read(self, peer: int) -> str | None:
+        deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            if self._store.check(["failure"]):
+                return str(self._store.get("failure"), "utf-8")
+            time.sleep(0.01)
+        if self._store.check([f"refused/{peer}"]):
+            return str(self._store.get(f"refused/{peer}"), "utf-8")
+        return None

@@ -1,0 +1,292 @@
+"""One rank's interpreter: executes instructions against tensors.
+
+`passes.check` walks the same lists with tokens and `passes.simulate` with seconds; nothing is
+communicated here that is not in the list.  POST and SEND never block, WAIT may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ClosedError
+from pdcompile.plan import TiedParameter
+from pdcompile.results import total_loss
+from pdcompile.runtime.compute import Compute, Feed
+from pdcompile.runtime.contract import Channel, Expected, Kind
+from pdcompile.runtime.optimizer import Updater
+from pdcompile.runtime.reduce import Norms, clip
+from pdcompile.runtime.transport import Handle, Transport
+from pdcompile.runtime.weights import StageWeights
+from pdcompile.runtime.wiring import expected
+from pdcompile.schedule import Action, Instruction
+
+_POST = {
+    Action.POST_RECV: Kind.VALUE,
+    Action.POST_RECV_GRADIENT: Kind.GRADIENT,
+    Action.POST_RECV_TIED: Kind.TIED,
+    Action.POST_RECV_WEIGHT: Kind.WEIGHT,
+}
+_WAIT = {
+    Action.WAIT_RECV: Kind.VALUE,
+    Action.WAIT_RECV_GRADIENT: Kind.GRADIENT,
+    Action.WAIT_RECV_TIED: Kind.TIED,
+    Action.WAIT_RECV_WEIGHT: Kind.WEIGHT,
+}
+_SEND = {
+    Action.SEND: Kind.VALUE,
+    Action.SEND_GRADIENT: Kind.GRADIENT,
+    Action.SEND_TIED: Kind.TIED,
+    Action.SEND_WEIGHT: Kind.WEIGHT,
+}
+_WAIT_SEND = {
+    Action.WAIT_SEND: Kind.VALUE,
+    Action.WAIT_SEND_GRADIENT: Kind.GRADIENT,
+    Action.WAIT_SEND_TIED: Kind.TIED,
+    Action.WAIT_SEND_WEIGHT: Kind.WEIGHT,
+}
+
+Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
+
+
+class Loss:
+    """The loss of one minibatch on this rank: here already, or under way."""
+
+    def __init__(self, handle: Handle | None = None, value: Tensor | None = None) -> None:
+        self._handle = handle
+        self._value = value
+
+    def ready(self) -> bool:
+        return self._value is not None
+
+    def abandon(self) -> None:
+        self._handle = None
+
+    def wait(self) -> Tensor:
+        if self._value is None:
+            if self._handle is None:
+                raise ClosedError("the pipeline ended before this loss arrived")
+            self._value, self._handle = self._handle.wait(), None
+        assert self._value is not None
+        return self._value
+
+
+class Worker:
+    """Everything that one rank knows while it runs.
+
+    `max_norm` None: no clipping; `updater` None: gradients only, no STEP may come.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        tied: tuple[TiedParameter, ...],
+        weights: StageWeights,
+        norms: Norms,
+        transport: Transport,
+        *,
+        num_ranks: int,
+        loss_dtype: torch.dtype,
+        max_norm: float | None,
+    ) -> None:
+        self.weights = weights
+        self.norms = norms
+        self.transport = transport
+        self.updater: Updater | None = None
+        self.current: Instruction | None = None
+        self.feeds: dict[int, Feed] = {}
+        self.losses: dict[int, Loss] = {}
+        self._compute = compute
+        self._tied = tied
+        self._others = [rank for rank in range(num_ranks) if rank != transport.rank]
+        self._loss_dtype = loss_dtype
+        self._max_norm = max_norm
+        self.base = 0
+        self._receiving: dict[Key, Handle] = {}
+        self._arrived: dict[Key, Tensor] = {}
+        self._slots: dict[tuple[int, int], list[Handle]] = {}
+        self._outgoing: dict[Key, Tensor] = {}
+        self._sending: dict[tuple[Key, int], Handle] = {}
+        self._whole: dict[Action, Callable[[Instruction], None]] = {
+            Action.FORWARD: self._forward,
+            Action.BACKWARD: self._backward,
+            Action.FREE: self._free,
+            Action.STEP: self._step,
+            Action.POST_NORMS: self._post_norms,
+            Action.WAIT_NORMS: self._wait_norms,
+            Action.LOSS: self._loss,
+        }
+
+    def begin(self, base: int, feed: Feed | None = None) -> None:
+        """A call begins: minibatch 0 of its program is number `base`."""
+        self.base = base
+        if feed is not None:
+            self.feeds[feed.minibatch] = feed
+
+    def end(self) -> None:
+        """A call ended.  Losses of earlier ones have long arrived, their microbatches are gone."""
+        for minibatch in [t for t in self.losses if t != self.base]:
+            self.losses.pop(minibatch).wait()
+        for minibatch in [t for t in self.feeds if t < max(self.base - 2, 0)]:
+            del self.feeds[minibatch]
+
+    def abandon(self) -> None:
+        """Forget all messages under way: the connections are about to close."""
+        for loss in self.losses.values():
+            loss.abandon()
+        for part in (self._receiving, self._sending, self._slots, self.losses, self.norms.posted):
+            part.clear()
+        self.transport.abandon()
+
+    def ready(self, ins: Instruction) -> bool:
+        """Whether `execute` would return at once (on a blocking transport: taken for granted)."""
+        if self.transport.blocking:
+            return True
+        if ins.action in _WAIT:
+            return self._receiving[self._key(_WAIT[ins.action], ins)].ready()
+        if ins.action is Action.WAIT_NORMS:
+            return self.norms.ready(self.base + ins.minibatch)
+        return True
+
+    def execute(self, ins: Instruction) -> None:
+        """Run one instruction; after an error, `current` says which one it was."""
+        self.current = ins
+        action = ins.action
+        if action in _POST:
+            self._post(_POST[action], ins)
+        elif action in _WAIT:
+            self._wait(_WAIT[action], ins)
+        elif action in _SEND:
+            self._send(_SEND[action], ins)
+        elif action in _WAIT_SEND:
+            self._sending.pop((self._key(_WAIT_SEND[action], ins), ins.peer)).wait()
+        else:
+            self._whole[action](ins)
+        self.current = None
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def _key(self, kind: Kind, ins: Instruction) -> Key:
+        minibatch = self.base + ins.minibatch
+        if kind is Kind.VALUE:
+            kind = self.feeds[minibatch].wiring.kind
+        return kind, ins.edge, minibatch, ins.microbatch
+
+    def _expected(self, key: Key) -> Expected:
+        kind, edge, minibatch, microbatch = key
+        if kind in (Kind.TIED, Kind.WEIGHT):
+            parameter = self.weights.parameter(0, self._tied[edge].fqn)
+            return Expected(tuple(parameter.shape), parameter.dtype, minibatch)
+        feed = self.feeds[minibatch]
+        return expected(feed.wiring.ports[edge], feed.sizes[microbatch], minibatch)
+
+    def _post(self, kind: Kind, ins: Instruction) -> None:
+        key = self._key(kind, ins)
+        channel = Channel(key[0], ins.edge, ins.peer)
+        pooled = kind is Kind.VALUE
+        self._receiving[key] = self.transport.receive(channel, self._expected(key), pooled=pooled)
+
+    def _wait(self, kind: Kind, ins: Instruction) -> None:
+        key = self._key(kind, ins)
+        handle = self._receiving.pop(key)
+        tensor = handle.wait()
+        assert tensor is not None
+        if kind is Kind.WEIGHT:
+            self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
+            return
+        self._arrived[key] = tensor
+        if kind is Kind.VALUE:
+            self._slots.setdefault((key[2], key[3]), []).append(handle)
+
+    def _send(self, kind: Kind, ins: Instruction) -> None:
+        key = self._key(kind, ins)
+        if kind is Kind.WEIGHT:
+            tensor: Tensor = self.weights.master(self._tied[ins.edge].fqn)
+        elif kind is Kind.VALUE:
+            tensor = self._outgoing[key]  # one value goes to every target; FREE forgets it
+        else:
+            tensor = self._outgoing.pop(key)
+        channel = Channel(key[0], ins.edge, ins.peer)
+        self._sending[key, ins.peer] = self.transport.send(channel, tensor, key[2])
+
+    def _free(self, ins: Instruction) -> None:
+        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
+        wiring = self.feeds[minibatch].wiring
+        for edge in wiring.ports:
+            self._outgoing.pop((wiring.kind, edge, minibatch, microbatch), None)
+        for handle in self._slots.pop((minibatch, microbatch), ()):
+            handle.free()
+
+    # -- microbatches ------------------------------------------------------------------------
+
+    def _forward(self, ins: Instruction) -> None:
+        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
+        feed = self.feeds[minibatch]
+        wiring = feed.wiring
+        values = self._compute.forward(
+            feed,
+            microbatch,
+            max(minibatch - ins.lag, 0) if wiring.training else self.weights.newest,
+            lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
+        )
+        slots = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
+        kept = {
+            name: value.detach().clone()
+            if value.untyped_storage().data_ptr() in slots  # a view of what came in
+            else value.detach()
+            for name, value in values.items()
+        }
+        for port, edge in wiring.outputs:
+            if edge is not None:
+                self._outgoing[wiring.kind, edge, minibatch, microbatch] = kept[port.value]
+        if feed.keep_outputs:
+            feed.outputs.append(kept)
+        feed.leaves[microbatch] = {}
+
+    def _backward(self, ins: Instruction) -> None:
+        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
+        sent = self._compute.backward(
+            self.feeds[minibatch],
+            microbatch,
+            max(minibatch - ins.lag, 0),
+            lambda kind, edge: self._arrived.pop((kind, edge, minibatch, microbatch)),
+        )
+        for kind, edge, gradient in sent:
+            self._outgoing[kind, edge, minibatch, microbatch] = gradient
+
+    # -- minibatches -------------------------------------------------------------------------
+
+    def _step(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        gradients = self.weights.harvest(minibatch)
+        self.weights.advance(minibatch)
+        assert self.updater is not None
+        self.updater.apply(
+            minibatch, [(self.weights.master(fqn), g) for fqn, g in gradients.items()]
+        )
+        del self.weights.gradients[minibatch]
+
+    def _post_norms(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        self.norms.post(minibatch, self.weights.harvest(minibatch))
+
+    def _wait_norms(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        assert self._max_norm is not None
+        total = self.norms.wait(minibatch)
+        clip(self.weights.harvest(minibatch).values(), total, self._max_norm)
+
+    def _loss(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        if ins.peer >= 0:
+            channel = Channel(Kind.LOSS, 0, ins.peer)
+            handle = self.transport.receive(channel, Expected((), self._loss_dtype, minibatch))
+            self.losses[minibatch] = Loss(handle)
+            return
+        total = total_loss(self.feeds[minibatch].losses)
+        self.losses[minibatch] = Loss(value=total)
+        for peer in self._others:
+            channel = Channel(Kind.LOSS, 0, peer)
+            self.transport.send(channel, total, minibatch, deferred=True)

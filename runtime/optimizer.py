@@ -1,0 +1,91 @@
+"""The user's optimizer: made once a process, applied stage by stage and minibatch by minibatch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.named import NamedParameters
+
+
+class Updater:
+    """The optimizer of one process, applied stage by stage and minibatch by minibatch.
+
+    Learning rates and the like are those of the moment when the minibatch's `step` was called
+    (`snapshot`), however much later the update runs.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._snapshots: dict[int, list[dict[str, Any]]] = {}
+
+    def snapshot(self, minibatch: int) -> None:
+        """Remember every param_group value for the update of this minibatch."""
+        self._snapshots[minibatch] = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def forget(self, before: int) -> None:
+        for minibatch in [t for t in self._snapshots if t < before]:
+            del self._snapshots[minibatch]
+
+    def apply(self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """One optimizer step with these gradients alone; clears them."""
+        groups = self.optimizer.param_groups
+        hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        present = [dict(group) for group in groups]
+        for group, then in zip(groups, self._snapshots[minibatch], strict=False):
+            group.update(then)
+        _set_gradients((parameter, None) for parameter, _ in hidden)
+        given = list(gradients)
+        _set_gradients(given)
+        self.optimizer.step()
+        _set_gradients((parameter, None) for parameter, _ in given)
+        _set_gradients(hidden)
+        for group, now, then in zip(groups, present, self._snapshots[minibatch], strict=False):
+            # What the optimizer itself changed (a step count of its own) stays.
+            group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
+
+
+def make_optimizer(
+    make: Any, named: list[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer | None:
+    """Call the user's factory; None without one.
+
+    A rank without parameters gets an optimizer of one empty parameter, so that learning-rate
+    schedulers work alike on every rank.  Raises ConfigError for what is no optimizer, or one
+    that needs a closure.
+    """
+    if make is None:
+        return None
+    if not callable(make) or isinstance(make, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is {type(make).__name__}, not a callable that makes one",
+            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
+    optimizer = make(NamedParameters(named or [("", nn.Parameter(torch.empty(0)))]))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, "
+            "which a pipeline cannot do in the middle of an update",
+            remedy="use an optimizer that steps on given gradients",
+        )
+    return optimizer
+
+
+def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, gradient in pairs:
+        parameter.grad = gradient

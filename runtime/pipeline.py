@@ -1,0 +1,469 @@
+"""Pipeline: what `pdcompile.compile` returns, and what a training loop talks to."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from pdcompile.batch import FlatCall, concatenate, flatten_call
+from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared, PdcompileError
+from pdcompile.graph import OpGraph, Ref, leaves
+from pdcompile.options import Options
+from pdcompile.passes.schedules import evaluation
+from pdcompile.plan import Plan
+from pdcompile.randomness import evaluation_minibatch
+from pdcompile.results import LazyLoss, StepResult
+from pdcompile.runtime import launch
+from pdcompile.runtime.calls import loss_weights, microbatches, read_call, refuse_target
+from pdcompile.runtime.compute import Feed
+from pdcompile.runtime.prepared import Prepared
+from pdcompile.runtime.session import UPDATES, Session
+from pdcompile.runtime.weights import set_tensor
+
+_REFUSED = "this model is split over several ranks and has only this rank's parameters"
+
+
+class Pipeline:
+    """A model in pipeline-parallel training; nothing is captured before the first call.
+
+    `prepare(flat)` does what the compiler does: from one global minibatch (None: from the
+    example inputs it was given) to a `Prepared`, on rank 0 and broadcast from there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        prepare: Callable[[FlatCall | None], Prepared],
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._prepare = prepare
+        self._prepared: Prepared | None = None
+        self._session: Session | None = None
+        self._stream: Any = None
+        self._num_minibatches = 0
+        self._num_evaluations = 0
+        self._in_flight = False
+        self._closed = False
+
+    # -- what it is --------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Pipeline:
+        """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
+        if self._prepared is None:
+            given = bool(args or kwargs)
+            self._start(flatten_call(self._model, args, kwargs, target) if given else None)
+        return self
+
+    def _start(self, flat: FlatCall | None) -> None:
+        if self._closed:
+            raise ClosedError("this pipeline was closed", remedy="make a new one")
+        world = None
+        try:
+            prepared = self._prepare(flat)
+            if not prepared.in_process:
+                world = launch.connect(self._options)
+            if world is not None or not prepared.in_process:
+                launch.check_ranks(prepared.plan.num_ranks, world)
+            if self._options.keep_model:
+                self._model = copy.deepcopy(self._model)
+            self._keys = tuple(self._model.state_dict())
+            self._session = Session(self._model, self._options, prepared, world)
+        except BaseException:
+            if world is not None:
+                world.leave()
+            raise
+        if self._session.versions > 1 and self._session.optimizer is None:
+            raise ConfigError(
+                f"schedule={prepared.plan.training.schedule!r} computes gradients on older "
+                "weights, which means nothing without updates",
+                remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
+            )
+        self._prepared, self._stream = prepared, prepared.stream
+        if world is not None:
+            self._hook = self._model.register_forward_pre_hook(_refuse_forward)
+
+    @property
+    def _ready(self) -> tuple[Prepared, Session]:
+        if self._prepared is None or self._session is None:
+            if self._closed:
+                raise ClosedError("this pipeline was closed", remedy="make a new one")
+            raise NotPrepared(
+                "there is no plan yet: the model is captured with the first minibatch",
+                remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "
+                "example_inputs= to compile",
+            )
+        return self._prepared, self._session
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; raises NotPrepared before there is one, as everything here that needs it."""
+        return self._ready[0].plan
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of this process's parameters (None: gradients only)."""
+        return self._ready[1].optimizer
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that run in this process: one under torchrun, all of them otherwise."""
+        return tuple(self._ready[1].ranks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of these ranks."""
+        session = self._ready[1]
+        return tuple(session.stage_of_rank[rank] for rank in session.ranks)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Paths of the inputs and targets that this process reads; others may be None."""
+        return self._paths(training=True, loss=True)
+
+    def explain(self) -> str:
+        """The plan as a table: stages, time, memory, traffic, proof."""
+        return self._ready[0].explain()
+
+    def dump(self, folder: str) -> None:
+        """Write the stages as source, with the plan."""
+        self._ready[0].dump(folder)
+
+    # -- training ----------------------------------------------------------------------------
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """One global minibatch and its update (optimizer=None: `forward_backward`).
+
+        The arguments are those of the model's forward.  Raises InputError before anything is
+        sent when they do not fit what was captured; RankError when another rank failed first.
+        """
+        return self.step_call(args, kwargs, target)
+
+    def step_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
+    ) -> StepResult:
+        """`step` for a model whose forward has an argument named ``target``."""
+        return self._train("step", args, kwargs or {}, target)
+
+    def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """One minibatch's gradients, added to .grad of `parameters()`; the update is yours.
+
+        Raises ConfigError under schedules whose gradients belong to older weights.
+        """
+        return self._train("forward_backward", args, kwargs, target)
+
+    def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
+        flat = self._flatten(args, kwargs, target)
+        prepared, session = self._ready
+        schedule = prepared.plan.training.schedule
+        if kind == "forward_backward" and session.versions > 1:
+            raise ConfigError(
+                f"forward_backward is not possible under schedule={schedule!r}: it computes a "
+                "minibatch on older weights, so it has to make the updates itself",
+                remedy="call step, or use a flush schedule (gpipe, 1f1b)",
+            )
+        updates = kind == "step" and session.optimizer is not None
+        graph, number = prepared.capture.train, self._num_minibatches
+        if graph.loss is None:
+            raise ConfigError(
+                "the model's output has no loss in it",
+                remedy="give loss_fn=(output, target) -> scalar, or return a scalar, an output "
+                "with .loss or a dict with 'loss'",
+            )
+        feeds = self._feeds(kind, graph, flat, number, training=True, with_loss=True)
+        self._num_minibatches += 1
+        with session.guard():
+            session.refresh(number)
+            if updates:
+                session.begin_update(number)
+            else:
+                session.touch()
+            size = len(feeds[0].sizes)
+            program, self._stream = self._stream.step(size)
+            session.run(program, number, frozenset() if updates else UPDATES, feeds)
+            self._in_flight = session.versions > 1
+        return self._result(graph, feeds[-1], session.workers[-1].losses[number])
+
+    def flush(self) -> None:
+        """Drain what is in flight; changes no result."""
+        if self._prepared is None:
+            return
+        self._check_open()
+        session = self._ready[1]
+        with session.guard():
+            session.announce("flush", self._num_minibatches, None, {})
+            self._drain(session)
+
+    def _drain(self, session: Session) -> None:
+        if self._in_flight:
+            program, self._stream = self._stream.flush()
+            session.run(program, self._num_minibatches)
+            self._in_flight = False
+
+    # -- evaluation --------------------------------------------------------------------------
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Outputs and loss of one minibatch on the newest weights, in eval mode.
+
+        Flushes first.  The loss is None where there is no loss_fn and the model returns none.
+        """
+        return self._evaluate("eval_step", args, kwargs, target)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output pytree for one minibatch in eval mode; no loss_fn is called.
+
+        Flushes first.  None on ranks that get no outputs (`outputs=` of compile).
+        """
+        result = self._evaluate("predict", args, kwargs, None)
+        return result.outputs if self._has_outputs else None
+
+    def _evaluate(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
+        flat = self._flatten(args, kwargs, target)
+        prepared, session = self._ready
+        graph = prepared.capture.eval
+        own = prepared.interfaces[-1].eval.loss_inputs == ()
+        with_loss = graph.loss is not None and (kind == "eval_step" or own)
+        number = evaluation_minibatch(self._num_evaluations)
+        feeds = self._feeds(kind, graph, flat, number, training=False, with_loss=with_loss)
+        self._num_evaluations += 1
+        with session.guard():
+            self._drain(session)
+            session.refresh(self._num_minibatches)
+            program = evaluation(
+                prepared.plan, prepared.eval_edges, len(feeds[0].sizes), with_loss=with_loss
+            )
+            session.run(program, number, frozenset(), feeds)
+        loss = session.workers[-1].losses[number] if with_loss else None
+        return self._result(graph, feeds[-1], loss)
+
+    # -- one call ----------------------------------------------------------------------------
+
+    def _flatten(self, args: Any, kwargs: Any, target: Any) -> FlatCall:
+        self._check_open()
+        refuse_target(self._options, target)
+        flat = flatten_call(self._model, args, kwargs, target)
+        if self._prepared is None:
+            self._start(flat)
+        return flat
+
+    def _paths(self, *, training: bool, loss: bool) -> tuple[str, ...]:
+        prepared, session = self._ready
+        found: dict[str, None] = {}
+        for rank in session.ranks:
+            wiring = session.wirings[rank, training]
+            found.update(dict.fromkeys(wiring.paths(loss)))
+            if loss and wiring.is_last and callable(self._options.loss_reduction):
+                found.update(dict.fromkeys(prepared.layout.dims))
+        return tuple(found)
+
+    def _feeds(
+        self, kind: str, graph: OpGraph, flat: FlatCall, number: int, *, training: bool,
+        with_loss: bool,
+    ) -> list[Feed]:  # fmt: skip
+        """Check the call, agree on it with the other ranks, and cut it: a Feed for each worker."""
+        prepared, session = self._ready
+        paths = self._paths(training=training, loss=with_loss)
+        try:
+            call = read_call(prepared, graph, flat, frozenset(paths))
+        except PdcompileError as error:
+            session.refuse(error)
+            raise
+        with session.guard():
+            size = session.announce(kind, number, call.size, flat.leaves)
+        if size is None:
+            raise InputError("no input tells the batch size", remedy="pass the model's inputs")
+        is_last = session.wirings[session.ranks[-1], training].is_last
+        scales = loss_weights(prepared, self._options, flat, size) if with_loss and is_last else []
+        feeds = []
+        for rank in session.ranks:
+            wiring = session.wirings[rank, training]
+            parts, sizes = microbatches(prepared, flat, size, wiring.paths(with_loss))
+            keep = wiring.is_last and (session.world is None or self._options.outputs != "none")
+            feeds.append(
+                Feed(number, parts, sizes, scales, wiring, with_loss=with_loss, keep_outputs=keep)
+            )
+        return feeds
+
+    @property
+    def _has_outputs(self) -> bool:
+        session = self._ready[1]
+        is_last = session.wirings[session.ranks[-1], True].is_last
+        chosen = self._options.outputs
+        return session.world is None or chosen == "all" or (chosen == "last" and is_last)
+
+    def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
+        session = self._ready[1]
+        if self._options.outputs == "all" and session.world is not None:
+            with session.guard():
+                session.share_outputs(feed)
+        lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
+
+        def outputs() -> Any:
+            if not self._has_outputs:
+                raise ConfigError(
+                    f"this rank does not get outputs under outputs={self._options.outputs!r}",
+                    remedy='compile(..., outputs="all"), or read them on the last rank',
+                )
+            return self._join(graph, feed, None if lazy is None else lazy.wait())
+
+        return StepResult(lazy, outputs)
+
+    def _join(self, graph: OpGraph, feed: Feed, loss: Tensor | None) -> Any:
+        prepared, session = self._ready
+        parts = leaves(graph.output)
+        made = []
+        for values in feed.outputs:
+            found = [
+                values[leaf.name] if isinstance(leaf, Ref) else session.leaf(leaf) for leaf in parts
+            ]
+            made.append(pytree.tree_unflatten(found, graph.output_spec))
+        names = [leaf.name if isinstance(leaf, Ref) else None for leaf in parts]
+        place = names.index(graph.loss) if graph.loss in names and loss is not None else None
+        dims = Counter(dim for dim in prepared.layout.dims.values() if dim is not None)
+        first = dims.most_common(1)[0][0] if dims else 0
+        return concatenate(made, feed.sizes, loss=loss, loss_leaf=place, batch_dim=first)
+
+    # -- parameters and state ----------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters with the model's names: tied ones on their owner only."""
+        return self._ready[1].named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this process's parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+        For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
+        """
+        session = self._ready[1]
+        self._check_open()
+        with session.guard():
+            session.announce("clip_grad_norm_", self._num_minibatches, None, {})
+            return session.clip(max_norm)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's part of the state, live and detached, under the model's names.
+
+        Flushes first, so every rank calls it.
+        """
+        self.flush()
+        return self._ready[1].state(self._keys)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
+
+        Flushes first, so every rank calls it; {} on the others.
+        """
+        session = self._ready[1]
+        self._check_open()
+        with session.guard():
+            session.announce("full_state_dict", self._num_minibatches, None, {})
+            self._drain(session)
+            state = session.gather()
+        return {key: state[session.canonical(key)] for key in self._keys} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load weights and buffers, all or a part; schedules with older weights start afresh.
+
+        Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
+        model does not have.
+        """
+        self.flush()
+        self._ready[1].load(state, self._keys)
+
+    def to_model(self) -> nn.Module | None:
+        """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
+        session = self._ready[1]
+        if session.world is None:
+            self.flush()
+            return self._model
+        state = self.full_state_dict()
+        if session.world.rank != 0:
+            return None
+        model = copy.deepcopy(self._model)
+        model._forward_pre_hooks.pop(self._hook.id)
+        whole: dict[str, Tensor] = {}
+        names: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+        names += model.named_buffers(remove_duplicate=False)
+        for name, tensor in names:
+            fqn = session.canonical(name)
+            if fqn not in whole:
+                value = state.get(name, tensor)
+                trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+                whole[fqn] = (
+                    nn.Parameter(value, requires_grad=trainable)
+                    if isinstance(tensor, nn.Parameter)
+                    else value
+                )
+            set_tensor(model, name, whole[fqn])
+        return model
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this pipeline was closed", remedy="make a new one")
+
+    def close(self) -> None:
+        """Flush, and free what this pipeline made.  Every rank calls it."""
+        if self._closed:
+            return
+        self._closed = True
+        session = self._session
+        if session is None or session.failed is not None:
+            return
+        with session.guard():
+            session.announce("close", self._num_minibatches, None, {})
+            self._drain(session)
+            session.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            # Peers may be anywhere: no message of ours would be expected.
+            self._closed = True
+            if self._session is not None and self._session.failed is None:
+                self._session.leave(error)
+
+    def __del__(self) -> None:
+        if getattr(self, "_in_flight", False) and not self._closed:
+            warnings.warn(
+                "a pipeline ended with microbatches in flight, whose updates are lost; call "
+                "pipe.flush() or pipe.close() after the last step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _refuse_forward(model: nn.Module, args: Any) -> None:
+    raise ConfigError(
+        f"{type(model).__name__}: {_REFUSED}",
+        remedy="call pipe.predict(...) or pipe.eval_step(...), take pipe.to_model(), or give "
+        "keep_model=True to compile",
+    )

@@ -1,0 +1,36 @@
+"""Prepared: everything that the passes hand to the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from pdcompile.batch import BatchLayout
+from pdcompile.graph import Capture
+from pdcompile.passes.schedules import Stream
+from pdcompile.plan import Edge, Plan
+from pdcompile.stage import StageInterface
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A planned, generated and proved pipeline, the same on every rank.
+
+    `stage_classes[s]` is the class of stage s, from a module of its own namespace (the runtime
+    puts its `draw` there); `eval_edges` are the values that cross stages in evaluation.
+    `in_process`: all ranks run in this process.  `explain` and `dump` are made by who knows the
+    passes.
+    """
+
+    capture: Capture
+    plan: Plan
+    interfaces: tuple[StageInterface, ...]
+    stage_classes: tuple[type[nn.Module], ...]
+    eval_edges: tuple[Edge, ...]
+    stream: Stream
+    layout: BatchLayout  # of the minibatch that was captured
+    in_process: bool
+    explain: Callable[[], str]
+    dump: Callable[[str], None]

@@ -1,0 +1,183 @@
+"""The weights of one stage: every live version, their gradients, and the update.
+
+Single-version schedules run on the model's own Parameters.  With more versions there is one
+module instance a version, with Parameters of its own that share everything else (buffers, frozen
+parameters); weights W_v live in instance v mod versions, and the model's Parameter always shows
+the newest.  An update copies the newest into the instance whose version nobody needs any more and
+steps the optimizer there: replacing .data leaves graphs on the old storage alone, while writing
+into a storage that a graph still needs would give wrong gradients without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.stage import StageInterface
+
+Gradients = dict[str, Tensor]
+
+
+class StageWeights:
+    """All versions of a stage's module.  FQNs are canonical names of the model's tensors.
+
+    `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
+    `copies` are tied parameters that another stage owns: they take part in backward here, but
+    their updates arrive by message.
+    """
+
+    def __init__(
+        self,
+        stage_class: type[nn.Module],
+        interface: StageInterface,
+        tensors: Callable[[str], Tensor],
+        *,
+        copies: frozenset[str],
+        versions: int,
+    ) -> None:
+        self.versions = versions
+        self.newest = 0
+        self.gradients: dict[int, Gradients] = {}  # complete minibatches, not yet applied
+        self._masters: dict[str, nn.Parameter] = {}
+        self._slots: dict[str, list[nn.Parameter]] = {}
+        for fqn in interface.parameters:
+            master = tensors(fqn)
+            assert isinstance(master, nn.Parameter)
+            if master.requires_grad:
+                self._masters[fqn] = master
+                self._slots[fqn] = _slots(master, versions)
+        self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
+        self._modules = [
+            _instance(stage_class, interface, tensors, {f: s[v] for f, s in self._slots.items()})
+            for v in range(versions)
+        ]
+        self._accumulating: tuple[int, int] | None = None  # minibatch, instance
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._modules
+
+    def module(self, version: int, training: bool) -> nn.Module:
+        """The instance that holds W_version, in the given mode."""
+        module = self._modules[version % self.versions]
+        return module if module.training == training else module.train(training)
+
+    def parameter(self, version: int, fqn: str) -> nn.Parameter:
+        return self._slots[fqn][version % self.versions]
+
+    def master(self, fqn: str) -> nn.Parameter:
+        """The Parameter that the optimizer and the user see: the newest version."""
+        return self._masters[fqn]
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def begin_backward(self, minibatch: int, version: int) -> None:
+        """Gradients that follow belong to `minibatch`; those of an earlier one are put aside."""
+        if self._accumulating is not None and self._accumulating[0] != minibatch:
+            self.harvest(self._accumulating[0])
+        self._accumulating = (minibatch, version % self.versions)
+
+    def take_gradient(self, version: int, fqn: str) -> Tensor:
+        """This microbatch's gradient of a tied copy, which leaves none behind."""
+        parameter = self.parameter(version, fqn)
+        gradient, parameter.grad = parameter.grad, None
+        return torch.zeros_like(parameter) if gradient is None else gradient
+
+    def separate_gradients(self, version: int, sent: list[Tensor]) -> None:
+        """Autograd may let .grad share memory with a gradient that is now being sent, and the
+        next microbatch would add to it there: give such parameters memory of their own."""
+        memories = {gradient.untyped_storage().data_ptr() for gradient in sent}
+        for fqn in self.owned if memories else ():
+            parameter = self.parameter(version, fqn)
+            gradient = parameter.grad
+            if gradient is not None and gradient.untyped_storage().data_ptr() in memories:
+                parameter.grad = gradient.clone()
+
+    def harvest(self, minibatch: int) -> Gradients:
+        """The complete gradients of a minibatch, by FQN of the owned parameters that have one."""
+        if self._accumulating is not None and self._accumulating[0] == minibatch:
+            _, instance = self._accumulating
+            found = {}
+            for fqn in self.owned:
+                parameter = self.parameter(instance, fqn)
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    found[fqn] = gradient
+            self.gradients[minibatch] = found
+            self._accumulating = None
+        return self.gradients.setdefault(minibatch, {})
+
+    def present_gradients(self) -> Gradients:
+        """What is in .grad of the owned parameters now (single-version schedules)."""
+        found = {fqn: self._masters[fqn].grad for fqn in self.owned}
+        return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
+
+    def clear_gradients(self) -> None:
+        """Drop what is in .grad: a minibatch's gradients start from zero."""
+        for fqn in self.owned:
+            self._masters[fqn].grad = None
+
+    # -- versions ----------------------------------------------------------------------------
+
+    def advance(self, minibatch: int) -> None:
+        """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch."""
+        self.newest = minibatch + 1
+        if self.versions == 1:
+            return
+        for fqn in self.owned:
+            new = self.parameter(minibatch + 1, fqn)
+            new.data.copy_(self.parameter(minibatch, fqn).data)
+            self._masters[fqn].data = new.data
+
+    def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
+        """The owner's weights after the update of `minibatch`, for a tied copy."""
+        self.newest = minibatch + 1
+        slot = self.parameter(minibatch + 1, fqn)
+        slot.data.copy_(value)
+        if self.versions > 1:
+            self._masters[fqn].data = slot.data
+
+    def load(self, fqn: str, value: Tensor) -> bool:
+        """Overwrite every version of a trainable parameter, if it is held here."""
+        for slot in self._slots.get(fqn, ()):
+            slot.data.copy_(value)
+        return fqn in self._slots
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor into a module under a dotted name, as what it was there."""
+    path, _, leaf = name.rpartition(".")
+    home = module.get_submodule(path)
+    registries: tuple[dict[str, Any], ...] = (home._parameters, home._buffers)
+    for registry in registries:
+        if leaf in registry:
+            registry[leaf] = tensor
+            return
+    setattr(home, leaf, tensor)
+
+
+def _slots(master: nn.Parameter, versions: int) -> list[nn.Parameter]:
+    if versions == 1:
+        return [master]
+    first = nn.Parameter(master.data)
+    return [first, *(nn.Parameter(master.data.clone()) for _ in range(versions - 1))]
+
+
+def _instance(
+    stage_class: type[nn.Module],
+    interface: StageInterface,
+    tensors: Callable[[str], Tensor],
+    own: Mapping[str, nn.Parameter],
+) -> nn.Module:
+    """Build the stage without memory and put the model's tensors in, aliases included."""
+    with torch.device("meta"):
+        module = stage_class()
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    for name in names:
+        fqn = interface.aliases.get(name, name)
+        set_tensor(module, name, own[fqn] if fqn in own else tensors(fqn))
+    return module

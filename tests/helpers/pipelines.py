@@ -1,0 +1,109 @@
+"""A pipeline cut by hand: everything that compile does, without costs and planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.batch import FlatCall, example_call, resolve_batch
+from pdcompile.graph import Capture, OpGraph
+from pdcompile.options import Options
+from pdcompile.passes import boundaries, codegen
+from pdcompile.passes.schedules import make_stream, warmup
+from pdcompile.passes.trace import capture
+from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.runtime.launch import num_ranks
+from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.runtime.prepared import Prepared
+
+
+def by_hand(
+    model: nn.Module, stages: int, inputs: Any, target: Any = None, **given: Any
+) -> Pipeline:
+    """Like compile(model, …), with the ops dealt out evenly over the stages."""
+    options = Options(stages=stages, **given)
+
+    def prepare(flat: FlatCall | None) -> Prepared:
+        flat = flat or example_call(model, inputs, target)
+        layout = resolve_batch(flat, options.batch_dims)
+        assert isinstance(options.microbatches, int)
+        size = -(-layout.size // options.microbatches)
+        captured = capture(model, flat, layout, options.loss_fn, microbatch_size=size)
+        plan = plan_by_hand(captured, stages, options, layout.size)
+        sources = codegen.generate(captured, plan)
+        eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))
+        return Prepared(
+            capture=captured,
+            plan=plan,
+            interfaces=sources.interfaces,
+            stage_classes=codegen.stage_classes(sources),
+            eval_edges=boundaries.edges(captured.eval, eval_stages, stages, size),
+            stream=make_stream(plan),
+            layout=layout,
+            in_process=num_ranks(options) is None,
+            explain=lambda: str(plan),
+            dump=lambda folder: codegen.write(sources, folder),
+        )
+
+    return Pipeline(model, options, prepare)
+
+
+def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: int) -> Plan:
+    """Ops dealt out evenly in their order, what may not be cut kept together."""
+    graph = captured.train
+    stage_of = _deal(graph, stages)
+    assert isinstance(options.microbatches, int)
+    held = boundaries.tied(graph, stage_of)
+    edges = boundaries.edges(graph, stage_of, stages, -(-batch_size // options.microbatches))
+    return Plan(
+        fingerprint="by hand",
+        stages=tuple(
+            StagePlan(
+                k,
+                tuple(o.name for o in graph.ops if stage_of[o.name] == k and o.region != "loss"),
+                tuple(
+                    sorted({p for o in graph.ops if stage_of[o.name] == k for p in o.parameters})
+                ),
+                ranks=(k,),
+            )
+            for k in range(stages)
+        ),
+        edges=edges,
+        tied=held,
+        training=Training(
+            schedule=options.schedule,
+            num_microbatches=options.microbatches,
+            batch_size=batch_size,
+            warmup=warmup(options.schedule, stages, options.microbatches),
+            max_grad_norm=options.max_grad_norm,
+            seed=options.seed,
+        ),
+        cluster="",
+        certificate=Certificate(0.0, 0.0, "feasible", "by hand", 0.0, "exact graph"),
+    )
+
+
+def _deal(graph: OpGraph, stages: int) -> dict[str, int]:
+    forward = [op for op in graph.ops if op.region == "forward"]
+    made = {op.name: op for op in graph.ops}
+    stage_of: dict[str, int] = {}
+    for n, op in enumerate(forward):
+        stage = n * stages // len(forward)
+        stage = max([stage, *(stage_of[name] for name in op.inputs if name in stage_of)])
+        for name in op.inputs:  # a container is taken apart where it is made
+            if name in made and not graph.values[name].is_tensor:
+                stage = stage_of[name]
+        stage_of[op.name] = stage
+    return {op.name: stage_of.get(op.name, stages - 1) for op in graph.ops}
+
+
+def states_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors differ in a bit, or are not in both."""
+    names = ours.keys() | theirs.keys()
+    return sorted(
+        name
+        for name in names
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    )
