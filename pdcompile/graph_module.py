@@ -124,24 +124,36 @@ def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:
     return resolve(op.target)
 
 
-def execute(graph: OpGraph, inputs: Mapping[str, torch.Tensor], lookup: Lookup) -> dict[str, Any]:
-    """Run all ops in order; `inputs` by value name.  Returns every value by name."""
+def execute(
+    graph: OpGraph,
+    inputs: Mapping[str, torch.Tensor],
+    lookup: Lookup,
+    *,
+    watch: Callable[[str, Any], None] | None = None,
+) -> dict[str, Any]:
+    """Run all ops in order; `inputs` by value name.  Returns every value by name.
+
+    `watch` is told the name and the value of each op as soon as it has run.
+    """
     env: dict[str, Any] = dict(inputs)
     for _, region in groupby(graph.ops, key=lambda op: (op.grad_enabled, op.autocast)):
         ops = list(region)
         with _modes(ops[0]):
             for op in ops:
                 env[op.name] = _apply(op, env, lookup)
+                if watch is not None:
+                    watch(op.name, env[op.name])
     return env
 
 
 @dataclass(slots=True)
 class Origin:
-    """What a graph was captured from: the model, while it lives, and both modes' graphs."""
+    """What a graph was captured from: the model while it lives, loss_fn, both modes' graphs."""
 
     model: Callable[[], nn.Module | None] = lambda: None
     train: OpGraph | None = None
     eval: OpGraph | None = None
+    loss_fn: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Origin, ())  # a graph that travels to another process leaves its model behind

@@ -65,7 +65,7 @@ def capture(
     check_model(model)
     size = layout.size if microbatch_size is None else microbatch_size
     table = ModuleTable(model)
-    origin = Origin(weakref.ref(model))
+    origin = Origin(weakref.ref(model), loss_fn=loss_fn)
     found = Capture(
         train=_capture_mode(model, table, flat, layout, loss_fn, size, training=True),
         eval=_capture_mode(model, table, flat, layout, loss_fn, size, training=False),

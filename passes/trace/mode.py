@@ -19,6 +19,7 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import to_argument, without_defaults
+from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
@@ -44,6 +45,7 @@ class Recorder(TorchFunctionMode):
         self.ops: list[Op] = []
         self.names = Names()
         self.boundary: CodeType | None = None
+        self.check_generators: Callable[[str], None] = _unchecked
         self.region: Any = "forward"
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
@@ -63,7 +65,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, owner, args)
-        if (refusal := refuse.REFUSED.get(name)) is not None and method_name(func) == name:
+        if (refusal := refuse.REFUSED.get(name)) is not None and _is_public(func, name):
+            if name in refuse.READS and (real := self._constants(args, kwargs)) is not None:
+                return func(*real[0], **real[1])
             raise refuse.error(refusal, name, locate(self.boundary)[0])
         if name == "__iter__":
             return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
@@ -91,6 +95,25 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return plain(*self.fakes.stand_in(args))
         return self._call(plain, args, {})
+
+    def _constants(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with real tensors, when all of them are constants."""
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            name = self.fakes.name(value)
+            found = None
+            if isinstance(name, Ref):
+                found = evaluate(name.name, self.ops, self.fakes.objects)
+            if found is None:
+                raise LookupError
+            return found
+
+        try:
+            return tuple(real(a) for a in args), {k: real(v) for k, v in kwargs.items()}
+        except LookupError:
+            return None
 
     # One op.
 
@@ -157,6 +180,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         path, module_call = self._stack[-1]
         source, variable = locate(self.boundary)
+        self.check_generators(source)
         try:
             arguments = tuple(self._argument(value) for value in args)
             named = tuple((key, self._argument(value)) for key, value in kwargs.items())
@@ -172,7 +196,7 @@ class Recorder(TorchFunctionMode):
         if kind == "module":
             attributes += self.table.tensors_of(path, "parameter")
             attributes += self.table.tensors_of(path, "buffer")
-        kinds = {fqn: self.table.tensors[fqn].kind for fqn in attributes}
+        kinds = {f: self.table.tensors[f].kind for f in attributes if f in self.table.tensors}
         op = Op(
             name=name,
             kind=kind,
@@ -311,6 +335,14 @@ def _target(
         function, swapped = found
         return "function", name_of(function), args[::-1] if swapped else args
     return "method", method, args
+
+
+def _is_public(func: Any, name: str) -> bool:
+    return method_name(func) == name or getattr(torch, name, None) == func
+
+
+def _unchecked(where: str) -> None:
+    """Nobody watches the generators: an eager run may use them."""
 
 
 def _autocast(device: str) -> str | None:

@@ -20,6 +20,7 @@ from pdcompile.passes.trace.facts import Observer, source_of_traceback
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
+from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.state import unchanged
 from pdcompile.passes.trace.tensors import FakeTensors
 
@@ -59,19 +60,20 @@ def record(
     fakes.unnamed.update(_unregistered(model, loss_fn))
     observer = Observer()
     recorder = Recorder(table, fakes, observer)
-    recorder.boundary = _run.__code__
-    inputs, leaves, constants = _inputs(flat, layout, fakes, recorder)
+    recorder.boundary = run.__code__
+    inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
     with ExitStack() as stack:
+        recorder.check_generators = stack.enter_context(guarded()).check
         stack.enter_context(unchanged(model, training))
-        stack.enter_context(_watched(recorder))
+        stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
         stack.enter_context(torch.autocast(fakes.device.type, enabled=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         stack.enter_context(observer)
         stack.enter_context(recorder)
-        output, loss = _run(model, args, kwargs, target, loss_fn, recorder)
+        output, loss = run(model, args, kwargs, target, loss_fn, recorder)
     output_argument, output_spec = structure(
         output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
     )
@@ -89,7 +91,7 @@ def record(
     )
 
 
-def _run(
+def run(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -97,6 +99,7 @@ def _run(
     loss_fn: Callable[..., Any] | None,
     recorder: Recorder,
 ) -> tuple[Any, Any]:
+    """(output, loss) of the model's own Python; failures of it become TraceErrors."""
     try:
         output = model(*args, **kwargs)
         loss = None
@@ -124,9 +127,10 @@ def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
     return torch.device("cpu")
 
 
-def _inputs(
+def enter_inputs(
     flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, recorder: Recorder
 ) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
+    """Name the tensors of the call: (graph inputs, leaves by path, constants)."""
     inputs: list[GraphInput] = []
     leaves: dict[str, Any] = {}
     constants: list[tuple[str, str]] = []
@@ -163,7 +167,7 @@ def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
 
 
 @contextmanager
-def _watched(recorder: Recorder) -> Iterator[None]:
+def watched(recorder: Recorder) -> Iterator[None]:
     """nn.Module.__call__ and autograd.Function.apply tell the recorder."""
     plain_call = nn.Module.__call__
     function = torch.autograd.Function

@@ -21,7 +21,7 @@ class FakeTensors:
     the model's is ever written.  All fakes live as long as this object: identities stay unique.
     """
 
-    def __init__(self, table: ModuleTable, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(self, table: ModuleTable, mode: FakeTensorMode | None, device: torch.device) -> None:
         self.table = table
         self.mode = mode
         self.device = device
@@ -29,7 +29,7 @@ class FakeTensors:
         self._real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
         self._attribute: dict[int, str] = {}  # id of a fake -> FQN
         self._value: dict[int, str] = {}  # id of a fake -> value name
-        self._objects: dict[str, torch.Tensor] = {}
+        self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
         self._containers: list[str] = []
         self._order: list[str] = []
@@ -76,6 +76,7 @@ class FakeTensors:
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
+        assert self.mode is not None
         if tensor.device.type != "meta":
             return self.mode.from_tensor(tensor)
         with self.mode:
@@ -101,7 +102,7 @@ class FakeTensors:
         if old is not None:
             self._born_requiring.setdefault(old, self._born_requiring[old])
         self._value[id(fake)] = name
-        self._objects[name] = fake
+        self.objects[name] = fake
         self._born_requiring[name] = fake.requires_grad
         key = storage_key(fake)
         self._storages.setdefault(key, len(self._storages))
@@ -141,7 +142,7 @@ class FakeTensors:
         return self._at.keys() | self._model_at.keys()
 
     def storage_of(self, name: str) -> int:
-        fake = self._objects.get(name)
+        fake = self.objects.get(name)
         return -1 if fake is None else storage_key(fake)
 
     def model_tensors_at(self, keys: set[int]) -> list[str]:
@@ -160,7 +161,7 @@ class FakeTensors:
             if name in containers:
                 found[name] = Value(name, (), "container", producer=name)
                 continue
-            fake = self._objects[name]
+            fake = self.objects[name]
             current = self._value[id(fake)] == name
             requires = fake.requires_grad if current else self._born_requiring[name]
             found[name] = Value(

@@ -1,0 +1,241 @@
+"""Does the graph compute what the model computes?  Both run on one microbatch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.errors import VerifyError
+from pdcompile.graph import Capture, Op, OpGraph, leaves
+from pdcompile.graph_module import Lookup, execute, materialise
+from pdcompile.passes.trace.observe import observe
+from pdcompile.passes.trace.session import device_of
+from pdcompile.randomness import preserved_rng
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that one run of one mode leaves behind."""
+
+    outputs: list[Any]
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    generator: torch.Tensor
+
+
+def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> None:
+    """Run eager and graph on the microbatch `flat`, in both modes, from equal random state.
+
+    Compared bit for bit: outputs, the loss, the gradient of every parameter (train), all
+    buffers, and how far the random generator went.  The model and the generators are left as
+    they were.
+
+    Raises:
+        VerifyError: names the first op that differs, and the user's line.
+    """
+    fqns = [*model.named_parameters(), *model.named_buffers()]
+    unreal = [fqn for fqn, tensor in fqns if tensor.device.type == "meta"]
+    if unreal:
+        raise VerifyError(
+            f"{unreal[0]!r} is on the meta device, so that the model cannot be run",
+            remedy="compare a smaller model of the same classes, with real parameters",
+        )
+    for graph in (capture.train, capture.eval):
+        with preserved_rng(device_of(model, flat)), _kept(model, graph.training):
+            _compare_mode(model, graph, flat, layout)
+
+
+def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> None:
+    start = torch.default_generator.get_state()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def run(call: Callable[[], tuple[list[Any], torch.Tensor | None]]) -> Outcome:
+        torch.default_generator.set_state(start)
+        _write_buffers(model, buffers)
+        model.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(graph.training):
+            outputs, loss = call()
+            if graph.training:
+                _backward(outputs, loss)
+        return _outcome(model, outputs, loss)
+
+    eager = run(lambda: _eager(model, graph, flat))
+    captured = run(lambda: _graph(model, graph, flat, layout))
+    problem = _difference(eager, captured)
+    if problem is None:
+        return
+    torch.default_generator.set_state(start)
+    _write_buffers(model, buffers)
+    what, fqn = problem
+    mode = "train" if graph.training else "eval"
+    op = _first_difference(model, graph, flat, layout, buffers, start)
+    op = op or _reader(graph, fqn)
+    place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
+    raise VerifyError(
+        f"graph and model differ in {what} in {mode} mode; first in {place}",
+        where=op.source if op is not None else None,
+        remedy="please report this model: capture has to refuse what it cannot reproduce",
+    )
+
+
+def _eager(model: nn.Module, graph: OpGraph, flat: FlatCall) -> tuple[list[Any], Any]:
+    args, kwargs, target = flat.unflatten(_fresh(flat))
+    output = model(*args, **kwargs)
+    found = pytree.tree_leaves(output)
+    loss_fn = graph.origin.loss_fn if graph.origin is not None else None
+    if loss_fn is not None:
+        return found, loss_fn(output, target)
+    for place, leaf in zip(leaves(graph.output), found, strict=True):
+        if getattr(place, "name", None) == graph.loss and graph.loss is not None:
+            return found, leaf
+    return found, None
+
+
+def _graph(
+    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
+) -> tuple[list[Any], Any]:
+    env = execute(graph, _inputs(graph, flat), _lookup(model, graph, flat, layout))
+    lookup = _lookup(model, graph, flat, layout)
+    outputs = [materialise(leaf, env, lookup) for leaf in leaves(graph.output)]
+    return outputs, env[graph.loss] if graph.loss is not None else None
+
+
+def _fresh(flat: FlatCall) -> dict[str, Any]:
+    """The call's leaves, tensors copied: a model may write into its inputs."""
+    return {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for path, leaf in flat.leaves.items()
+    }
+
+
+def _inputs(graph: OpGraph, flat: FlatCall) -> dict[str, torch.Tensor]:
+    fresh = _fresh(flat)
+    return {entry.name: fresh[entry.path] for entry in graph.inputs}
+
+
+def _lookup(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> Lookup:
+    return Lookup(model, layout.size, device_of(model, flat), graph.tensor_values)
+
+
+def _backward(outputs: list[Any], loss: torch.Tensor | None) -> None:
+    roots = [loss] if loss is not None else outputs
+    tensors = [t for t in roots if isinstance(t, torch.Tensor) and t.requires_grad]
+    if tensors:
+        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+
+
+def _outcome(model: nn.Module, outputs: list[Any], loss: torch.Tensor | None) -> Outcome:
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    return Outcome(
+        outputs=[copied(leaf) for leaf in outputs],
+        loss=copied(loss),
+        gradients={name: copied(p.grad) for name, p in model.named_parameters()},
+        buffers={name: copied(buffer) for name, buffer in model.named_buffers()},
+        generator=torch.default_generator.get_state(),
+    )
+
+
+def _difference(eager: Outcome, captured: Outcome) -> tuple[str, str | None] | None:
+    """What differs, in words, and the FQN where it is a tensor of the model."""
+    pairs = zip(eager.outputs, captured.outputs, strict=True)
+    for i, (a, b) in enumerate(pairs):
+        if not same(a, b):
+            return f"output {i}", None
+    if not same(eager.loss, captured.loss):
+        return "the loss", None
+    for kind in ("buffers", "gradients"):
+        mine, theirs = getattr(eager, kind), getattr(captured, kind)
+        for name in mine:
+            if not same(mine[name], theirs[name]):
+                return f"{kind[:-1]} of {name!r}" if kind == "gradients" else f"{name!r}", name
+    if not torch.equal(eager.generator, captured.generator):
+        return "the number of random draws", None
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit; NaN equals NaN."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point() and not a.is_complex():
+        return torch.equal(a, b)
+    return bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def _first_difference(
+    model: nn.Module,
+    graph: OpGraph,
+    flat: FlatCall,
+    layout: BatchLayout,
+    buffers: dict[str, torch.Tensor],
+    start: torch.Tensor,
+) -> Op | None:
+    loss_fn = graph.origin.loss_fn if graph.origin is not None else None
+    with torch.set_grad_enabled(graph.training):
+        call = FlatCall(_fresh(flat), flat.spec)
+        expected = observe(model, call, layout, loss_fn)
+        torch.default_generator.set_state(start)
+        _write_buffers(model, buffers)
+        found: dict[str, torch.Tensor] = {}
+
+        def watch(name: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                found[name] = value.detach().clone()
+
+        inputs = _inputs(graph, flat)
+        execute(graph, inputs, _lookup(model, graph, flat, layout), watch=watch)
+    for op in graph.ops:
+        if op.name in found and op.name in expected and not same(expected[op.name], found[op.name]):
+            return op
+    return None
+
+
+def _reader(graph: OpGraph, fqn: str | None) -> Op | None:
+    """The last op that reads or writes a tensor of the model."""
+    for op in reversed(graph.ops):
+        if fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
+            return op
+    return None
+
+
+def _write_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+@contextmanager
+def _kept(model: nn.Module, training: bool) -> Iterator[None]:
+    """Afterwards buffers, gradients, modes and the fast path of attention are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
+    # operators that it replaces, and a recorded model runs those.
+    torch.backends.mha.set_fastpath_enabled(False)
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        _write_buffers(model, buffers)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,76 @@
+"""Random generators around a capture: untouched afterwards, and nobody draws unnoticed.
+
+A number from `random` or numpy would be written into the graph once and for all.  No such call
+passes torch, so the states of the generators are compared at every op.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pdcompile.passes.trace import refuse
+
+
+class Sentinel:
+    """Remembers the state of every generator that forward might touch."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+        self._torch_seed = torch.default_generator.initial_seed()
+        self._torch = torch.default_generator.get_state()
+
+    def check(self, where: str | None) -> None:
+        """Raise TraceError when a generator other than torch's ops' was used or seeded."""
+        if random.getstate() != self._python:
+            raise refuse.error(refuse.OUTSIDE_RANDOM, "Python's random module", where)
+        if _numpy_state() != self._numpy:
+            raise refuse.error(refuse.OUTSIDE_RANDOM, "numpy.random", where)
+        if torch.default_generator.initial_seed() != self._torch_seed:
+            raise refuse.error(refuse.OUTSIDE_RANDOM, "torch's default generator", where)
+
+    def check_torch(self, where: str | None) -> None:
+        """The same for draws from torch's generator; outside of all modes only."""
+        if not torch.equal(torch.default_generator.get_state(), self._torch):
+            raise refuse.error(refuse.OUTSIDE_RANDOM, "torch's default generator", where)
+
+    def restore(self) -> None:
+        """Put all generators back."""
+        random.setstate(self._python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self._numpy is not None:
+            state = numpy.random.get_state(legacy=False)
+            state["state"] = {
+                "key": numpy.frombuffer(self._numpy[0], dtype=numpy.uint32),
+                "pos": self._numpy[1],
+            }
+            numpy.random.set_state(state)
+        torch.default_generator.set_state(self._torch)
+
+
+@contextmanager
+def guarded() -> Iterator[Sentinel]:
+    """A sentinel whose generators are put back at the end; enter it outside of all modes."""
+    sentinel = Sentinel()
+    try:
+        yield sentinel
+        sentinel.check("forward, after its last operator")
+        sentinel.check_torch("forward")
+    finally:
+        sentinel.restore()
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return None
+    return state["state"]["key"].tobytes(), int(state["state"]["pos"])
