@@ -1,0 +1,157 @@
+"""The stages one after the other in one process, cut from each other as on several machines.
+
+What verify runs.  It is written apart from the runtime on purpose, and moves no messages: the
+values of one microbatch in a dict, gradients handed back along the edges in the plan's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.graph import OpGraph
+from pdcompile.passes.codegen.load import set_draw, stage_classes
+from pdcompile.plan import Edge
+from pdcompile.randomness import reseed, seed_of
+from pdcompile.stage import Signature, Sources, StageInterface
+
+
+class Chain:
+    """All stages of one mode, on the model's own tensors.  `running` is the stage at work."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        edges: tuple[Edge, ...],
+        sources: Sources,
+        model: nn.Module,
+        seed: int,
+    ) -> None:
+        self.graph = graph
+        self.running = 0
+        self._edges = {edge.value: edge for edge in edges}
+        self._interfaces = sources.interfaces
+        tensors: dict[str, torch.Tensor] = dict(graph.tensor_values)
+        tensors.update(model.named_parameters(remove_duplicate=False))
+        tensors.update(model.named_buffers(remove_duplicate=False))
+        self._stages = [
+            build(cls, interface, tensors.__getitem__).train(graph.training)
+            for cls, interface in zip(stage_classes(sources), self._interfaces, strict=True)
+        ]
+        for stage, interface in zip(self._stages, self._interfaces, strict=True):
+            announce(stage, self._signature(interface), seed)
+        self._entered: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._left: list[dict[str, torch.Tensor]] = []
+
+    def _signature(self, interface: StageInterface) -> Signature:
+        return interface.train if self.graph.training else interface.eval
+
+    def forward(
+        self, leaves: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """The model's outputs by value name, and the loss if there is one."""
+        values: dict[str, torch.Tensor] = {}
+        outputs: dict[str, torch.Tensor] = {}
+        loss = None
+        self._entered, self._left = [], []
+        for stage, interface in zip(self._stages, self._interfaces, strict=True):
+            self.running = interface.index
+            signature = self._signature(interface)
+            entered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+            arguments = []
+            for port in signature.inputs:
+                value = leaves[port.path] if port.path is not None else values[port.value]
+                if port.path is None and self._returns_gradient(port.value):
+                    leaf = value.detach().requires_grad_()
+                    value = leaf.view_as(leaf)
+                    entered[port.value] = (leaf, value)
+                elif port.path is None:
+                    value = value.detach()
+                arguments.append(value.clone() if port.mutated else value)
+            results = stage(*arguments)
+            outputs = {p.value: one for p, one in zip(signature.outputs, results, strict=True)}
+            values.update(outputs)
+            self._entered.append(entered)
+            self._left.append(outputs)
+            if signature.loss_inputs:
+                arguments = [
+                    outputs[p.value] if p.value in outputs else leaves[p.path or ""]
+                    for p in signature.loss_inputs
+                ]
+                loss = stage.loss(*arguments)  # type: ignore[operator]
+            elif signature.loss is not None:
+                loss = outputs[signature.loss]
+        return outputs, loss
+
+    def _returns_gradient(self, value: str) -> bool:
+        return self.graph.training and self._edges[value].gradient
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of every parameter; sums along an edge start at its last reader."""
+        sums: dict[str, torch.Tensor] = {}
+        for k in reversed(range(len(self._stages))):
+            self.running = k
+            roots: list[torch.Tensor] = []
+            gradients: list[torch.Tensor | None] = []
+            for value, (_, view) in self._entered[k].items():
+                if value in sums:
+                    roots.append(view)
+                    gradients.append(sums[value])
+            for value, tensor in self._left[k].items():
+                edge = self._edges.get(value)
+                if edge is not None and edge.source == k and value in sums and tensor.requires_grad:
+                    roots.append(tensor)
+                    gradients.append(sums[value])
+            if k == len(self._stages) - 1 and loss.requires_grad:
+                roots.append(loss)
+                gradients.append(None)
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            for value, (leaf, _) in self._entered[k].items():
+                if leaf.grad is not None:
+                    sums[value] = leaf.grad
+
+
+def build(
+    cls: type[nn.Module], interface: StageInterface, tensor: Callable[[str], torch.Tensor]
+) -> nn.Module:
+    """A stage that holds the given tensors (by canonical FQN) under its own names."""
+    with torch.device("meta"):
+        stage = cls()
+    for path, module in stage.named_modules():
+        prefix = f"{path}." if path else ""
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, value in table.items():
+                if value is not None:
+                    fqn = interface.aliases.get(prefix + name, prefix + name)
+                    table[name] = tensor(fqn)
+    return stage
+
+
+def announce(stage: nn.Module, signature: Signature, seed: int) -> None:
+    """Seed every random op of the stage by its place in the model (minibatch 0, microbatch 0)."""
+    names = {module: name for name, module in stage.named_modules()}
+
+    def draw(where: nn.Module | str, index: int) -> None:
+        path = where if isinstance(where, str) else names[where]
+        reseed(seed_of(seed, 0, 0, path, index))
+
+    set_draw(type(stage), draw)
+    for path, indices in signature.draws.items():
+        calls = count()
+
+        def hook(
+            module: nn.Module,
+            args: Any,
+            path: str = path,
+            calls: count[int] = calls,
+            indices: tuple[int, ...] = indices,
+        ) -> None:
+            draw(path, indices[next(calls)])
+
+        stage.get_submodule(path).register_forward_pre_hook(hook)
