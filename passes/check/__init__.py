@@ -16,6 +16,8 @@ from pdcompile.schedule import Schedule
 
 __all__ = ["ChannelModel", "Proof", "check", "check_evaluation", "check_programs"]
 
+MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -103,7 +105,7 @@ def check_evaluation(
 def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
     """Walk equal calls until stream and tokens repeat; the stream and the call from which."""
     calls, before = 0, None
-    while True:
+    while calls < MAX_CALLS:
         program, after = stream.step(count)
         walk.run(program)
         state = walk.state()
@@ -112,6 +114,7 @@ def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
         if after == stream and not stream.layout.lag:
             return stream, calls  # complete in itself: the state before was the fresh one
         stream, before, calls = after, state, calls + 1
+    raise ScheduleError(f"the programs do not repeat within {MAX_CALLS} calls of {count}")
 
 
 def _flushed(walk: Walk, stream: Stream, fresh: tuple[object, ...]) -> Walk:

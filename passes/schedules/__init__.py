@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
@@ -19,17 +21,21 @@ def warmup(
 ) -> tuple[int, ...]:
     """Warm-up depth w_s of a replica of each stage: forwards before its first backward − 1.
 
-    The minimum that keeps balanced stages busy when nothing is sent is N − 1 − s, with
-    replicas ⌊(R − 1 − Σ_{i<s} r_i)/r_s⌋ (PipeDream's 1F1B-RR).  Transfers need more.
+    The least that keeps balanced stages busy when nothing is sent is N − 1 − s; with r_s
+    replicas w_s = ⌈(w_{s+1} + 1)·r_{s+1} / r_s⌉ from w_{N−1} = 0, because strict alternation on
+    many replicas needs more in flight than a round trip takes (PipeDream's 1F1B-RR depth,
+    ⌊(R − 1 − Σ_{i<s} r_i)/r_s⌋, leaves [1, 4, 1] at 7.5 seconds a microbatch instead of 3).
+    Transfers need more.
 
     Args:
         replicas: r_s, one each when empty.
-        extra: an int e multiplies the minimum by 1 + e (1 hides transfers up to a stage's own
+        extra: an int e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own
             time); a tuple adds to each stage.
 
     Returns:
-        gpipe: all microbatches; 1f1b: at most a replica's microbatches − 1; 2bw: at most
-        ⌊m/r_s⌋, because a forward needs all backwards of the minibatch before the last.
+        gpipe: all microbatches but one; 1f1b: at most that; 2bw: at most ⌊m/r_s⌋, because a
+        forward needs all backwards of the minibatch before the last.  Too deep ones are scaled
+        together: two neighbours of equal depth would take turns instead of overlapping.
 
     Raises:
         ScheduleError: unknown name, or counts that do not fit.
@@ -43,21 +49,38 @@ def warmup(
         raise ScheduleError(
             f"{num_stages} stages, {num_microbatches} microbatches, replicas {counts}"
         )
-    if isinstance(extra, tuple) and (len(extra) != num_stages or min(extra) < 0):
+    if isinstance(extra, tuple) and len(extra) != num_stages:
         raise ScheduleError(f"extra warm-up {extra} for {num_stages} stages")
-    depths = []
-    for stage, count in enumerate(counts):
-        own = -(-num_microbatches // count)
-        depth = (sum(counts[stage:]) - 1) // count
-        depth = depth + extra[stage] if isinstance(extra, tuple) else depth * (1 + extra)
-        if name == "gpipe":
-            depth = own - 1
-        elif name == "1f1b":
-            depth = min(depth, own - 1)
-        else:
-            depth = min(depth, num_microbatches // count)
-        depths.append(depth)
-    return tuple(depths)
+    if min(extra if isinstance(extra, tuple) else (extra,)) < 0:
+        raise ScheduleError(f"extra warm-up {extra} is negative")
+    own = [-(-num_microbatches // count) for count in counts]
+    if name == "gpipe":
+        return tuple(most - 1 for most in own)
+    depths = [0] * num_stages
+    apart = 1 if isinstance(extra, tuple) else 1 + extra
+    for stage in range(num_stages - 2, -1, -1):
+        depths[stage] = -(-(depths[stage + 1] + apart) * counts[stage + 1] // counts[stage])
+    if isinstance(extra, tuple):
+        depths = [depth + more for depth, more in zip(depths, extra, strict=True)]
+    if name == "1f1b":
+        return tuple(min(depth, most - 1) for depth, most in zip(depths, own, strict=True))
+    return _scaled(depths, counts, num_microbatches)
+
+
+def _scaled(depths: list[int], counts: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
+    """At most ⌊m/r_s⌋ each, in proportion (rounded); nothing changes when all fit."""
+    caps = [num_microbatches // count for count in counts]
+    ratio = min(
+        (Fraction(cap, depth) for cap, depth in zip(caps, depths, strict=True) if depth > cap),
+        default=Fraction(1),
+    )
+    found: list[int] = []
+    for depth, count, cap in zip(depths, counts, caps, strict=True):
+        most = min(
+            (((w + 1) * r - 1) // count for w, r in zip(found, counts, strict=False)), default=cap
+        )  # a stage may not need forwards that one before it holds back: that is a deadlock
+        found.append(min(cap, most, int(depth * ratio + Fraction(1, 2))))
+    return tuple(found)
 
 
 def memory_rule(

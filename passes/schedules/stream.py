@@ -8,7 +8,6 @@ the program, as the same object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -70,17 +69,22 @@ _evaluation = lru_cache(maxsize=32)(lower_evaluation)
 @lru_cache(maxsize=64)
 def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
     layout = stream.layout
-    columns = []
-    for column, state, replica in _columns(stream):
-        share = layout.share(column.stage, replica, num_microbatches)
-        column.unstepped.append(0)
-        column.unreduced.append(0)
-        column.receive_loss(num_microbatches)
-        column.begin(share, layout.pool(column.stage))
-        column.train(_order(layout, column.stage, state, share))
-        if not layout.lag:
-            column.finish()
-        columns.append(column)
+    columns: list[Column] = []
+    held: set[tuple[int, int]] | None = None
+    for stage, states in enumerate(stream.states):
+        begun = len(columns)
+        for replica, state in enumerate(states):
+            share = layout.share(stage, replica, num_microbatches)
+            column = Column(layout, stage, replica, state)
+            column.unstepped.append(0)
+            column.unreduced.append(0)
+            column.receive_loss(num_microbatches)
+            column.begin(share, layout.pool(stage))
+            column.train(_order(layout, stage, state, share, held))
+            if not layout.lag:
+                column.finish()
+            columns.append(column)
+        held = {one for column in columns[begun:] for one in column.waiting}
     return project(layout, layout.name, columns, num_microbatches), _after(stream, columns, 1)
 
 
@@ -88,18 +92,13 @@ def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
 def _flush(stream: Stream) -> tuple[Schedule, Stream]:
     layout = stream.layout
     columns = []
-    for column, state, _ in _columns(stream):
-        late = layout.late(column.stage)
-        column.train(two_bw.drain(state.pending, state.unstepped, late))
-        column.finish()
-        columns.append(column)
-    return project(layout, f"{layout.name}+flush", columns, 0), _after(stream, columns, 0)
-
-
-def _columns(stream: Stream) -> Iterator[tuple[Column, RankState, int]]:
     for stage, states in enumerate(stream.states):
         for replica, state in enumerate(states):
-            yield Column(stream.layout, stage, replica, state), state, replica
+            column = Column(layout, stage, replica, state)
+            column.train(two_bw.drain(state.pending, state.unstepped, layout.late(stage)))
+            column.finish()
+            columns.append(column)
+    return project(layout, f"{layout.name}+flush", columns, 0), _after(stream, columns, 0)
 
 
 def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
@@ -108,10 +107,16 @@ def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
     return stream if states == stream.states else Stream(stream.layout, states)
 
 
-def _order(layout: Layout, stage: int, state: RankState, share: range) -> list[Step]:
+def _order(
+    layout: Layout,
+    stage: int,
+    state: RankState,
+    share: range,
+    held: set[tuple[int, int]] | None,
+) -> list[Step]:
     if layout.name == "2bw":
         late, depth = layout.late(stage), layout.warmup[stage]
-        return list(two_bw.order(state.pending, state.unstepped, share, depth, late))
+        return list(two_bw.order(state.pending, state.unstepped, share, depth, late, held))
     if layout.name == "gpipe":
         compute = gpipe.order(share)
     else:

@@ -7,7 +7,8 @@ warm-up 1 0; letters are minibatches, | is the end of a call of step, ^ an updat
     stage 0  Fa0 Fa1 .......|Ba0 Fb0 Ba1^Fb1|Bb0 Fc0 Bb1^Fc1|Bc0 Bc1^
     stage 1      Fa0 Ba0 Fa1|Ba1^Fb0 Bb0 Fb1|Bb1^Fc0 Bc0 Fc1|Bc1^
 
-A call ends after its last forward, so that at most warmup + 1 microbatches are left for the
+A call ends after its last forward (with replicas, some backwards that the stage before needs
+may follow), so that at most warmup + 1 microbatches are left for the
 next call, which begins with a backward: the receive for its first forward is posted before
 that backward and the transfer is hidden.
 
@@ -19,7 +20,7 @@ one the stage drains as far as necessary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from pdcompile.schedule import Action
 
@@ -32,6 +33,7 @@ def order(
     microbatches: Sequence[int],
     warmup: int,
     late: bool,
+    held: Container[tuple[int, int]] | None = None,
 ) -> Iterator[Step]:
     """Compute of one replica for one call of `step`.
 
@@ -40,6 +42,8 @@ def order(
         unstepped: earlier minibatches whose update has not run.
         late: the update waits for other ranks; it is placed as late as legal, which is just
             before the first forward of the minibatch after the next.
+        held: what the stage before still has to run backward after the call; the rest runs
+            here within the call, because that stage needs its gradients.  None at stage 0.
     """
     waiting = deque(pending)
     while waiting and waiting[0][0] <= -2:
@@ -55,6 +59,8 @@ def order(
             yield from _backward(waiting, late)
         yield Action.FORWARD, 0, microbatch
         waiting.append((0, microbatch))
+    while held is not None and any(one not in held for one in waiting):
+        yield from _backward(waiting, late)
 
 
 def drain(
@@ -72,7 +78,7 @@ def drain(
 def _backward(waiting: deque[tuple[int, int]], late: bool) -> Iterator[Step]:
     minibatch, microbatch = waiting.popleft()
     yield Action.BACKWARD, minibatch, microbatch
-    # A minibatch of this call (0) cannot be complete: its last forward ends the call.
+    # A minibatch of this call (0) is not complete: its last forward ends the call.
     is_last = minibatch < 0 and (not waiting or waiting[0][0] != minibatch)
     if is_last and not late:
         yield Action.STEP, minibatch, -1
