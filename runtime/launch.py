@@ -1,47 +1,45 @@
-"""Processes: who we are under torchrun, and the process group of a pipeline.
+"""Processes: who we are under torchrun, and the connections of a pipeline.
 
-Nothing here is about training.  A pipeline has a group of its own, so that its messages never
-meet those of the user's program or of another pipeline.
+Nothing here is about training.  A pipeline has connections of its own, so that its messages never
+meet those of the user's program or of another pipeline, and closing them is its own affair.  They
+are made without torch.distributed's default group and its registry of groups, whose names are
+used again after a group was destroyed and then meet stale addresses in the store.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, rendezvous
 
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 
-_pipelines = 0  # worlds connected in this process, to name their keys
-_default_users: set[int] = set()  # those that need the default group that we initialised
+_WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
+_stores: list[Any] = []  # the store of this process, once it was needed
+_numbers = itertools.count()  # pipelines of this process, made in the same order on every rank
 
 
-@dataclass(frozen=True)
 class World:
-    """The processes of one pipeline.  `rank` counts inside `group`."""
+    """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    store: Any
-    number: int
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        name = f"pdcompile/{'-'.join(map(str, ranks))}/{next(_numbers)}"
+        self.store = PrefixStore(name, _store())
+        self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
 
     def close(self) -> None:
-        """Destroy the pipeline's group, and the default one if it was made for pipelines only."""
-        dist.destroy_process_group(self.group)
-        self.leave()
-
-    def leave(self) -> None:
-        """Give up the default group without touching the pipeline's own."""
-        if self.number in _default_users:
-            _default_users.discard(self.number)
-            if not _default_users and dist.is_initialized():
-                dist.destroy_process_group()
+        """Close the connections: once no message holds on to them, peers stop waiting."""
+        self.group = None
+        gc.collect()
 
 
 def is_distributed(options: Options) -> bool:
@@ -49,25 +47,37 @@ def is_distributed(options: Options) -> bool:
     if getattr(options.cluster, "in_process", False):
         return False
     if options.group is not None or dist.is_initialized():
-        return int(_parent(options).size()) > 1
+        return dist.get_world_size(options.group) > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def num_ranks(options: Options) -> int | None:
     """The number of processes to plan for; None in one process."""
-    if not is_distributed(options):
-        return None
-    initialise()
-    return int(_parent(options).size())
+    return len(_members(options)[1]) if is_distributed(options) else None
 
 
-def initialise() -> bool:
-    """Set up the default group from torchrun's environment; False if there is one already.
+def connect(options: Options) -> World:
+    """Connect the ranks of one pipeline; every one of them calls this at the same point.
 
-    Raises LaunchError when a variable of torchrun's is missing, or the group does not come up.
+    Raises LaunchError when a variable of torchrun's is missing, or the ranks do not meet.
     """
-    if dist.is_initialized():
-        return False
+    rank, ranks = _members(options)
+    try:
+        return World(rank, ranks)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} of {len(ranks)} cannot connect to the others: "
+            f"{str(error).splitlines()[0]}",
+            remedy="start all ranks with one torchrun; behind several network interfaces, set "
+            "GLOO_SOCKET_IFNAME to the one that joins the hosts",
+        ) from None
+
+
+def _members(options: Options) -> tuple[int, list[int]]:
+    """This process's place in the group, and the ranks of the group."""
+    if options.group is not None or dist.is_initialized():
+        ranks = dist.get_process_group_ranks(options.group)
+        return dist.get_rank(options.group), ranks
     missing = [
         name
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,35 +88,24 @@ def initialise() -> bool:
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
             remedy="start the program with: torchrun --nproc-per-node=N program.py",
         )
-    try:
-        dist.init_process_group("gloo")
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
-            f"{str(error).splitlines()[0]}",
-            remedy="start all ranks with one torchrun, and give it a free --master-port",
-        ) from None
-    return True
+    return int(os.environ["RANK"]), list(range(int(os.environ["WORLD_SIZE"])))
 
 
-def connect(options: Options) -> World:
-    """Make the group of one pipeline; every rank of it calls this at the same point."""
-    global _pipelines
-    ours = initialise()
-    parent = _parent(options)
-    number = _pipelines = _pipelines + 1
-    if ours or _default_users:
-        _default_users.add(number)
-    ranks = dist.get_process_group_ranks(parent)
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    if not isinstance(group, dist.ProcessGroup):
-        raise LaunchError(f"this process is not in the group of ranks {ranks}")
-    name = "-".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
-    store = torch.distributed.distributed_c10d.PrefixStore(
-        f"pdcompile/{name}/{number}", dist.distributed_c10d._get_default_store()
-    )
-    return World(dist.get_rank(group), len(ranks), group, store, number)
+def _store() -> Any:
+    """The default group's store, or torchrun's; the user's default group is left alone."""
+    if dist.is_initialized():
+        return _get_default_store()
+    if not _stores:
+        try:
+            _stores.append(next(iter(rendezvous("env://")))[0])
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"rank {os.environ['RANK']} cannot reach the store at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+                f"{str(error).splitlines()[0]}",
+                remedy="start all ranks with one torchrun, and give it a free --master-port",
+            ) from None
+    return _stores[0]
 
 
 def check_ranks(num_planned: int, world: World | None) -> None:
@@ -141,30 +140,20 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
 
     An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
     """
-    initialise()
-    parent = _parent(options)
-    rank = dist.get_rank(parent)
-    failure: BaseException | None = None
-    payload = b""
+    rank, ranks = _members(options)
+    store = PrefixStore(f"pdcompile/{'-'.join(map(str, ranks))}/made/{next(_numbers)}", _store())
     if rank == 0:
         try:
-            payload = b"+" + make().encode()
-        except Exception as error:  # the others must not wait for ever
-            failure = error
-            payload = b"-" + f"{type(error).__name__}: {error}".encode()
-    length = torch.tensor([len(payload)])
-    dist.broadcast(length, group=parent, group_src=0)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    if rank == 0:
-        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    dist.broadcast(data, group=parent, group_src=0)
-    if failure is not None:
-        raise failure
-    text = data.numpy().tobytes()
-    if text[:1] == b"-":
-        raise RankError(f"rank 0 could not prepare the pipeline: {text[1:].decode()}")
-    return text[1:].decode()
-
-
-def _parent(options: Options) -> Any:
-    return options.group if options.group is not None else dist.group.WORLD
+            text = make()
+        except BaseException as error:  # the others must not wait for ever
+            store.set("failure", f"{type(error).__name__}: {error}")
+            store.set("done", "1")
+            raise
+        store.set("text", text)
+        store.set("done", "1")
+        return text
+    store.wait(["done"], _WAIT)
+    if store.check(["failure"]):
+        cause = str(store.get("failure"), "utf-8")
+        raise RankError(f"rank 0 could not prepare the pipeline: {cause}")
+    return str(store.get("text"), "utf-8")

@@ -80,7 +80,7 @@ class Pipeline:
             self._session = Session(self._model, self._options, prepared, world)
         except BaseException:
             if world is not None:
-                world.leave()
+                world.close()
             raise
         if self._session.versions > 1 and self._session.optimizer is None:
             raise ConfigError(

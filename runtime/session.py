@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pdcompile.errors import (
@@ -411,7 +410,7 @@ class Session:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
             self.workers[0].transport.settle()
-            dist.barrier(group=self.world.group)
+            self.world.group.barrier().wait()
             for worker in self.workers:
                 worker.abandon()
             self.world.close()

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pdcompile.runtime.contract import (
@@ -89,13 +88,13 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """One rank's messages in a process group that is used for nothing else."""
+    """One rank's messages in a gloo process group that is used for nothing else."""
 
     blocking = True
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, plan: int) -> None:
+    def __init__(self, group: Any, rank: int, plan: int) -> None:
         self.rank = rank
-        self._group: dist.ProcessGroup | None = group
+        self._group = group
         self._plan = plan
         self._call = 0
         self._outgoing: dict[Channel, _Outgoing] = {}
@@ -142,10 +141,10 @@ class GroupTransport:
         self._deferred.append((self._call, sent))
 
     def _isend(self, flat: Tensor, channel: Channel) -> Any:
-        return dist.isend(flat, group=self._group, group_dst=channel.peer, tag=channel.tag)
+        return self._group.send([flat], channel.peer, channel.tag)
 
     def _irecv(self, flat: Tensor, channel: Channel) -> Any:
-        return dist.irecv(flat, group=self._group, group_src=channel.peer, tag=channel.tag)
+        return self._group.recv([flat], channel.peer, channel.tag)
 
 
 class _Outgoing:
