@@ -20,6 +20,8 @@ from pdcompile.passes.costs import Resident, residents
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 
+FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
+
 
 def assemble(
     graph: OpGraph,
@@ -60,13 +62,17 @@ def assemble(
 
 
 def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
-    """Hex digest of what a plan was made for: graph, costs and cluster."""
-    digest = hashlib.sha256(graph_fingerprint(graph).encode())
-    digest.update(
-        jsonio.canonical([None if op.cost is None else asdict(op.cost) for op in graph.ops])
+    """What a plan was made for: digests of graph, costs and cluster, joined by dots.
+
+    The parts are apart because a plan stays valid for a model whose costs were measured anew.
+    """
+    costs = jsonio.canonical([None if op.cost is None else asdict(op.cost) for op in graph.ops])
+    parts = (
+        graph_fingerprint(graph),
+        hashlib.sha256(costs).hexdigest(),
+        hashlib.sha256(cluster.to_toml().encode()).hexdigest(),
     )
-    digest.update(cluster.to_toml().encode())
-    return digest.hexdigest()
+    return ".".join(part[:FINGERPRINT_DIGITS] for part in parts)
 
 
 def _stage_of_ops(

@@ -125,6 +125,12 @@ def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) 
     return tuple(found)
 
 
+def eval_edges(capture: Capture, plan: Plan, b: int) -> tuple[Edge, ...]:
+    """What crosses stages in evaluation, for the stages that a plan gives the train graph."""
+    placed = place_eval(capture, stage_of_ops(capture.train, plan))
+    return edges(capture.eval, placed, len(plan.stages), b)
+
+
 def tied(graph: OpGraph, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
     """Trainable parameters that ops on several stages read, in the order of the model."""
     readers: dict[str, set[int]] = {}

@@ -1,0 +1,178 @@
+"""Choices: options resolved against the machines and the minibatch, before any pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.options import Options
+from pdcompile.units import parse_bytes
+
+FLUSH_SCHEDULES = ("gpipe", "1f1b")
+STALE_SCHEDULES = ("2bw",)
+MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the passes need to know, with nothing left open.
+
+    `num_ranks` is the number of stages for now: one stage a rank.
+    """
+
+    cluster: Cluster
+    num_stages: int
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int  # the largest one: costs are of this size
+    memory_bytes: int | None  # a limit of the user's for every device
+    batch_size: int
+    loss_reduction: str
+    max_grad_norm: float | None
+    seed: int
+    objective: Literal["bottleneck", "flush"]
+
+
+def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | None) -> Choices:
+    """Resolve the options.
+
+    Args:
+        batch_size: samples in the global minibatch.
+        splits: False when nothing has a batch dimension (one microbatch).
+        num_ranks: processes under torchrun, None in one process.
+
+    Raises:
+        ConfigError: an option has no meaning, or not yet.
+        LaunchError: the number of processes is not the number of stages.
+    """
+    schedule = _schedule(options)
+    stages = _num_stages(options, num_ranks)
+    cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
+    if len(cluster.devices) != stages:
+        raise ConfigError(
+            f"{stages} stages on a cluster of {len(cluster.devices)} devices",
+            remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
+            "one stage a device",
+        )
+    microbatches = _num_microbatches(options.microbatches, stages, batch_size, splits)
+    return Choices(
+        cluster=cluster,
+        num_stages=stages,
+        schedule=schedule,
+        num_microbatches=microbatches,
+        microbatch_size=-(-batch_size // microbatches),
+        memory_bytes=_memory(options.memory),
+        batch_size=batch_size,
+        loss_reduction=options.loss_reduction
+        if isinstance(options.loss_reduction, str)
+        else "callable",
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+        objective="flush" if schedule in FLUSH_SCHEDULES else "bottleneck",
+    )
+
+
+def check_options(options: Options) -> None:
+    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm must be positive, got {options.max_grad_norm!r}")
+    if options.schedule == "stash" and options.max_grad_norm is not None:
+        raise ConfigError(
+            "max_grad_norm needs the gradients of all stages at one time, which schedule "
+            "'stash' never has",
+            remedy="use schedule='2bw' or 'vsync', or clip per stage in the optimizer",
+        )
+    for name in ("autocast", "grad_scaler"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"{name}={getattr(options, name)!r} is not available yet",
+                remedy=f"leave {name} out; open torch.autocast inside the model's forward, "
+                "which is captured as it is",
+            )
+    if isinstance(options.loss_reduction, str) and options.loss_reduction not in ("mean", "sum"):
+        raise ConfigError(
+            f"loss_reduction={options.loss_reduction!r} is not known",
+            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
+        )
+    if options.verify not in ("auto", "full", "off"):
+        raise ConfigError(
+            f"verify={options.verify!r} is not available", remedy="'auto', 'full' or 'off'"
+        )
+    if options.outputs not in ("none", "last", "all"):
+        raise ConfigError(f"outputs={options.outputs!r} is not one of 'none', 'last', 'all'")
+
+
+def _schedule(options: Options) -> str:
+    if options.schedule == "auto":
+        return "2bw" if options.max_staleness in (1, "any") else "1f1b"
+    if options.schedule not in FLUSH_SCHEDULES + STALE_SCHEDULES:
+        known = ", ".join(repr(name) for name in (*FLUSH_SCHEDULES, *STALE_SCHEDULES, "auto"))
+        raise ConfigError(
+            f"schedule={options.schedule!r} is not available", remedy=f"one of {known}"
+        )
+    return options.schedule
+
+
+def _num_stages(options: Options, num_ranks: int | None) -> int:
+    stages = options.stages
+    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int)):
+        raise ConfigError(f"stages must be a number, got {stages!r}")
+    if stages is not None and stages < 1:
+        raise ConfigError(f"stages must be at least 1, got {stages}")
+    if num_ranks is not None:
+        if stages is not None and stages != num_ranks:
+            raise LaunchError(
+                f"{stages} stages, but WORLD_SIZE is {num_ranks}",
+                remedy=f"launch with torchrun --nproc-per-node={stages}, or leave stages out",
+            )
+        return num_ranks
+    if stages is not None:
+        return stages
+    if isinstance(options.cluster, Cluster):
+        return len(options.cluster.devices)
+    if options.cluster != "auto":
+        return len(_cluster(options.cluster, 1, in_process=True).devices)
+    return 1
+
+
+def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
+    if isinstance(given, Cluster):
+        return given
+    if given == "auto":
+        return Cluster.local(stages) if in_process else Cluster.parse(str(stages))
+    if isinstance(given, str | Path):
+        text = str(given)
+        return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+    raise ConfigError(
+        f"cluster={given!r} is not a cluster",
+        remedy="'auto', Cluster.local(4), '2x4' (hosts x devices), or the path of a cluster.toml",
+    )
+
+
+def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) -> int:
+    if not splits:
+        return 1
+    if given == "auto":
+        wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
+        divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
+        return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ConfigError(f"microbatches must be a number or 'auto', got {given!r}")
+    if given < 1:
+        raise ConfigError(f"microbatches must be at least 1, got {given}")
+    if given > batch_size:
+        raise ConfigError(
+            f"{given} microbatches of a minibatch of {batch_size} samples",
+            remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
+        )
+    return given
+
+
+def _memory(given: int | str | None) -> int | None:
+    if given is None or isinstance(given, int):
+        if given is not None and given <= 0:
+            raise ConfigError(f"memory must be positive, got {given} bytes")
+        return given
+    return parse_bytes(given)

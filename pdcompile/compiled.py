@@ -1,0 +1,48 @@
+"""Compiled: everything that one compilation produced, each form under its own name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.graph import Capture
+from pdcompile.passes.check import Proof
+from pdcompile.passes.simulate import Simulation
+from pdcompile.plan import Edge, Plan
+from pdcompile.stage import Sources
+
+if TYPE_CHECKING:
+    from pdcompile.batch import BatchLayout
+    from pdcompile.passes.verify import Verification
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What rank 0 makes and every rank receives.
+
+    `verification` is None with ``verify="off"``; `eval_edges` are the values that cross stages
+    in evaluation; `pass_seconds` says how long each pass took.
+    """
+
+    capture: Capture
+    plan: Plan
+    sources: Sources
+    eval_edges: tuple[Edge, ...]
+    layout: BatchLayout
+    proof: Proof
+    simulation: Simulation
+    verification: Verification | None
+    pass_seconds: tuple[tuple[str, float], ...] = ()
+
+    def explain(self) -> str:
+        """The plan as a table with its certificate, what was proved, and what was verified."""
+        from pdcompile.report.plan_table import explain
+
+        verified = str(self.verification) if self.verification else "not verified (verify='off')"
+        return "\n".join((explain(self.plan).rstrip(), str(self.proof), verified))
+
+    def dump(self, folder: str, model: Any = None) -> None:
+        """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""
+        from pdcompile.passes import codegen
+
+        codegen.write(self.sources, folder, model=model)

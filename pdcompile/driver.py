@@ -1,0 +1,222 @@
+"""The whole compiler on one screen: pass after pass, from a model to a running pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pdcompile.batch import FlatCall, example_call, resolve_batch
+from pdcompile.choices import Choices, check_options, choose
+from pdcompile.cluster import stage_limits
+from pdcompile.compiled import Compiled
+from pdcompile.graph import Capture
+from pdcompile.options import Options
+from pdcompile.passes import boundaries, codegen
+from pdcompile.passes.assemble import assemble
+from pdcompile.passes.check import check
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.optimizer_state import optimizer_factor
+from pdcompile.passes.partition import partition
+from pdcompile.passes.profile import profile
+from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.passes.trace import capture
+from pdcompile.passes.verify import verify
+from pdcompile.plan import Plan, Training
+from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.start import given_plan, preparation
+from pdcompile.steps import Steps
+
+
+def build(
+    model: nn.Module,
+    flat: FlatCall,
+    options: Options,
+    *,
+    num_ranks: int | None = None,
+    step: Steps | None = None,
+) -> Compiled:
+    """Run every pass once: from a model and one global minibatch to all that a runtime needs.
+
+    `num_ranks` is the number of processes, None for one process.  A plan or sources given in
+    the options take the place of the passes that would make them, and are checked instead.
+
+    Raises:
+        PdcompileError: one of its children, which names the cause, the place and the remedy.
+    """
+    step = step or Steps()
+    layout = resolve_batch(flat, options.batch_dims)
+    chosen = choose(options, batch_size=layout.size, splits=layout.splits, num_ranks=num_ranks)
+    size = chosen.microbatch_size
+
+    captured = step(
+        "graph", lambda: capture(model, flat, layout, options.loss_fn, microbatch_size=size)
+    )
+    if options.plan is None:
+        plan = make_plan(model, captured, options, chosen, step)
+    else:
+        plan = step("plan", lambda: given_plan(options.plan, chosen, captured.train))
+    proof = step("proof", lambda: check(plan))
+    simulation = step("forecast", lambda: simulate(plan))
+    plan = replace(plan, forecast=simulation.forecast)
+    generated = step("sources", lambda: codegen.generate(captured, plan))
+    sources = generated if options.sources is None else codegen.read(options.sources, generated)
+    verification = None
+    if options.verify != "off":
+        verification = step(
+            "verified",
+            lambda: verify(captured, plan, sources, model, flat, layout, options.loss_fn),
+        )
+    return Compiled(
+        capture=captured,
+        plan=plan,
+        sources=sources,
+        eval_edges=boundaries.eval_edges(captured, plan, size),
+        layout=layout,
+        proof=proof,
+        simulation=simulation,
+        verification=verification,
+        pass_seconds=tuple(step.seconds.items()),
+    )
+
+
+def make_plan(
+    model: nn.Module, captured: Capture, options: Options, chosen: Choices, step: Steps
+) -> Plan:
+    """Costs, the planner's problem, its answer with a certificate, and the plan of it."""
+    factor, assumed = optimizer_factor(options.optimizer)
+    depths = warmup(chosen.schedule, chosen.num_stages, chosen.num_microbatches)
+    memory = memory_rule(
+        chosen.schedule,
+        depths,
+        chosen.num_microbatches,
+        clipping=options.max_grad_norm is not None,
+        optimizer_factor=factor,
+    )
+    graph = step(
+        "costs",
+        lambda: profile(
+            captured.train, model, microbatch_size=chosen.microbatch_size, costs=options.costs
+        ),
+    )
+    problem = step(
+        "problem",
+        lambda: coarsen(
+            graph,
+            stage_limits(chosen.cluster, chosen.num_stages, chosen.memory_bytes),
+            num_microbatches=chosen.num_microbatches,
+            objective=chosen.objective,
+            memory=memory,
+            constraints=options.constraints,
+        ),
+    )
+    answer, certificate = step(
+        "partition",
+        lambda: partition(problem, time_limit=options.time_limit, seed=options.seed),
+    )
+    training = Training(
+        schedule=chosen.schedule,
+        num_microbatches=chosen.num_microbatches,
+        batch_size=chosen.batch_size,
+        warmup=depths,
+        loss_reduction=chosen.loss_reduction,
+        max_grad_norm=options.max_grad_norm,
+        optimizer_factor=factor,
+        seed=options.seed,
+    )
+    plan = step(
+        "plan",
+        lambda: assemble(graph, problem, answer, certificate, training, chosen.cluster),
+    )
+    return replace(plan, notes=(*plan.notes, assumed)) if assumed else plan
+
+
+def compile(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Callable[..., Any] | None = partial(torch.optim.AdamW, lr=3e-4),
+    cluster: Any = "auto",
+    stages: int | None = None,
+    schedule: str = "1f1b",
+    microbatches: int | Literal["auto"] = "auto",
+    memory: int | str | None = None,
+    constraints: Sequence[Any] = (),
+    batch_dims: Any = 0,
+    loss_reduction: Literal["mean", "sum"] | Callable[..., Any] = "mean",
+    autocast: Any = None,
+    grad_scaler: Any = None,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    costs: Any = "measured",
+    verify: Literal["auto", "full", "blocks", "off"] = "auto",
+    outputs: Literal["none", "last", "all"] = "last",
+    keep_model: bool = False,
+    max_staleness: int | Literal["any"] = 0,
+    time_limit: float | None = None,
+    plan: Any = None,
+    sources: Any = None,
+    allow_edited: bool = False,
+    group: Any = None,
+) -> Pipeline:
+    """Compile a model into a pipeline of stages; `pipe.step(inputs, target=…)` trains it.
+
+    Returns at once: the model is captured, planned and verified with the first minibatch
+    (`step` or `prepare`), or now when `example_inputs` (and, for a loss_fn, `example_target`)
+    are given.  In a plain process all stages run in this process; under torchrun one a rank.
+
+    Args:
+        model: any nn.Module.  In one process it is trained in place, as after torch.compile;
+            under torchrun its other stages' parameters become meta tensors.
+        example_inputs: one global minibatch: a tensor, a tuple (positional) or a dict (keyword).
+        example_target: the target that belongs to it, for `loss_fn`.
+        loss_fn: (output, target) -> scalar; None: the model returns its loss (a scalar, an
+            output with ``.loss``, or a dict with ``"loss"``).
+        optimizer: called with this rank's parameters (``.named`` has their names), returns a
+            torch Optimizer; None: gradients only.
+        cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
+        stages: how many; None: one a device.
+        schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
+            drains and uses gradients of weights one minibatch old; "auto": see max_staleness.
+        microbatches: pieces that a minibatch is split into.
+        memory: limit of every device in bytes, or as "16 GB".
+        constraints: Pin, Together, Apart, CutBefore of `pdcompile.constraints`.
+        batch_dims: which dimension of each input counts samples; None: nothing is split.
+        loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
+        max_grad_norm: clip by the global norm over all stages.
+        seed: of dropout and all other random ops, and of the search.
+        costs: "measured", "estimated", or a saved profile.
+        verify: "auto" and "full" compare the stages with eager before the first step; "off".
+        outputs: which ranks get `result.outputs`.
+        keep_model: train a copy and leave `model` as it is.
+        max_staleness: with schedule="auto", 1 or "any" allows 2bw.
+        time_limit: seconds for the planner's search.
+        plan: a Plan or plan.json to use instead of planning.
+        sources: a folder that `dump` wrote; with allow_edited, also one that was edited since.
+        group: a torch.distributed group to run on instead of all ranks.
+
+    Raises:
+        PdcompileError: one of its children; the options that cannot be right are refused here,
+            the rest when the pipeline is prepared.
+    """
+    given = dict(locals())
+    del given["model"], given["example_inputs"], given["example_target"]
+    options = Options(**given)
+    check_options(options)
+
+    def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
+        if flat is None:
+            flat = example_call(model, example_inputs, example_target)
+        return build(model, flat, options, num_ranks=num_ranks)
+
+    pipe = Pipeline(model, options, preparation(model, options, build_from))
+    if example_inputs is not None and (loss_fn is None or example_target is not None):
+        pipe.prepare()
+    return pipe

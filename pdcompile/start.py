@@ -1,0 +1,110 @@
+"""Start: who compiles, and how the result reaches every rank.
+
+Rank 0 runs the passes once and hands the result to the others, so that all ranks run one plan;
+a failure there is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.choices import Choices
+from pdcompile.compiled import Compiled
+from pdcompile.errors import PlanError
+from pdcompile.graph import OpGraph, fingerprint
+from pdcompile.options import Options
+from pdcompile.passes import codegen
+from pdcompile.passes.assemble import FINGERPRINT_DIGITS
+from pdcompile.passes.schedules import make_stream
+from pdcompile.plan import Plan
+from pdcompile.runtime.launch import from_rank0, num_ranks
+from pdcompile.runtime.prepared import Prepared
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pdcompile.batch import FlatCall
+
+Build = Callable[["FlatCall | None", "int | None"], Compiled]
+
+
+def preparation(
+    model: nn.Module, options: Options, build: Build
+) -> Callable[[FlatCall | None], Prepared]:
+    """What the pipeline calls with its first minibatch."""
+
+    def prepare(flat: FlatCall | None) -> Prepared:
+        ranks = num_ranks(options)
+        if ranks is None:
+            compiled = build(flat, None)
+        else:
+            compiled = _decode(from_rank0(options, lambda: _encode(build(flat, ranks))))
+        return Prepared(
+            capture=compiled.capture,
+            plan=compiled.plan,
+            interfaces=compiled.sources.interfaces,
+            stage_classes=codegen.stage_classes(compiled.sources),
+            eval_edges=compiled.eval_edges,
+            stream=make_stream(compiled.plan),
+            layout=compiled.layout,
+            in_process=ranks is None,
+            explain=compiled.explain,
+            dump=lambda folder: compiled.dump(folder, model),
+        )
+
+    return prepare
+
+
+def given_plan(given: Any, chosen: Choices, graph: OpGraph) -> Plan:
+    """A plan that the user gives (a `Plan` or the path of plan.json), if it fits.
+
+    Raises:
+        PlanError: it cannot be read, is of another model, or contradicts the other options.
+    """
+    plan = given if isinstance(given, Plan) else _read_plan(given)
+    training = plan.training
+    wanted = {
+        "stages": (len(plan.stages), chosen.num_stages),
+        "batch size": (training.batch_size, chosen.batch_size),
+        "max_grad_norm": (training.max_grad_norm, chosen.max_grad_norm),
+        "loss_reduction": (training.loss_reduction, chosen.loss_reduction),
+        "seed": (training.seed, chosen.seed),
+    }
+    for name, (planned, asked) in wanted.items():
+        if planned != asked:
+            raise PlanError(
+                f"the plan was made for {name} {planned!r}, and {asked!r} is asked for",
+                where="plan",
+                remedy="plan again with these options, or give the options of the plan",
+            )
+    if plan.fingerprint.split(".")[0] != fingerprint(graph)[:FINGERPRINT_DIGITS]:
+        raise PlanError(
+            "the plan is of another model: the fingerprint of the captured graph differs",
+            where="plan",
+            remedy="plan again for this model",
+        )
+    return plan
+
+
+def _read_plan(given: Any) -> Plan:
+    try:
+        content = Path(given).read_bytes()
+    except (OSError, TypeError) as error:
+        raise PlanError(
+            f"cannot read the plan: {error}", where=str(given), remedy="give a Plan or a file"
+        ) from error
+    return Plan.from_json(content, where=str(given))
+
+
+def _encode(compiled: Compiled) -> str:
+    # The ranks of one job trust each other: the same program started all of them.
+    return base64.b64encode(pickle.dumps(compiled)).decode()
+
+
+def _decode(text: str) -> Compiled:
+    compiled: Compiled = pickle.loads(base64.b64decode(text))
+    return compiled

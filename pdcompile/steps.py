@@ -1,0 +1,60 @@
+"""Steps: what happens around every pass — timing, progress, and the numbered dumps.
+
+Under ``PDCOMPILE_DUMP=dir`` each form that a pass returns is written to a numbered file
+(``dir/03_problem.txt``, or ``.json`` where the form has ``to_json``), so that two
+compilations can be compared with diff, pass by pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pdcompile.errors import ConfigError
+
+Form = TypeVar("Form")
+Listener = Callable[[str, float], None]
+
+
+class Steps:
+    """Runs passes by name: ``graph = step("graph", lambda: trace(model, inputs))``.
+
+    `listener(name, seconds)` is told when a pass starts (seconds < 0) and when it has ended.
+    `seconds` holds the duration of each pass, in order.
+    """
+
+    def __init__(self, listener: Listener | None = None, folder: str | None = None):
+        self.listener = listener
+        self.seconds: dict[str, float] = {}
+        chosen = folder if folder is not None else os.environ.get("PDCOMPILE_DUMP")
+        self.folder = Path(chosen) if chosen else None
+
+    def __call__(self, name: str, run: Callable[[], Form]) -> Form:
+        if self.listener:
+            self.listener(name, -1.0)
+        began = time.perf_counter()
+        form = run()
+        self.seconds[name] = time.perf_counter() - began
+        if self.listener:
+            self.listener(name, self.seconds[name])
+        if self.folder:
+            self._write(name, form)
+        return form
+
+    def _write(self, name: str, form: Any) -> None:
+        assert self.folder is not None
+        to_json = getattr(form, "to_json", None)
+        suffix, text = ("json", to_json()) if to_json else ("txt", str(form))
+        path = self.folder / f"{len(self.seconds):02d}_{name}.{suffix}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the form of pass '{name}': {error.strerror}",
+                where=str(path),
+                remedy="point PDCOMPILE_DUMP at a folder that can be written, or unset it",
+            ) from error

@@ -1,0 +1,167 @@
+"""The promise: what the pipeline trains is what the model trains, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdcompile
+from tests.helpers import models
+
+Build = Callable[[], nn.Module]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+MOMENTUM = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+BUILDERS: dict[str, Build] = {
+    "gpt": models.gpt,
+    "gpt-dropout": partial(models.gpt, dropout=0.1),
+    "mlp": models.mlp,
+    "convnet": models.convnet,
+    "unet": models.unet,
+}
+
+
+def pair(build: Build) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = build()
+    return model, copy.deepcopy(model)
+
+
+def batches_for(model: nn.Module, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    return [models.batch_for(model, size, seed) for seed, size in enumerate(sizes)]
+
+
+def train(
+    pipe: Any, batches: list[tuple[Tensor, Tensor]], *, schedule_lr: bool, flush_at: int | None
+) -> list[float]:
+    losses = []
+    decay = None
+    for t, (inputs, target) in enumerate(batches):
+        losses.append(float(pipe.step(inputs, target=target).loss))
+        if schedule_lr:
+            decay = decay or torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
+            decay.step()
+        if t == flush_at:
+            pipe.flush()
+    pipe.flush()
+    return losses
+
+
+def assert_equal_states(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), f"{name} differs"
+
+
+def compare_training(
+    build: Build,
+    schedule: str,
+    stages: int,
+    *,
+    sizes: list[int],
+    microbatches: int = 4,
+    optimizer: Any = ADAMW,
+    clip: float | None = None,
+    schedule_lr: bool = False,
+    flush_at: int | None = None,
+) -> None:
+    model, twin = pair(build)
+    batches = batches_for(model, sizes)
+    common: dict[str, Any] = {
+        "loss_fn": models.loss_for(model),
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "max_grad_norm": clip,
+    }
+    with pdcompile.compile(model, costs="estimated", stages=stages, **common) as pipe:
+        ours = train(pipe, batches, schedule_lr=schedule_lr, flush_at=flush_at)
+        state = pipe.full_state_dict()
+    expected = pdcompile.reference(twin, **common)
+    theirs = train(expected, batches, schedule_lr=schedule_lr, flush_at=flush_at)
+    assert ours == theirs
+    assert_equal_states(state, expected.full_state_dict())
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_flush_schedules_train_as_gradient_accumulation(
+    name: str, schedule: str, stages: int
+) -> None:
+    compare_training(BUILDERS[name], schedule, stages, sizes=[8, 8])
+
+
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_flush_schedule_with_clipping(name: str) -> None:
+    compare_training(BUILDERS[name], "1f1b", 3, sizes=[8, 8], clip=0.1)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_2bw_trains_as_the_delayed_update(name: str, stages: int) -> None:
+    compare_training(BUILDERS[name], "2bw", stages, sizes=[8] * 6)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("flush_at", [None, 2])
+def test_2bw_with_clipping_flush_and_a_changing_learning_rate(
+    optimizer: Any, clip: float | None, flush_at: int | None
+) -> None:
+    compare_training(
+        models.gpt, "2bw", 3, sizes=[8] * 6,
+        optimizer=optimizer, clip=clip, schedule_lr=True, flush_at=flush_at,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize("sizes", [[8, 8, 3], [8, 2, 8, 8], [7, 7, 1, 7]])
+def test_short_minibatches(schedule: str, sizes: list[int]) -> None:
+    compare_training(models.gpt, schedule, 3, sizes=sizes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpt", "convnet", "unet"])
+def test_gradients_of_the_middle_level(name: str, schedule: str) -> None:
+    model, twin = pair(BUILDERS[name])
+    inputs, target = models.batch_for(model, 8, 0)
+    loss_fn = models.loss_for(model)
+    with pdcompile.compile(
+        model, loss_fn=loss_fn, optimizer=None, stages=3, schedule=schedule,
+        microbatches=4, costs="estimated",
+    ) as pipe:  # fmt: skip
+        for _ in range(2):
+            pipe.forward_backward(inputs, target=target)
+        ours = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+    for _ in range(2):
+        for x, y in zip(inputs.tensor_split(4), target.tensor_split(4), strict=True):
+            (loss_fn(twin(x), y) * (len(x) / 8)).backward()
+    theirs = {name: p.grad for name, p in twin.named_parameters()}
+    assert_equal_states(ours, theirs)
+
+
+def test_the_model_alone_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    model = models.ReturnsLoss(models.mlp())
+    x, y = models.batch_for(model.inner, 8, 0)
+    pipe = pdcompile.compile(model)
+    losses = [float(pipe.step(x, y).loss) for _ in range(3)]
+    assert losses[2] < losses[0]
+    pipe.close()
+
+
+def test_a_model_and_a_loss_function_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    model = models.mlp()
+    x, y = models.batch_for(model, 8, 0)
+    pipe = pdcompile.compile(model, loss_fn=models.loss_for(model))
+    losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
+    assert losses[2] < losses[0]
+    pipe.close()
