@@ -15,21 +15,23 @@ from pdcompile.passes.partition.model import Model
 
 def all_ideals(model: Model, limit: int) -> list[int] | None:
     """Every ideal as a bit mask, smaller ones first, or None when there are more than `limit`."""
-    n = model.num_groups
     before, after = _neighbours(model)
-    seen = {0}
-    layer = [0]
+    needs = [sum(1 << u for u in parents) for parents in before]
+    ready_of = {0: [v for v, parents in enumerate(before) if not parents]}
     found = [0]
+    layer = [0]
     while layer:
-        following: list[int] = []
+        following: dict[int, list[int]] = {}
         for ideal in layer:
-            for v in _ready(ideal, n, before, after):
+            ready = ready_of.pop(ideal)
+            for v in ready:
                 larger = ideal | 1 << v
-                if larger not in seen:
-                    seen.add(larger)
-                    following.append(larger)
-            if len(seen) > limit:
+                if larger not in following:
+                    opened = [u for u in after[v] if needs[u] & ~larger == 0]
+                    following[larger] = [u for u in ready if u != v] + opened
+            if len(found) + len(following) > limit:
                 return None
+        ready_of = following
         layer = sorted(following)
         found += layer
     return found
@@ -79,12 +81,6 @@ def _neighbours(model: Model) -> tuple[list[list[int]], list[list[int]]]:
         before[b].append(a)
         after[a].append(b)
     return before, after
-
-
-def _ready(ideal: int, n: int, before: list[list[int]], after: list[list[int]]) -> Iterator[int]:
-    for v in range(n):
-        if not ideal >> v & 1 and all(ideal >> u & 1 for u in before[v]):
-            yield v
 
 
 def _by_priority(

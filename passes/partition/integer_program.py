@@ -103,17 +103,15 @@ class IntegerProgram:
 
     def solve(
         self, deadline: float, seed: int, offer: Callable[[tuple[int, ...]], object]
-    ) -> tuple[float | None, tuple[int, ...] | None]:
+    ) -> tuple[float, tuple[int, ...] | None]:
         """(bound in seconds, assignment of groups).
 
-        The bound is infinite when nothing satisfies the model, None when nothing was proved.
-        Every solution on the way is offered.
+        The bound is infinite when nothing satisfies the model; there is no assignment when none
+        was found in time.  Every solution on the way is offered.
         """
         if not self.x.possible:
             return math.inf, None
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return None, None
+        left = max(0.0, deadline - time.monotonic())
         solver = self._cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 0
@@ -122,9 +120,10 @@ class IntegerProgram:
         status = solver.solve(self.cp, self._callback(offer))
         if status == self._cp_model.INFEASIBLE:
             return math.inf, None
+        bound = solver.best_objective_bound / self.scale
         if status not in (self._cp_model.OPTIMAL, self._cp_model.FEASIBLE):
-            return None, None
-        return solver.best_objective_bound / self.scale, self.x.read(solver.boolean_value)
+            return bound, None
+        return bound, self.x.read(solver.boolean_value)
 
     def _callback(self, offer: Callable[[tuple[int, ...]], object]) -> Any:
         thresholds = self.x

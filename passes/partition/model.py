@@ -245,10 +245,11 @@ def _components(below: dict[int, set[int]]) -> dict[int, int]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == index[node]:
-                    cut = stack.index(node)
-                    found.append(stack[cut:])
-                    on_stack.difference_update(stack[cut:])
-                    del stack[cut:]
+                    group = [stack.pop()]
+                    while group[-1] != node:
+                        group.append(stack.pop())
+                    on_stack.difference_update(group)
+                    found.append(group)
             elif child not in index:
                 index[child] = low[child] = len(index)
                 stack.append(child)

@@ -24,7 +24,7 @@ from pdcompile.problem import Partition, PartitionProblem
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_CHAINS = 400  # evaluated one by one
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
-DEFAULT_SECONDS = 60.0
+DEFAULT_SECONDS = 20.0
 Progress = Callable[[str], None]
 
 
@@ -211,8 +211,6 @@ def _prove(search: Search, _: Segments) -> None:
     while not search.proved and not search.late:
         program.below(search.upper * (1 - 1e-7))
         bound, groups = program.solve(search.deadline, search.seed, search.offer)
-        if bound is None:
-            return
         search.prove(min(bound, search.upper), "CP-SAT")
         if bound == math.inf or groups is None:
             return

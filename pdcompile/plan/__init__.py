@@ -1,5 +1,6 @@
 """Plan: stages, schedule parameters, forecast and certificate; strict JSON that people edit."""
 
+from pdcompile.plan.check import check as check
 from pdcompile.plan.model import SCHEMA as SCHEMA
 from pdcompile.plan.model import Certificate as Certificate
 from pdcompile.plan.model import Edge as Edge

@@ -1,0 +1,284 @@
+"""check(plan, graph, cluster): a plan's claims, recomputed without the planner.
+
+What the plan says about the graph (ops, order, edges, tied parameters, seconds, bytes) is
+derived again from the graph; what its certificate says, from that.  A plan that was edited by
+hand, or made for another model, is refused with the first thing that is not so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import PlanError
+from pdcompile.graph import Op, OpGraph, Ref, walk
+from pdcompile.plan.clock import Clock
+from pdcompile.plan.model import Plan, StagePlan
+from pdcompile.plan.validate import validate
+
+TOLERANCE = 1e-6  # relative, of recomputed seconds
+FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")
+VERSIONS = {"2bw": 2}
+Finding = tuple[str, str, str]  # path, message, remedy
+AGAIN = "make the plan again for this model and cluster"
+
+
+def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
+    """Recompute objective and feasibility.
+
+    The objective is recomputed for one replica a stage; with replicas only its bound is checked.
+
+    Raises:
+        PlanError: an op is missing or misplaced, an edge or tied parameter is not what crosses,
+            a stage exceeds its device's memory, the certificate's objective cannot be
+            reproduced.  `where` is the place in the plan.
+    """
+    validate(plan, "plan")
+    stage_of = _stage_of(plan, graph)
+    for findings in (
+        _order(graph, stage_of),
+        _together(graph, stage_of),
+        _edges(plan, graph, stage_of),
+        _tied(plan, graph, stage_of),
+        _stages(plan, graph, stage_of, cluster),
+        _memory(plan, graph, cluster),
+        _objective(plan, graph, cluster),
+    ):
+        for path, message, remedy in findings:
+            raise PlanError(message, where=f"plan: {path}", remedy=remedy)
+
+
+def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
+    """Stage of every op; ops of an outside loss are on the last stage, listed or not."""
+    last = len(plan.stages) - 1
+    ops = {op.name: op for op in graph.ops}
+    placed = {}
+    for s, stage in enumerate(plan.stages):
+        for i, name in enumerate(stage.ops):
+            where = f"plan: stages[{s}].ops[{i}]"
+            if name not in ops:
+                raise PlanError(f"the graph has no op {name!r}", where=where, remedy=AGAIN)
+            if ops[name].region == "loss" and s != last:
+                remedy = f"move it to stage {last}"
+                raise PlanError(f"op {name!r} of the loss", where=where, remedy=remedy)
+            placed[name] = s
+    for op in graph.ops:
+        if op.region == "loss":
+            placed.setdefault(op.name, last)
+        if op.name not in placed:
+            raise PlanError(
+                f"op {op.name!r} ({op.source}) is on no stage",
+                where="plan: stages",
+                remedy="add it to the ops of one stage",
+            )
+    return placed
+
+
+def _order(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    for op in graph.ops:
+        for name in op.inputs:
+            if stage_of.get(name, 0) > stage_of[op.name]:
+                message = (
+                    f"op {op.name!r} on stage {stage_of[op.name]} reads {name!r} of "
+                    f"stage {stage_of[name]}"
+                )
+                remedy = f"move {op.name!r} to stage {stage_of[name]} or later"
+                yield f"stages[{stage_of[op.name]}].ops", message, remedy
+
+
+def _together(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    """Containers with those who take them apart; storages and buffers that are written."""
+    groups: dict[str, set[str]] = defaultdict(set)
+    written: set[int] = set()
+    for op in graph.ops:
+        for name in op.inputs:
+            if not graph.values[name].is_tensor and name in stage_of:
+                groups[f"container {name!r}"] |= {op.name, name}
+        for name in op.mutates:
+            groups[f"value {name!r}, which is written in place,"].add(op.name)
+            if graph.values[name].storage >= 0:
+                written.add(graph.values[name].storage)
+        for fqn in op.buffers_written:
+            groups[f"buffer {fqn!r}"].add(op.name)
+    for op in graph.ops:
+        for fqn in op.buffers_read:
+            if f"buffer {fqn!r}" in groups:
+                groups[f"buffer {fqn!r}"].add(op.name)
+        for name in op.mutates:
+            if name in stage_of:
+                groups[f"value {name!r}, which is written in place,"].add(name)
+    for what, names in groups.items():
+        stages = sorted({stage_of[name] for name in names})
+        if len(stages) > 1:
+            message = f"{what} is used on stages {stages}, and has to stay on one"
+            yield "stages", message, f"put {', '.join(sorted(names))} on one stage"
+
+
+def _needed(graph: OpGraph, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
+    """Later stages that read each op's value; the model's output is read on the last one."""
+    readers: dict[str, set[int]] = {op.name: set() for op in graph.ops}
+    for op in graph.ops:
+        for name in op.inputs:
+            if name in readers:
+                readers[name].add(stage_of[op.name])
+    for ref in walk(graph.output, Ref):
+        if ref.name in readers:
+            readers[ref.name].add(last)
+    return {
+        name: stages - {stage_of[name]}
+        for name, stages in readers.items()
+        if stages - {stage_of[name]}
+    }
+
+
+def _edges(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    needed = _needed(graph, stage_of, len(plan.stages) - 1)
+    b = _microbatch_size(graph)
+    for i, edge in enumerate(plan.edges):
+        path = f"edges[{i}]"
+        if edge.value not in needed:
+            yield path, f"value {edge.value!r} crosses no boundary", "remove the edge"
+            continue
+        targets = tuple(sorted(needed.pop(edge.value)))
+        value = graph.values[edge.value]
+        if edge.targets != targets:
+            message = f"{edge.value!r} is read on stages {list(targets)}, not {list(edge.targets)}"
+            yield f"{path}.targets", message, f"write {list(targets)}"
+        if edge.bytes != value.bytes(b):
+            message = f"{edge.value!r} has {value.bytes(b)} bytes, not {edge.bytes}"
+            yield f"{path}.bytes", message, AGAIN
+        if edge.gradient and not value.needs_gradient:
+            yield f"{path}.gradient", f"{edge.value!r} has no gradient", "write false"
+        if value.needs_gradient and not edge.gradient and _returns(graph, edge.value, stage_of):
+            message = f"the loss depends on {edge.value!r} through a later stage"
+            yield f"{path}.gradient", message, "write true"
+    for name in needed:
+        message = f"{name!r} of stage {stage_of[name]} is read on {sorted(needed[name])}"
+        yield "edges", message + ", and has no edge", AGAIN
+
+
+def _returns(graph: OpGraph, name: str, stage_of: Mapping[str, int]) -> bool:
+    readers = [op for op in graph.ops if name in op.inputs and stage_of[op.name] != stage_of[name]]
+    return name == graph.loss or any(graph.values[op.name].needs_gradient for op in readers)
+
+
+def _tied(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    holders: dict[str, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        for fqn in (*op.parameters, *op.attributes):
+            info = graph.tensors[fqn]
+            if info.kind == "parameter" and info.requires_grad:
+                holders[fqn].add(stage_of[op.name])
+    expected = {fqn: tuple(sorted(s)) for fqn, s in holders.items() if len(s) > 1}
+    for i, tied in enumerate(plan.tied):
+        stages = expected.pop(tied.fqn, ())
+        if tied.stages != stages:
+            message = f"{tied.fqn!r} is used on stages {list(stages)}, not {list(tied.stages)}"
+            yield f"tied[{i}].stages", message, AGAIN
+        if tied.bytes != graph.tensors[tied.fqn].bytes:
+            yield f"tied[{i}].bytes", f"{tied.fqn!r} has other bytes", AGAIN
+    for fqn, stages in expected.items():
+        message = f"{fqn!r} is used on stages {list(stages)} and is not listed"
+        yield "tied", message, "list it: its gradients have to be summed"
+
+
+def _stages(
+    plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
+) -> Iterator[Finding]:
+    for s, stage in enumerate(plan.stages):
+        ops = [op for op in graph.ops if stage_of[op.name] == s]
+        speed = cluster.devices[_rank(stage)].speed
+        for name, found in zip(("forward_seconds", "backward_seconds"), _seconds(ops), strict=True):
+            if not math.isclose(
+                getattr(stage, name), found / speed, rel_tol=TOLERANCE, abs_tol=1e-300
+            ):
+                message = f"{name} is {getattr(stage, name)!r}, its ops take {found / speed!r}"
+                yield f"stages[{s}].{name}", message, AGAIN
+        used = {fqn for op in ops for fqn in (*op.parameters, *op.attributes)}
+        missing = sorted(fqn for fqn in used if graph.tensors[fqn].kind == "parameter")
+        if tuple(missing) != stage.parameters:
+            strange = sorted(set(missing) ^ set(stage.parameters))
+            message = f"parameters are not those of its ops: {', '.join(strange[:4])}"
+            yield f"stages[{s}].parameters", message, AGAIN
+        trainable = sum(
+            graph.tensors[fqn].bytes for fqn in missing if graph.tensors[fqn].requires_grad
+        )
+        if stage.trainable_bytes != trainable:
+            message = f"trainable_bytes is {stage.trainable_bytes}, its parameters have {trainable}"
+            yield f"stages[{s}].trainable_bytes", message, AGAIN
+
+
+def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
+    """The closed formula: at least what the stage holds."""
+    training = plan.training
+    versions = VERSIONS.get(training.schedule, 1)
+    costs = {op.name: op.cost for op in graph.ops}
+    for s, stage in enumerate(plan.stages):
+        limit = cluster.devices[_rank(stage)].memory_bytes
+        if limit is None:
+            continue
+        known = [cost for name in stage.ops if (cost := costs[name]) is not None]
+        copied = sum(tied.bytes for tied in plan.tied if s in tied.stages[1:])
+        saved = max(stage.saved_bytes, sum(cost.saved_bytes for cost in known))
+        received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
+        needed = (
+            stage.parameter_bytes
+            + stage.trainable_bytes * versions  # one more version each, and one gradient
+            + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
+            + _in_flight(plan)[s] * (saved + received)
+            + max([stage.workspace_bytes, *(cost.workspace_bytes for cost in known)])
+        )
+        if needed > limit:
+            message = f"stage {s} needs {needed} bytes of memory, its device has {limit}"
+            remedy = "move ops away, raise memory, or use more stages"
+            yield f"stages[{s}]", message, remedy
+
+
+def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
+    claimed = plan.certificate.objective_seconds
+    if any(stage.replicas > 1 for stage in plan.stages):
+        return
+    seconds = [(stage.forward_seconds, stage.backward_seconds) for stage in plan.stages]
+    # The planner counts a gradient for every value that has one; some never return over an edge.
+    wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
+    narrow = [edge.value for edge in plan.edges if edge.gradient]
+    m = plan.training.num_microbatches
+    found = []
+    for values in (narrow, wide):
+        clock = Clock.of(plan, cluster, seconds, values)
+        if plan.training.schedule in FLUSHING:
+            found.append(clock.makespan([n - 1 for n in _in_flight(plan)], m))
+        else:
+            found.append(clock.period(_in_flight(plan), m))
+    low, high = found[0] * (1 - TOLERANCE), found[1] * (1 + TOLERANCE)
+    if plan.training.schedule in FLUSHING and any(clock.half_duplex):
+        high = math.inf  # the order of messages in a half-duplex link only adds
+    if not low <= claimed <= high:
+        message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
+        yield "certificate.objective_seconds", message, AGAIN
+
+
+def _in_flight(plan: Plan) -> list[int]:
+    last = len(plan.stages) - 1
+    warmup = plan.training.warmup or [last - s for s in range(last + 1)]
+    most = plan.training.num_microbatches
+    flush = plan.training.schedule in FLUSHING
+    return [min(depth + 1, most) if flush else depth + 1 for depth in warmup]
+
+
+def _rank(stage: StagePlan) -> int:
+    return stage.ranks[0] if stage.ranks else stage.index
+
+
+def _seconds(ops: list[Op]) -> tuple[float, float]:
+    costs = [op.cost for op in ops if op.cost is not None]
+    return (
+        math.fsum(cost.forward_seconds for cost in costs),
+        math.fsum(cost.backward_seconds for cost in costs),
+    )
+
+
+def _microbatch_size(graph: OpGraph) -> int:
+    return next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)

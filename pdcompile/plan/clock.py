@@ -1,0 +1,161 @@
+"""What a plan's certificate claims, recomputed from its stages and edges.
+
+Written apart from the planner, on purpose: two programs that agree by sharing a mistake prove
+nothing.  Here the makespan is the least solution of "nothing starts before what it waits for",
+found by relaxing every event until nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdcompile.cluster import Cluster
+from pdcompile.plan.model import Plan
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds per stage and per ordered pair of stages, for one microbatch.
+
+    `weights`: pairs over which new weights of tied parameters go once a minibatch.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    ahead: dict[Pair, float]
+    back: dict[Pair, float]
+    weights: dict[Pair, float]
+    half_duplex: tuple[bool, ...]  # per stage
+
+    @staticmethod
+    def of(
+        plan: Plan,
+        cluster: Cluster,
+        seconds: Sequence[tuple[float, float]],
+        returning: Iterable[str],
+    ) -> Clock:
+        """From forward and backward seconds of each stage; `returning`: values with gradients."""
+        ranks = [stage.ranks[0] if stage.ranks else s for s, stage in enumerate(plan.stages)]
+        ahead: dict[Pair, float] = defaultdict(float)
+        back: dict[Pair, float] = defaultdict(float)
+        weights: dict[Pair, float] = defaultdict(float)
+        gradients = set(returning)
+
+        def hop(a: int, b: int, size: int) -> float:
+            level = cluster.level_between(ranks[a], ranks[b])
+            return size / level.bytes_per_second + level.latency_seconds
+
+        for edge in plan.edges:
+            for target in edge.targets:
+                ahead[edge.source, target] += hop(edge.source, target, edge.bytes)
+            if edge.value in gradients:
+                chain = (edge.source, *edge.targets)
+                for i in range(len(chain) - 1, 0, -1):
+                    back[chain[i], chain[i - 1]] += hop(chain[i], chain[i - 1], edge.bytes)
+        for tied in plan.tied:
+            for i in range(len(tied.stages) - 1, 0, -1):
+                a, b = tied.stages[i], tied.stages[i - 1]
+                back[a, b] += hop(a, b, tied.bytes)
+            for holder in tied.stages[1:]:
+                weights[tied.stages[0], holder] += hop(tied.stages[0], holder, tied.bytes)
+        last = len(ranks) - 1
+        half = tuple(
+            any(
+                not cluster.level_between(ranks[i], ranks[i + 1]).full_duplex
+                for i in (s - 1, s)
+                if 0 <= i < last
+            )
+            for s in range(len(ranks))
+        )
+        forward, backward = zip(*seconds, strict=True)
+        return Clock(forward, backward, dict(ahead), dict(back), dict(weights), half)
+
+    def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
+        """Seconds per microbatch of a stream: busiest engine, or a round trip that is too long."""
+        stages = range(len(self.forward))
+        worst = 0.0
+        for s in stages:
+            sent = received = 0.0
+            for table, every in ((self.ahead, 1), (self.back, 1), (self.weights, num_microbatches)):
+                sent += sum(t for (a, _), t in table.items() if a == s) / every
+                received += sum(t for (_, b), t in table.items() if b == s) / every
+            link = sent + received if self.half_duplex[s] else max(sent, received)
+            trip = self._round_trip(s)
+            worst = max(worst, self.forward[s] + self.backward[s], link, trip / in_flight[s])
+        return worst
+
+    def _round_trip(self, first: int) -> float:
+        """The longest way from a stage's forward to the end of its backward."""
+        ends = {first: self.forward[first]}
+        for t in range(first + 1, len(self.forward)):
+            into = [ends[a] + x for (a, b), x in self.ahead.items() if b == t and a in ends]
+            if into:
+                ends[t] = max(into) + self.forward[t]
+        done: dict[int, float] = {}
+        for t in reversed(range(first, len(self.forward))):
+            ready = [done[a] + x for (a, b), x in self.back.items() if b == t and a in done]
+            ready += [ends[t]] if t in ends else []
+            if ready:
+                done[t] = max(ready) + self.backward[t]
+        return done[first]
+
+    def makespan(self, warmup: Sequence[int], m: int) -> float:
+        """Seconds of one minibatch with a flush, links being full duplex.
+
+        With half-duplex links it is a lower bound of the planner's figure.
+        """
+        begin: dict[tuple[str, int, int, int], float] = defaultdict(float)
+        waits = list(self._waits(warmup, m))
+        moved = True
+        while moved:
+            moved = False
+            for before, after, seconds in waits:
+                least = begin[before] + seconds
+                if least > begin[after] * (1 + 1e-15) + 1e-300:
+                    begin[after], moved = least, True
+        return begin["end", 0, 0, 0]
+
+    def _waits(
+        self, warmup: Sequence[int], m: int
+    ) -> Iterable[tuple[tuple[str, int, int, int], tuple[str, int, int, int], float]]:
+        """(event, later event, seconds between their starts), in an order that settles fast."""
+        num_stages = len(self.forward)
+        for k in range(m):
+            for kind, table, seconds, direction in (
+                ("F", self.ahead, self.forward, 1),
+                ("B", self.back, self.backward, -1),
+            ):
+                for s in range(num_stages)[::direction]:
+                    for (a, b), x in table.items():
+                        if a == s:
+                            wire = (f"wire {kind}", a, b, k)
+                            yield (kind, s, 0, k), wire, seconds[s]
+                            yield wire, (kind, b, 0, k), x
+                            if k + 1 < m:
+                                yield wire, (f"wire {kind}", a, b, k + 1), x
+                if kind == "F":
+                    for s in range(num_stages):
+                        yield from self._program(s, min(warmup[s], m - 1), m, k)
+        for s in range(num_stages):
+            yield ("B", s, 0, m - 1), ("end", 0, 0, 0), self.backward[s]
+            for (a, b), x in self.weights.items():
+                if a == s:
+                    wire = ("weights", a, b, 0)
+                    yield ("B", s, 0, m - 1), wire, self.backward[s]
+                    yield wire, ("end", 0, 0, 0), x
+
+    def _program(
+        self, s: int, depth: int, m: int, k: int
+    ) -> Iterable[tuple[tuple[str, int, int, int], tuple[str, int, int, int], float]]:
+        """Forward k of a stage waits for forward k−1 and backward k−1−depth, and so on."""
+        f, b = self.forward[s], self.backward[s]
+        if k:
+            yield ("F", s, 0, k - 1), ("F", s, 0, k), f
+            yield ("B", s, 0, k - 1), ("B", s, 0, k), b
+        if k > depth:
+            yield ("B", s, 0, k - 1 - depth), ("F", s, 0, k), b
+        yield ("F", s, 0, min(k + depth, m - 1)), ("B", s, 0, k), f
