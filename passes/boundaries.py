@@ -202,10 +202,16 @@ def _gradient_returns(
     """Whether the loss depends on the value through an op on another stage than its own."""
     if value.name == graph.loss:
         return True  # made on an earlier stage: backward starts from it on the last one
-    source = stage_of[value.name]
-    for op in graph.ops:
-        if stage_of[op.name] != source and value.name in op.inputs:
-            written = (*op.outputs, *op.mutates)
-            if any(graph.values[name].needs_gradient for name in written if name in graph.values):
-                return True
-    return False
+
+    def carries(name: str) -> bool:
+        made = graph.values.get(name)
+        if made is None or made.is_tensor:
+            return made is not None and made.needs_gradient
+        return any(carries(reader) for reader in made.consumers)  # what is taken out of it
+
+    return any(
+        carries(written)
+        for reader in value.consumers
+        if stage_of[reader] != stage_of[value.name]
+        for written in (*ops[reader].outputs, *ops[reader].mutates)
+    )

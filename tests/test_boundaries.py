@@ -148,6 +148,13 @@ def test_a_loss_made_early_still_sends_its_gradient():
     assert edge.gradient
 
 
+def test_a_gradient_comes_back_through_a_tuple():
+    ops = [op("a", "x"), op("parts", "a"), op("q", "parts"), op("loss", "q")]
+    g = graph(ops, loss="loss", dtypes={"parts": "container"})
+    (edge,) = edges(g, {"a": 0, "parts": 1, "q": 1, "loss": 1}, 2, 1)
+    assert edge.gradient
+
+
 def test_integers_bring_no_gradient():
     g = graph([op("a", "x"), op("c", "a")], dtypes={"a": "int64"})
     (edge,) = edges(g, {"a": 0, "c": 1}, 2, 2)
