@@ -47,7 +47,7 @@ def plan(
         return
     console = stdout()
     console.print(plan_report(result.plan))
-    console.print(str(result.proof), markup=False)
-    console.print(str(result.verification), markup=False)
+    console.print(str(result.proof), markup=False, soft_wrap=True)
+    console.print(str(result.verification), markup=False, soft_wrap=True)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)
