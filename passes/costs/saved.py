@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdcompile.graph import DTYPE_BYTES
+from pdcompile.graph import DTYPE_BYTES, Attr, Ref, walk
 from pdcompile.passes.costs.call import Call, Number, Operand, product, words
 
 
@@ -86,7 +86,8 @@ def _product(call: Call) -> Saved:
     """Each factor is kept for the gradient of the other one."""
     factors = call.inputs[:2]
     if len(factors) < 2:
-        return NOTHING
+        squared = len(walk(call.op.args, Ref)) + len(walk(call.op.args, Attr)) > 1
+        return Saved(factors) if squared else NOTHING
     left, right = factors
     kept = ([left] if right.requires_grad else []) + ([right] if left.requires_grad else [])
     batched = call.name == "matmul" and max(len(left.shape), len(right.shape)) > 3
