@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,32 @@ def test_files_that_the_readme_links_exist() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).exists(), link
+
+
+def run(*command: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_train_prints_the_same_losses_in_one_process_and_in_two() -> None:
+    alone = run("examples/train.py").splitlines()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    # Both ranks print, in any order.
+    assert sorted(run(*torchrun, "examples/train.py").splitlines()) == sorted(alone * 2)
+
+
+@pytest.mark.slow
+def test_demo_passes(tmp_path: Path) -> None:
+    out = run("examples/demo.py", "--steps", "3", "--out", str(tmp_path))
+    assert "PASS" in out
+    assert "FAIL" not in out
+    assert out.count("equal, bit for bit") == 2
+    for schedule in ("1f1b", "2bw"):
+        assert {"stage_0.py", "stage_1.py"} <= {
+            file.name for file in (tmp_path / schedule).iterdir()
+        }
