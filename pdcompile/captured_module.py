@@ -55,7 +55,7 @@ class CapturedModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         code = super().recompile()
-        type(self).forward = _outer(type(self).forward)  # type: ignore[method-assign]
+        type(self).forward = _outer(type(self).forward)
         return code
 
 
@@ -122,7 +122,7 @@ def _call(
             raise InputError(
                 f"the model was captured with {text} here", where=path, remedy="capture it again"
             )
-    lookup = {
+    lookup: dict[str, Callable[[str], Any]] = {
         "b": lambda _: _batch_size(graph, tensors),
         "device": lambda _: tensors[0].device if tensors else torch.device("cpu"),
         "training": lambda _: module.training,
@@ -132,7 +132,8 @@ def _call(
     extras = [lookup[kind](name) for kind, name in program.extras]
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         found = run(module, *tensors, *extras)
-    return pytree.tree_unflatten(list(found), graph.output_spec)
+    output: Any = pytree.tree_unflatten(found, graph.output_spec)
+    return output
 
 
 def _batch_size(graph: OpGraph, tensors: list[torch.Tensor]) -> int:
@@ -174,28 +175,29 @@ class _Builder:
     def add(self, op: Op) -> None:
         args = tuple(self.argument(argument) for argument in op.args)
         kwargs = {name: self.argument(argument) for name, argument in op.kwargs}
-        if op.kind in ("module", "opaque"):
-            node = self._module(op.module_path, args, kwargs)
+        kind: str = "call_function"
+        target: Any = None
+        if op.kind in ("module", "opaque") and is_plain(op.module_path):
+            kind, target = "call_module", op.module_path
+        elif op.kind in ("module", "opaque"):
+            target, args = call_module, (self._made["module", op.module_path], *args)
         elif op.kind == "method":
-            node = self.fx.call_method(op.target, args, kwargs)
+            kind, target = "call_method", op.target
         elif op.kind == "getattr":
-            node = self.fx.call_function(getattr, (args[0], op.target))
+            target, args = getattr, (args[0], op.target)
         else:
-            node = self.fx.call_function(resolve(op.target), args, kwargs)
+            target = resolve(op.target)
+        # Our name: left to itself torch.fx calls the result of a module `self` just that.
+        node = self.fx.create_node(kind, target, args, kwargs, name=op.name)
         node.meta["op"] = op
         self.nodes[op.name] = node
-
-    def _module(self, path: str, args: Any, kwargs: Any) -> fx.Node:
-        if is_plain(path):
-            return self.fx.call_module(path, args, kwargs)
-        return self.fx.call_function(call_module, (self._made["module", path], *args), kwargs)
 
     def argument(self, argument: Argument) -> Any:
         match argument:
             case Ref(name):
                 return self.nodes[name]
             case Attr(fqn) if is_plain(fqn):
-                return self.fx.get_attr(fqn)
+                return self.fx.create_node("get_attr", fqn, name=f"tensor_{len(self._made)}")
             case Attr(fqn):
                 return self._made["tensor", fqn]
             case Affine():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from types import EllipsisType
 from typing import Any, get_type_hints
 
@@ -65,7 +65,7 @@ def from_json(text: str | bytes, *, where: str = "graph.json") -> OpGraph:
     data = jsonio.loads(text, where=where)
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise PlanError(f"not a graph of format version {VERSION}", where=where)
-    graph = _rebuild(OpGraph, data, where)
+    graph: OpGraph = _rebuild(OpGraph, data, where)
     for name, value in graph.values.items():
         if value.name != name:
             raise PlanError(f"value {name!r} is called {value.name!r}", where=where)
@@ -140,9 +140,10 @@ def decode(data: Any, where: str) -> Argument:
         case "int", str() if content.lstrip("-").isdigit() and len(content) < 400:
             return int(content)
         case "complex", [real, imaginary]:
-            parts = (decode(real, where), decode(imaginary, where))
-            if all(isinstance(part, int | float) for part in parts):
-                return complex(*parts)
+            parts = [decode(part, where) for part in (real, imaginary)]
+            numbers = [part for part in parts if isinstance(part, int | float)]
+            if len(numbers) == 2:
+                return complex(*numbers)
         case "ellipsis", True:
             return ...
         case "affine", [int(scale), int(offset)]:
@@ -203,8 +204,3 @@ def _keyed(name: str, items: list[Any]) -> Any:
     if name == "tensors":
         return {item.fqn: item for item in items}
     return tuple(items)
-
-
-def without_costs(graph: OpGraph) -> OpGraph:
-    """The same graph before it was profiled."""
-    return replace(graph, ops=tuple(replace(op, cost=None) for op in graph.ops))

@@ -23,6 +23,11 @@ _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64",
     "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
 }  # fmt: skip
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "matmul": "@", "and_": "&", "or_": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
 _WIDTH = 64
 
 
@@ -32,8 +37,10 @@ def format_graph(graph: OpGraph) -> str:
 
 
 def format_op(op: Op) -> str:
-    """``add = operator.add(x, 1)``, in Python's notation."""
+    """``add = x + 1``, in Python's notation."""
     arguments = [format_argument(argument) for argument in op.args]
+    if op.kind == "function" and op.target.startswith("operator.") and not op.kwargs:
+        return _format_operator(op, op.target.removeprefix("operator."), arguments)
     if op.kind == "getattr":
         return f"{op.name} = {arguments[0]}.{op.target}"
     arguments += [f"{name}={format_argument(argument)}" for name, argument in op.kwargs]
@@ -43,6 +50,17 @@ def format_op(op: Op) -> str:
     if op.kind in ("module", "opaque"):
         function = f"self.{op.module_path}"
     return f"{op.name} = {function}({', '.join(arguments)})"
+
+
+def _format_operator(op: Op, name: str, arguments: list[str]) -> str:
+    index = arguments[1].removeprefix("(").removesuffix(")") if len(arguments) > 1 else ""
+    if name == "getitem":
+        return f"{op.name} = {arguments[0]}[{index}]"
+    if name == "setitem":
+        return f"{arguments[0]}[{index}] = {arguments[2]}"
+    if name in _INFIX and len(arguments) == 2:
+        return f"{op.name} = {arguments[0]} {_INFIX[name]} {arguments[1]}"
+    return f"{op.name} = operator.{name}({', '.join(arguments)})"
 
 
 def format_value(value: Value) -> str:

@@ -23,6 +23,7 @@ from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
+from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
 from pdcompile.passes.trace.sizes import probe_sizes
 
@@ -93,5 +94,20 @@ def _capture_mode(
     recordings: list[Recording] = []
     for size in sizes:
         call = resize(flat, layout, size)
-        recordings.append(record(model, table, call, layout, loss_fn, training=training))
+        recordings.append(_record(model, table, call, layout, loss_fn, training))
     return assemble(model, recordings, sizes, training=training)
+
+
+def _record(
+    model: nn.Module,
+    table: ModuleTable,
+    call: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    training: bool,
+) -> Recording:
+    try:
+        return record(model, table, call, layout, loss_fn, training=training)
+    except OutsideDraw:
+        # Something drew or seeded; all generators are back, so it will do so again.
+        return record(model, table, call, layout, loss_fn, training=training, per_op=True)

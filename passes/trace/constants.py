@@ -14,9 +14,7 @@ from pdcompile.graph_module import Lookup, run_op
 MAX_ELEMENTS = 65_536
 
 
-def evaluate(
-    name: str, ops: Sequence[Op], fakes: dict[str, torch.Tensor]
-) -> torch.Tensor | None:
+def evaluate(name: str, ops: Sequence[Op], fakes: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The real tensor for a value, or None when inputs, the model's tensors or chance are in it.
 
     Only creation functions and pure ops on their results qualify; something written in place

@@ -20,6 +20,7 @@ _OURS = tuple(
     {str(Path(folder)) + os.sep for folder in (Path(pdcompile.__file__).parent,)}
     | {str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("pdcompile", "passes")}
 )
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _NN_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _PLUMBING = ("module.py", "container.py")
 NO_SOURCE = "<no source>"
@@ -36,12 +37,9 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
     while frame is not None and frame.f_code is not boundary:
         code = frame.f_code
         file = code.co_filename
-        if not file.startswith((_TORCH, *_OURS)):
-            if not file.startswith("<"):
-                return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
-        elif (
-            fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING)
-        ):
+        if _is_user(file):
+            return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
+        if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
             fallback = f"{_shorten(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback, ""
@@ -53,7 +51,7 @@ def source_of_traceback(error: BaseException) -> str | None:
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_OURS, "<")):
+        if _is_user(file):
             found = f"{_shorten(file)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
@@ -66,6 +64,14 @@ def source_of_class(cls: type) -> str:
     if code is None or code.co_filename.startswith("<"):
         return NO_SOURCE
     return f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_user(file: str) -> bool:
+    """Not torch's, not ours, not Python's own (contextlib, functools), not made on the fly."""
+    if file.startswith((_TORCH, *_OURS, "<")):
+        return False
+    return not file.startswith(_STDLIB) or "-packages" in file
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,11 +110,22 @@ _UNMARKED = {
 }
 
 
-class Observer(TorchDispatchMode):
+@functools.lru_cache(maxsize=4096)
+def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """(whether an ATen op may draw, which arguments it writes) according to its schema."""
+    writes = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return torch.Tag.nondeterministic_seeded in func.tags, writes
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices which storages the ATen ops below one public call write, and random draws."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
 
@@ -121,12 +138,10 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seeded = True
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                self._write(value)
+        seeded, writes = _effects(func)
+        self.seeded = self.seeded or seeded
+        for index, name in writes:
+            self._write(args[index] if index < len(args) else kwargs.get(name))
         flag_and_written = _UNMARKED.get(func._schema.name)
         if flag_and_written and args[flag_and_written[0]]:
             for index in flag_and_written[1]:
@@ -141,4 +156,4 @@ class Observer(TorchDispatchMode):
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, while one of them lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

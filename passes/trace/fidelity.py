@@ -15,6 +15,7 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import VerifyError
 from pdcompile.graph import Capture, Op, OpGraph, leaves
 from pdcompile.graph_module import Lookup, execute, materialise
+from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.session import device_of
 from pdcompile.randomness import preserved_rng
@@ -67,7 +68,14 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
                 _backward(outputs, loss)
         return _outcome(model, outputs, loss)
 
-    eager = run(lambda: _eager(model, graph, flat))
+    try:
+        eager = run(lambda: _eager(model, graph, flat))
+    except Exception as error:
+        raise VerifyError(
+            f"the model itself fails on this microbatch of {layout.size}: {error}",
+            where=source_of_traceback(error),
+            remedy="run the model once on these inputs without pdcompile",
+        ) from error
     captured = run(lambda: _graph(model, graph, flat, layout))
     problem = _difference(eager, captured)
     if problem is None:

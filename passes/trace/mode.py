@@ -13,7 +13,10 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
@@ -46,6 +49,7 @@ class Recorder(TorchFunctionMode):
         self.names = Names()
         self.boundary: CodeType | None = None
         self.check_generators: Callable[[str], None] = _unchecked
+        self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.region: Any = "forward"
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
@@ -67,7 +71,8 @@ class Recorder(TorchFunctionMode):
             return self._property(func, owner, args)
         if (refusal := refuse.REFUSED.get(name)) is not None and _is_public(func, name):
             if name in refuse.READS and (real := self._constants(args, kwargs)) is not None:
-                return func(*real[0], **real[1])
+                with _disable_current_modes():
+                    return func(*real[0], **real[1])
             raise refuse.error(refusal, name, locate(self.boundary)[0])
         if name == "__iter__":
             return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
@@ -90,10 +95,17 @@ class Recorder(TorchFunctionMode):
         finally:
             self._stack.pop()
 
-    def call_function_class(self, plain: Callable[..., Any], args: Any) -> Any:
+    def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
         """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
         if self._inside:
             return plain(*self.fakes.stand_in(args))
+        if cls is CheckpointFunction:
+            # What to recompute is the plan's decision; here the region is what it computes.
+            # As in eager, parameters get no gradient when no input of the region does.
+            function, _, *inputs = args
+            grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                return function(*inputs)
         return self._call(plain, args, {})
 
     def _constants(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -118,7 +130,7 @@ class Recorder(TorchFunctionMode):
     # One op.
 
     def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
-        name = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
+        name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
         if func.__name__ != "__get__":
             raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
         self.observer.clear()
@@ -128,6 +140,8 @@ class Recorder(TorchFunctionMode):
         return self._record("getattr", name, "", (args[0],), {}, result, None)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if maybe_current_level() is not None:
+            raise refuse.error(refuse.TRANSFORM, refuse.name_of(func), locate(self.boundary)[0])
         path, _ = self._stack[-1]
         draw = None
         if is_random_function(func):
@@ -136,10 +150,10 @@ class Recorder(TorchFunctionMode):
         self.observer.clear()
         with self._whole(), refuse.reads(func, self.boundary):
             result = func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
-        if not tensors_in(result) and not (self.observer.written & self.fakes.storages()):
+        if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             return result
         if self.observer.seeded and draw is None:
-            raise refuse.error(refuse.UNKNOWN_DRAW, repr(func), locate(self.boundary)[0])
+            raise refuse.error(refuse.UNKNOWN_DRAW, refuse.name_of(func), locate(self.boundary)[0])
         kind, target, args = _target(func, args, kwargs)
         kwargs = without_defaults(func, kwargs)
         return self._record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
@@ -338,7 +352,8 @@ def _target(
 
 
 def _is_public(func: Any, name: str) -> bool:
-    return method_name(func) == name or getattr(torch, name, None) == func
+    homes = (torch, torch.autograd)
+    return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
 
 
 def _unchecked(where: str) -> None:

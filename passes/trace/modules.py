@@ -162,10 +162,7 @@ def _arguments(module: nn.Module) -> dict[str, Any] | None:
 def _equal(module: nn.Module, twin: nn.Module) -> bool:
     if repr(module) != repr(twin) or list(module._buffers) != list(twin._buffers):
         return False
-    mine = dict(module.named_parameters(remove_duplicate=False))
-    theirs = dict(twin.named_parameters(remove_duplicate=False))
-    mine.update(module.named_buffers(remove_duplicate=False))
-    theirs.update(twin.named_buffers(remove_duplicate=False))
+    mine, theirs = _tensors(module), _tensors(twin)
     if list(mine) != list(theirs):
         return False
     if any(mine[n].shape != theirs[n].shape or mine[n].dtype != theirs[n].dtype for n in mine):
@@ -177,6 +174,13 @@ def _equal(module: nn.Module, twin: nn.Module) -> bool:
         if name not in vars(twin) or not _same(value, vars(twin)[name]):
             return False
     return True
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _same(a: Any, b: Any) -> bool:

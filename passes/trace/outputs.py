@@ -19,13 +19,27 @@ def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, A
     registration tells them, else ``"0"``, ``"1"``, …
     """
     leaves, spec = pytree.tree_flatten(output)
-    named = [leaf(item) for item in leaves]
+    named = [_leaf(item, leaf) for item in leaves]
     return _build(output, spec, iter(named)), spec
+
+
+def _leaf(value: Any, leaf: Callable[[Any], Argument]) -> Argument:
+    plain = value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str)
+    if plain or isinstance(value, torch.dtype | torch.device):
+        return leaf(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TraceError(
+        f"the model returns an object of class {kind}, which pytrees do not know",
+        where="the model's output",
+        remedy=f"return a dict, tuple or named tuple, or register {type(value).__name__} with "
+        "torch.utils._pytree (register_dataclass, register_pytree_node)",
+    )
 
 
 def _build(value: Any, spec: Any, leaves: Any) -> Argument:
     if spec.is_leaf():
-        return next(leaves)  # type: ignore[no-any-return]
+        leaf: Argument = next(leaves)
+        return leaf
     node = pytree.SUPPORTED_NODES[spec.type]
     children, _ = node.flatten_fn(value)
     items = tuple(

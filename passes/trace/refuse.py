@@ -65,6 +65,11 @@ UNTRACKED: Refusal = (
     "compute it with public torch functions inside forward",
 )
 
+TRANSFORM: Refusal = (
+    "forward uses a torch.func transform (vmap, grad, jvp) around {}",
+    "write the batched computation out, or wrap it in an autograd.Function",
+)
+
 # Tensor methods and torch functions, by name.
 REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(
@@ -75,7 +80,7 @@ REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(
         ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOK
     ),
-    "backward": _BACKWARD,
+    **dict.fromkeys(("backward", "grad"), _BACKWARD),
     **dict.fromkeys(
         ("set_", "resize_", "resize_as_", "requires_grad_", "share_memory_", "swap_tensors",
          "detach_"),
@@ -96,10 +101,10 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
     try:
         yield
     except fake_tensor.DataDependentOutputException as caught:
-        raise error(_READ, _name(func), locate(boundary)[0]) from caught
+        raise error(_READ, name_of(func), locate(boundary)[0]) from caught
     except fake_tensor.DynamicOutputShapeException as caught:
         raise TraceError(
-            f"the shape of the result of {_name(func)} depends on values",
+            f"the shape of the result of {name_of(func)} depends on values",
             where=locate(boundary)[0],
             remedy="use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",
         ) from caught
@@ -111,5 +116,6 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
         ) from caught
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What to call a function in a message; nothing of the user's is run for it."""
     return str(getattr(func, "__name__", type(func).__name__))

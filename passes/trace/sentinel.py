@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
+from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
+
+
+class OutsideDraw(TraceError):
+    """Random numbers were drawn or generators seeded outside of recorded ops."""
+
+
+def _outside(generator: str, where: str | None) -> OutsideDraw:
+    message, remedy = refuse.OUTSIDE_RANDOM
+    return OutsideDraw(message.format(generator), where=where, remedy=remedy)
 
 
 class Sentinel:
@@ -29,16 +39,16 @@ class Sentinel:
     def check(self, where: str | None) -> None:
         """Raise TraceError when a generator other than torch's ops' was used or seeded."""
         if random.getstate() != self._python:
-            raise refuse.error(refuse.OUTSIDE_RANDOM, "Python's random module", where)
+            raise _outside("Python's random module", where)
         if _numpy_state() != self._numpy:
-            raise refuse.error(refuse.OUTSIDE_RANDOM, "numpy.random", where)
+            raise _outside("numpy.random", where)
         if torch.default_generator.initial_seed() != self._torch_seed:
-            raise refuse.error(refuse.OUTSIDE_RANDOM, "torch's default generator", where)
+            raise _outside("torch's default generator", where)
 
     def check_torch(self, where: str | None) -> None:
         """The same for draws from torch's generator; outside of all modes only."""
         if not torch.equal(torch.default_generator.get_state(), self._torch):
-            raise refuse.error(refuse.OUTSIDE_RANDOM, "torch's default generator", where)
+            raise _outside("torch's default generator", where)
 
     def restore(self) -> None:
         """Put all generators back."""

@@ -16,7 +16,7 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, GraphInput, Op, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
-from pdcompile.passes.trace.facts import Observer, source_of_traceback
+from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
@@ -49,8 +49,12 @@ def record(
     loss_fn: Callable[..., Any] | None,
     *,
     training: bool,
+    per_op: bool = False,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once on fake tensors; the model is left as it was.
+
+    `per_op` compares the states of all random generators at every op, which costs more than the
+    capture itself, to name the line that used one.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
@@ -64,8 +68,10 @@ def record(
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
     with ExitStack() as stack:
-        recorder.check_generators = stack.enter_context(guarded()).check
-        stack.enter_context(unchanged(model, training))
+        sentinel = stack.enter_context(guarded())
+        if per_op:
+            recorder.check_generators = sentinel.check
+        stack.enter_context(unchanged(model, training, recorder.assigned))
         stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
         stack.enter_context(torch.autocast(fakes.device.type, enabled=False))
@@ -168,8 +174,11 @@ def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
 
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    """nn.Module.__call__ and autograd.Function.apply tell the recorder."""
+    """Calls that pass no torch function tell the recorder: modules, autograd.Function, scripts."""
     plain_call = nn.Module.__call__
+    plain_setattr = nn.Module.__setattr__
+    script: Any = torch.jit.ScriptFunction
+    plain_script = script.__call__
     function = torch.autograd.Function
     plain_apply = vars(function)["apply"]
 
@@ -177,14 +186,26 @@ def watched(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(plain_call, self, args, kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_function_class(plain_apply.__get__(None, cls), args)
+        return recorder.call_function_class(cls, plain_apply.__get__(None, cls), args)
+
+    def run_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A scripted function is an optimised graph that detaches; its source is what it means.
+        return self._torchdynamo_inline(*args, **kwargs)
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        recorder.assigned.setdefault((id(self), name), locate(recorder.boundary)[0])
+        plain_setattr(self, name, value)
 
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
+    script.__call__ = run_inline
     function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
+        nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
+        script.__call__ = plain_script
         function.apply = plain_apply  # type: ignore[method-assign]
 
 

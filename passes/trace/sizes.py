@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Affine, DictOf, ListOf, Op, Slice, Value
+from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, Slice, Value
 
 # Primes: sums and products of other sizes seldom look like them.
 _CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -106,7 +106,8 @@ class Fit:
         return found
 
     def _op(self, ops: Sequence[Op]) -> Op:
-        return self._fields(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0].source)
+        merged: Op = self._fields(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0].source)
+        return merged
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes = {}
@@ -118,6 +119,12 @@ class Fit:
         return replace(parts[0], **changes) if changes else parts[0]
 
     def _differs(self, parts: Sequence[Any], what: str, where: str | None) -> TraceError:
+        if all(isinstance(part, Attr) for part in parts):
+            return TraceError(
+                f"{what}: every call makes a new tensor in a way that capture cannot see",
+                where=where,
+                remedy="make it with torch functions, or once in __init__ with register_buffer",
+            )
         shown = ", ".join(
             f"{part!r} at {size}" for part, size in zip(parts, self.sizes, strict=True)
         )

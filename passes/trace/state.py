@@ -9,11 +9,16 @@ from typing import Any
 from torch import nn
 
 from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.facts import source_of_class
 
 
 @contextmanager
-def unchanged(model: nn.Module, training: bool) -> Iterator[None]:
+def unchanged(
+    model: nn.Module, training: bool, assigned: dict[tuple[int, str], str]
+) -> Iterator[None]:
     """Run in train or eval mode; afterwards everything in the modules is as before.
+
+    `assigned` is filled during the run: (id of module, attribute) to the line that assigned it.
 
     Raises:
         TraceError: forward changed an attribute, a buffer's binding or a hook.
@@ -26,7 +31,7 @@ def unchanged(model: nn.Module, training: bool) -> Iterator[None]:
     try:
         yield
         for path, module in modules:
-            _compare(path, before[path], vars(module))
+            _compare(path, module, before[path], assigned)
     finally:
         for path, module in modules:
             _restore(vars(module), before[path])
@@ -88,7 +93,8 @@ def _difference(kept: Any, value: Any, path: str) -> str | None:
     return None if value == kept.content else path
 
 
-def _compare(path: str, kept: Any, attributes: dict[str, Any]) -> None:
+def _compare(path: str, module: nn.Module, kept: Any, assigned: dict[tuple[int, str], str]) -> None:
+    attributes = vars(module)
     for name in [*kept.content, *(n for n in attributes if n not in kept.content)]:
         place = f"{path}.{name}" if path else name
         if name in kept.content and name in attributes:
@@ -97,10 +103,12 @@ def _compare(path: str, kept: Any, attributes: dict[str, Any]) -> None:
             found = place
         if found is None:
             continue
+        refusal = refuse.CHANGED_STATE
         if name in ("_buffers", "_parameters"):
-            tensor = found[len(place) :].strip("[]'\"")
-            raise refuse.error(refuse.REBOUND, f"{path}.{tensor}".lstrip("."), path or "model")
-        raise refuse.error(refuse.CHANGED_STATE, found, path or "model")
+            name = found[len(place) :].strip("[]'\"")
+            found, refusal = (f"{path}.{name}" if path else name), refuse.REBOUND
+        where = assigned.get((id(module), name)) or source_of_class(type(module))
+        raise refuse.error(refusal, found, where)
 
 
 def _restore(value: Any, kept: Any) -> None:

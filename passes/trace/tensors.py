@@ -21,7 +21,9 @@ class FakeTensors:
     the model's is ever written.  All fakes live as long as this object: identities stay unique.
     """
 
-    def __init__(self, table: ModuleTable, mode: FakeTensorMode | None, device: torch.device) -> None:
+    def __init__(
+        self, table: ModuleTable, mode: FakeTensorMode | None, device: torch.device
+    ) -> None:
         self.table = table
         self.mode = mode
         self.device = device
@@ -36,6 +38,7 @@ class FakeTensors:
         self._storages: dict[int, int] = {}  # storage key -> index
         self._at: dict[int, list[str]] = {}  # storage key -> value names
         self._model_at: dict[int, list[str]] = {}  # storage key -> FQNs
+        self._first_use: dict[str, int] = {}
         self._kept: list[torch.Tensor] = []
         self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
         self.constants: dict[str, torch.Tensor] = {}
@@ -72,6 +75,7 @@ class FakeTensors:
         self._attribute[id(fake)] = fqn
         self._kept += [fake, tensor]
         self._model_at.setdefault(storage_key(fake), []).append(fqn)
+        self._first_use.setdefault(fqn, len(self._first_use))
         return fake
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,9 +141,9 @@ class FakeTensors:
             remedy="compute it with public torch functions inside forward",
         )
 
-    def storages(self) -> set[int]:
-        """Keys of all storages that a value or a tensor of the model has."""
-        return self._at.keys() | self._model_at.keys()
+    def own_any(self, keys: set[int]) -> bool:
+        """Whether a value or a tensor of the model lies in one of these storages."""
+        return any(key in self._at or key in self._model_at for key in keys)
 
     def storage_of(self, name: str) -> int:
         fake = self.objects.get(name)
@@ -147,11 +151,13 @@ class FakeTensors:
 
     def model_tensors_at(self, keys: set[int]) -> list[str]:
         """Canonical FQNs of the model's tensors in these storages, in order of first use."""
-        return [fqn for key, fqns in self._model_at.items() if key in keys for fqn in fqns]
+        found = [fqn for key in keys for fqn in self._model_at.get(key, ())]
+        return sorted(found, key=self._first_use.__getitem__)
 
     def values_at(self, keys: set[int]) -> list[str]:
         """The newest value in each storage."""
-        return [names[-1] for key, names in self._at.items() if key in keys]
+        found = sorted((self._storages[key], key) for key in keys if key in self._at)
+        return [self._at[key][-1] for _, key in found]
 
     def values(self) -> dict[str, Value]:
         """All values in the order in which they were made, without their consumers."""
