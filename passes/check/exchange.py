@@ -73,10 +73,10 @@ class Stuck(Exception):
 
 
 class Misfit(Exception):
-    """The two ends of a transfer disagree."""
+    """The two ends of a transfer disagree; `hangs` when both would wait for ever."""
 
-    def __init__(self, rank: int, position: int, message: str):
-        self.rank, self.position, self.message = rank, position, message
+    def __init__(self, rank: int, position: int, message: str, *, hangs: bool = False):
+        self.rank, self.position, self.message, self.hangs = rank, position, message, hangs
         super().__init__(message)
 
 
@@ -107,7 +107,7 @@ class Exchange:
         while ready:
             rank = ready.popleft()
             queued.discard(rank)
-            blocked.pop(rank, None)
+            before = blocked.pop(rank, None)
             column, position = columns[rank], positions[rank]
             while position < len(column):
                 waits_for = self._do(rank, position, column[position], base)
@@ -118,6 +118,8 @@ class Exchange:
                     break
                 position += 1
             positions[rank] = position
+            if before is not None and before.position == position:
+                continue  # nothing new for anybody
             for other in sleeping.pop(rank, ()):
                 if other in blocked and other not in queued:
                     queued.add(other)
@@ -223,6 +225,7 @@ class Exchange:
                     f"on the one communicator of ranks {rank} and {one.peer} the next transfer "
                     f"is {_transfer(mine[0])} here and {_transfer(other[0])} there: both would "
                     "wait for ever",
+                    hangs=True,
                 )
             mine.popleft()
             other.popleft()

@@ -36,7 +36,8 @@ _STATE = (
     "weights",
     "posted",
     "waited",
-    "losses",
+    "num_forwards",
+    "loss_after",
 )
 
 Label = tuple[int, int]  # minibatch from the beginning of training, microbatch or −1
@@ -82,7 +83,8 @@ class Tokens:
         self.weights = {hop.edge: 0 for hop in self.hops.weights}
         self.posted = dict.fromkeys(self.collectives, 0)
         self.waited = dict.fromkeys(self.collectives, 0)
-        self.losses = 0
+        self.num_forwards = 0  # of this call
+        self.loss_after = 0  # the number of forwards before the loss was sent
         self.peak_in_flight = 0
         self.peak_slots: Counter[Key] = Counter()
         self.rules: dict[Action, Callable[[Instruction, Label], None]] = {
@@ -119,6 +121,7 @@ class Tokens:
             raise Violation(f"forward after that of microbatch {done[-1]}: not ascending")
         self._arrived(self.hops.before_forward, label)
         done.append(microbatch)
+        self.num_forwards += 1
         self.in_flight[label] = None
         self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
         if len(self.in_flight) > self.depth:
@@ -249,9 +252,9 @@ class Tokens:
             raise Violation("the loss is that of the call's whole minibatch")
         if one.peer < 0:
             last = len(self.layout.ranks) - 1
-            if self.stage != last or self.losses:
+            if self.stage != last or self.loss_after:
                 raise Violation("only the last stage sends its loss, and once")
-            self.losses = 1
+            self.loss_after = self.num_forwards
 
     # -- transfers -------------------------------------------------------------------------
 
@@ -328,7 +331,11 @@ class Tokens:
 
     def end_call(self, *, drained: bool) -> None:
         """At the end of a program: nothing forgotten; `drained`: nothing left either."""
-        self.losses = 0
+        sends_loss = self.stage == len(self.layout.ranks) - 1
+        due = sends_loss and (self.loss_after > 0 or not self.forward_only)
+        if due and self.loss_after != self.num_forwards:
+            raise Violation("the loss was not sent after the last forward")
+        self.num_forwards = self.loss_after = 0
         for (key, stage), labels in self.to_send.items():
             if labels:
                 raise Violation(f"{key[0]} {key[1]} to stage {stage} was forgotten")
@@ -337,7 +344,7 @@ class Tokens:
         if drained:
             if self.in_flight:
                 raise Violation(f"{len(self.in_flight)} microbatches without a backward")
-            if self.forwards:
+            if self.forwards and not self.forward_only:
                 raise Violation(f"no update of minibatch {min(self.forwards)}")
             if any(self.under_way.values()) or any(self.slots.values()):
                 raise Violation("transfers are still under way")

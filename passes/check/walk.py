@@ -59,7 +59,10 @@ class Walk:
         try:
             self.exchange.run(program, self.base)
         except Misfit as error:
-            raise self._error(program, error.rank, error.position, error.message) from None
+            kind_of_error = DeadlockError if error.hangs else ScheduleError
+            raise self._error(
+                program, error.rank, error.position, error.message, kind_of_error
+            ) from None
         except Stuck as stuck:
             raise self._deadlock(program, stuck) from None
         if kind != "+flush":
@@ -130,11 +133,18 @@ class Walk:
                 )
         self.num_microbatches += most
 
-    def _error(self, program: Schedule, rank: int, position: int, message: str) -> ScheduleError:
+    def _error(
+        self,
+        program: Schedule,
+        rank: int,
+        position: int,
+        message: str,
+        kind: type[ScheduleError] = ScheduleError,
+    ) -> ScheduleError:
         column = program.columns[rank]
         position = max(0, min(position, len(column) - 1))
         named = f" ({column[position]})" if column else ""
-        return ScheduleError(
+        return kind(
             f"rank {rank}, instruction {position}{named}: {message}",
             where=f"{program.name}, program {self.num_programs}\n"
             + excerpt(program, {rank: position}),

@@ -1,0 +1,284 @@
+"""Plans made by hand for schedule tests, and a reader of programs that knows no `check`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pdcompile.passes.schedules import warmup
+from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
+from pdcompile.schedule import Action, Instruction, Schedule
+
+CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
+
+
+def chain(num_stages: int, num_bytes: int = 1) -> tuple[Edge, ...]:
+    return tuple(Edge(f"x{s}", s, (s + 1,), num_bytes, True) for s in range(num_stages - 1))
+
+
+def make_plan(
+    name: str = "1f1b",
+    num_stages: int = 3,
+    num_microbatches: int = 4,
+    *,
+    edges: tuple[Edge, ...] | None = None,
+    tied: tuple[TiedParameter, ...] = (),
+    clip: float | None = None,
+    replicas: tuple[int, ...] = (),
+    extra: int | tuple[int, ...] = 0,
+    depths: tuple[int, ...] | None = None,
+    seconds: Sequence[tuple[float, float]] | None = None,
+    **stage: Any,
+) -> Plan:
+    """A chain of stages with F = 1 and B = 2 unless told otherwise."""
+    counts = replicas or (1,) * num_stages
+    times = seconds or [(1.0, 2.0)] * num_stages
+    stages = tuple(
+        StagePlan(
+            s,
+            (),
+            (),
+            replicas=counts[s],
+            forward_seconds=times[s][0],
+            backward_seconds=times[s][1],
+            **stage,
+        )
+        for s in range(num_stages)
+    )
+    if depths is None:
+        depths = warmup(name, num_stages, num_microbatches, replicas, extra)
+    training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
+    found = chain(num_stages) if edges is None else edges
+    return Plan("hand-made", stages, found, tied, training, "", CERTIFICATE)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8, replicated: bool = True
+) -> Plan:
+    """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets."""
+    n, m = draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches))
+    replicas: tuple[int, ...] = ()
+    if replicated and draw(st.booleans()):
+        replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
+    edges, tied = [], []
+    for index in range(draw(st.integers(0, 4)) if n > 1 else 0):
+        source = draw(st.integers(0, n - 2))
+        targets = tuple(sorted(draw(st.sets(st.integers(source + 1, n - 1), min_size=1))))
+        edges.append(Edge(f"v{index}", source, targets, 1, draw(st.booleans())))
+    for index in range(draw(st.integers(0, 2)) if n > 1 and not replicas else 0):
+        holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
+        tied.append(TiedParameter(f"w{index}", holders, 1))
+    return make_plan(
+        draw(st.sampled_from(["gpipe", "1f1b", "2bw"])),
+        n,
+        m,
+        edges=tuple(edges),
+        tied=tuple(tied),
+        clip=draw(st.sampled_from([None, 1.0])),
+        replicas=replicas,
+        extra=draw(st.integers(0, 2)),
+    )
+
+
+def mutated(program: Schedule, rank: int, column: Sequence[Instruction]) -> Schedule:
+    columns = list(program.columns)
+    columns[rank] = tuple(column)
+    return replace(program, columns=tuple(columns))
+
+
+class Broken(Exception):
+    """The program computes nothing sensible: a value is missing, a slot is taken, a hang."""
+
+
+@dataclass
+class _Rank:
+    weights: dict[int, Any] = field(default_factory=lambda: {0: "W0"})  # slot -> content
+    steps: int = 0
+    gradients: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+    contributions: dict[Any, Any] = field(default_factory=dict)
+    posts: dict[Any, deque[Any]] = field(default_factory=dict)
+    forwards: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class Meaning:
+    """Runs programs on symbols: what every update and loss is made of, as nested tuples.
+
+    Sends are rendezvous with the posted receive; a receive slot is a key that must be free.
+    Two sequences of programs with the same `result` train the same model.
+    """
+
+    def __init__(self, plan: Plan, versions: int, lag: int):
+        self.plan, self.versions, self.lag = plan, versions, lag
+        self.ranks = [_Rank() for _ in range(plan.num_ranks)]
+        self.replicas: list[list[int]] = []
+        for stage in plan.stages:
+            begin = sum(map(len, self.replicas))
+            self.replicas.append(list(range(begin, begin + stage.replicas)))
+        self.sent: dict[Any, list[Any]] = {}
+        self.received: dict[Any, int] = {}
+        self.posted: dict[Any, int] = {}
+        self.acknowledged: dict[Any, int] = {}
+        self.collective: dict[Any, dict[int, Any]] = {}
+        self.losses: list[Any] = []
+        self.updates: list[Any] = []
+        self.base = 0
+
+    def run(self, program: Schedule) -> None:
+        position = [0] * len(program.columns)
+        going = True
+        while going:
+            going = False
+            for rank, column in enumerate(program.columns):
+                while position[rank] < len(column) and self._do(rank, column[position[rank]]):
+                    position[rank] += 1
+                    going = True
+        for rank, column in enumerate(program.columns):
+            if position[rank] < len(column):
+                raise Broken(f"rank {rank} hangs at {column[position[rank]]}")
+        self.base += "+" not in program.name
+
+    def result(self) -> Any:
+        """Every update of every rank with all that went into it, and every loss."""
+        weights = [sorted(rank.weights.items(), key=str) for rank in self.ranks]
+        return sorted(map(str, self.updates)), sorted(map(str, self.losses)), weights
+
+    def _do(self, rank: int, one: Instruction) -> bool:
+        me, minibatch = self.ranks[rank], self.base + one.minibatch
+        label = (minibatch, one.microbatch)
+        kind, _, family = one.action.partition("_RECV")
+        if one.action is Action.FORWARD:
+            arrived = self._inputs(me, rank, label, forward=True)
+            value = hash(("F", one.stage, label, self._weights(me, minibatch, one.lag), arrived))
+            me.values["own", label] = value
+            me.forwards[minibatch] = (*me.forwards.get(minibatch, ()), value)
+        elif one.action is Action.BACKWARD:
+            arrived = self._inputs(me, rank, label, forward=False)
+            weights = self._weights(me, minibatch, one.lag)
+            forward = me.values.pop(("own", label), None)
+            if forward is None:
+                raise Broken("no forward")
+            value = hash(("B", one.stage, label, weights, forward, arrived))
+            me.values["gradient", label] = value
+            me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), value)
+        elif one.action is Action.STEP:
+            new = hash(
+                (
+                    me.weights[me.steps % self.versions],
+                    minibatch,
+                    me.gradients.pop(minibatch, ()),
+                    me.contributions.pop(("REDUCE", minibatch), None),
+                    me.contributions.pop(("NORMS", minibatch), None),
+                )
+            )
+            me.steps += 1
+            me.weights[me.steps % self.versions] = new
+            self.updates.append((rank, minibatch, new))
+        elif one.action is Action.FREE:
+            me.values = {
+                key: value
+                for key, value in me.values.items()
+                if not (key[0] == "slot" and key[3] == label)
+            }
+        elif one.action is Action.LOSS:
+            if one.peer < 0:
+                self.losses.append((minibatch, rank, me.forwards.pop(minibatch, ())))
+        elif "REDUCE" in one.action or "NORMS" in one.action:
+            return self._collective(rank, one, minibatch)
+        elif kind == "POST":
+            self._post(me, rank, one, family, label)
+        elif kind == "WAIT" and family is not None and "_RECV" in one.action:
+            return self._wait(me, rank, one, family, label)
+        else:
+            return self._send(me, rank, one, label)
+        return True
+
+    def _weights(self, me: _Rank, minibatch: int, lag: int) -> Any:
+        tied = tuple(sorted((k, v) for k, v in me.values.items() if k[0] == "tied"))
+        return me.weights.get(max(minibatch - lag, 0) % self.versions), str(tied)
+
+    def _inputs(self, me: _Rank, rank: int, label: Any, *, forward: bool) -> Any:
+        """What must have arrived, read from the plan: a missing value is None in the result."""
+        stage = next(s for s, ranks in enumerate(self.replicas) if rank in ranks)
+        needed = []
+        for index, edge in enumerate(self.plan.edges):
+            later = (edge.source, *edge.targets)
+            if forward and stage in edge.targets:
+                needed.append(("", index))
+            elif not forward and edge.gradient and stage in later[:-1]:
+                needed.append(("_GRADIENT", index))
+        for index, tied in enumerate(self.plan.tied):
+            if not forward and stage in tied.stages[:-1]:
+                needed.append(("_TIED", index))
+        found = [me.values.get(("slot", family, index, label)) for family, index in needed]
+        if None in found:
+            raise Broken("an input is missing")
+        return tuple(found)
+
+    def _post(self, me: _Rank, rank: int, one: Instruction, family: str, label: Any) -> None:
+        slot = ("slot", family, one.edge, label)
+        if slot in me.values:
+            raise Broken("the slot is taken")
+        me.values[slot] = None
+        channel = (family, one.edge, one.peer, rank)
+        me.posts.setdefault(channel, deque()).append(slot)
+        self.posted[channel] = self.posted.get(channel, 0) + 1
+
+    def _wait(self, me: _Rank, rank: int, one: Instruction, family: str, label: Any) -> bool:
+        channel = (family, one.edge, one.peer, rank)
+        sent, count = self.sent.get(channel, []), self.received.get(channel, 0)
+        posts = me.posts.get(channel)
+        if not posts:
+            raise Broken("nothing was posted")
+        if len(sent) <= count:
+            return False
+        self.received[channel] = count + 1
+        slot, value = posts.popleft(), sent[count]
+        if family == "_WEIGHT":
+            me.values.pop(slot, None)
+            me.values["tied", one.edge, label[0] % self.versions] = value
+        elif slot in me.values:  # else freed before it arrived
+            me.values[slot] = value
+        return True
+
+    def _send(self, me: _Rank, rank: int, one: Instruction, label: Any) -> bool:
+        waits, family = one.action.startswith("WAIT"), one.action.partition("SEND")[2]
+        channel = (family, one.edge, rank, one.peer)
+        if waits:
+            count = self.acknowledged.get(channel, 0)
+            if count >= len(self.sent.get(channel, [])):
+                raise Broken("nothing was sent")
+            if self.posted.get(channel, 0) <= count:
+                return False
+            self.acknowledged[channel] = count + 1
+            return True
+        if family == "_WEIGHT":
+            value = me.weights[me.steps % self.versions]
+        else:
+            value = me.values.get(("gradient" if family else "own", label))
+        if value is None:
+            raise Broken("nothing to send")
+        self.sent.setdefault(channel, []).append((family, one.edge, label, value))
+        return True
+
+    def _collective(self, rank: int, one: Instruction, minibatch: int) -> bool:
+        name = one.action.partition("_")[2]
+        members = (
+            self.replicas[one.stage]
+            if name == "REDUCE"
+            else [rank for ranks in self.replicas for rank in ranks]
+        )
+        given = self.collective.setdefault((name, one.stage * (name == "REDUCE"), minibatch), {})
+        me = self.ranks[rank]
+        if one.action.startswith("POST"):
+            given[rank] = (me.gradients.get(minibatch), me.contributions.get(("REDUCE", minibatch)))
+            return True
+        if len(given) < len(members):
+            return False
+        me.contributions[name, minibatch] = str(sorted(given.items()))
+        return True

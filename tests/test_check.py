@@ -1,0 +1,247 @@
+"""The proof accepts what is right and nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.errors import DeadlockError, ScheduleError
+from pdcompile.passes.check import check, check_evaluation, check_programs
+from pdcompile.passes.layout import FAMILIES, SCHEDULES
+from pdcompile.passes.schedules import evaluation, make_stream
+from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.schedule import Action, Instruction, Schedule
+from tests.helpers.schedules import Broken, Meaning, chain, make_plan, mutated, plans
+
+
+def programs_of(plan: Plan, counts: tuple[int, ...]) -> list[Schedule]:
+    stream, found = make_stream(plan), []
+    for count in counts:
+        program, stream = stream.step(count)
+        found.append(program)
+    return [*found, stream.flush()[0]]
+
+
+@settings(max_examples=120, deadline=None)
+@given(plans())
+def test_every_generated_schedule_is_proved(plan: Plan) -> None:
+    proof = check(plan)
+    assert proof.num_instructions > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.data())
+def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObject) -> None:
+    sizes = st.integers(1, plan.training.num_microbatches)
+    counts = tuple(data.draw(st.lists(sizes, min_size=1, max_size=6)))
+    check_programs(plan, programs_of(plan, counts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(1, 9), st.booleans())
+def test_evaluations_are_proved(plan: Plan, count: int, with_loss: bool) -> None:
+    program = evaluation(plan, plan.edges, count, with_loss=with_loss)
+    check_evaluation(plan, plan.edges, program)
+    assert (Action.LOSS in {one.action for c in program.columns for one in c}) == with_loss
+
+
+def test_full_short_full_under_2bw() -> None:
+    """The sequence that hangs without draining: 8, 8, 2, 8 microbatches at depth 4 and 8."""
+    for depth in (4, 8):
+        plan = make_plan("2bw", depth, 8)
+        check_programs(plan, programs_of(plan, (8, 8, 2, 8)))
+
+
+def test_the_proof_says_what_it_proved() -> None:
+    text = str(check(make_plan("2bw", 3, 4, clip=1.0)))
+    assert "W_max(t-1,0), 2 live versions" in text
+    assert "at most [3, 2, 1] microbatches per stage, planned [3, 2, 1]" in text
+    assert "repeat from call" in text
+    assert "4, 1, 4" in text
+
+
+RICH = {
+    "plain": {},
+    "clipping": {"clip": 1.0},
+    "tied": {"tied": (TiedParameter("w", (0, 2), 1),)},
+    "replicas": {"replicas": (1, 2, 1)},
+    "skips": {"edges": (*chain(3), Edge("skip", 0, (1, 2), 1, True))},
+}
+
+
+@pytest.mark.parametrize("kind", RICH)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str) -> None:
+    plan = make_plan(name, 3, 4, **RICH[kind])
+    programs = programs_of(plan, (4, 4, 4))
+    for number in range(len(programs) - 1, -1, -1):
+        for rank, column in enumerate(programs[number].columns):
+            for index in range(0, len(column), 1 if number == 2 else 3):
+                for kept in (0, 2):
+                    changed = [*column[:index], *[column[index]] * kept, *column[index + 1 :]]
+                    sequence = list(programs)
+                    sequence[number] = mutated(programs[number], rank, changed)
+                    with pytest.raises(ScheduleError):
+                        check_programs(plan, sequence)
+
+
+def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruction:
+    """Another peer, edge, microbatch, minibatch, lag or action of the same shape."""
+    choices = [replace(one, minibatch=one.minibatch + pick.choice([-1, 1]))]
+    if one.microbatch >= 0:
+        choices.append(replace(one, microbatch=one.microbatch + pick.choice([-1, 1])))
+    if one.peer >= 0:
+        others = [rank for rank in range(plan.num_ranks) if rank != one.peer]
+        choices.append(replace(one, peer=pick.choice(others)))
+    if one.edge >= 0:
+        choices.append(replace(one, edge=one.edge + pick.choice([-1, 1])))
+        family = next(family for family in FAMILIES if one.action in family)
+        others_of = [action for action in family if action is not one.action]
+        choices.append(replace(one, action=pick.choice(others_of)))
+    if one.action in (Action.FORWARD, Action.BACKWARD):
+        choices.append(replace(one, lag=1 - one.lag))
+    choices.append(replace(one, stage=one.stage + 1))
+    return pick.choice(choices)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(max_stages=4, max_microbatches=5), st.randoms(use_true_random=False))
+def test_aiming_elsewhere_is_caught(plan: Plan, pick: random.Random) -> None:
+    counts = (plan.training.num_microbatches,) * 3
+    programs = programs_of(plan, counts)
+    number = pick.randrange(3)
+    rank = pick.randrange(plan.num_ranks)
+    column = list(programs[number].columns[rank])
+    if not column:
+        return
+    index = pick.randrange(len(column))
+    column[index] = aim_elsewhere(column[index], plan, pick)
+    programs[number] = mutated(programs[number], rank, column)
+    with pytest.raises(ScheduleError):
+        check_programs(plan, programs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans(max_stages=4, max_microbatches=5), st.randoms(use_true_random=False))
+def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) -> None:
+    """What the proof accepts trains the same model: shown by another reader of programs."""
+    counts = (plan.training.num_microbatches,) * 3
+    right = programs_of(plan, counts)
+    number, rank = pick.randrange(len(right)), pick.randrange(plan.num_ranks)
+    column = list(right[number].columns[rank])
+    if len(column) < 2:
+        return
+    first = pick.randrange(len(column) - 1)
+    second = min(len(column) - 1, first + pick.choice([1, 1, 2, 5]))
+    column[first], column[second] = column[second], column[first]
+    changed = list(right)
+    changed[number] = mutated(right[number], rank, column)
+    try:
+        check_programs(plan, changed)
+    except ScheduleError:
+        return
+    assert meaning(plan, changed) == meaning(plan, right)
+
+
+def meaning(plan: Plan, programs: list[Schedule]) -> object:
+    lag, versions = SCHEDULES[plan.training.schedule]
+    reader = Meaning(plan, versions, lag)
+    for program in programs:
+        reader.run(program)
+    return reader.result()
+
+
+def test_the_other_reader_sees_a_wrong_order() -> None:
+    """The reader above is no rubber stamp: it tells programs apart and notices hangs."""
+    plan = make_plan("1f1b", 2, 2)
+    program = programs_of(plan, (2,))[0]
+    column = list(program.columns[1])
+    first, second = (n for n, one in enumerate(column) if one.action is Action.BACKWARD)
+    swapped = list(column)
+    swapped[first], swapped[second] = column[second], column[first]
+    with pytest.raises(Broken):
+        meaning(plan, [mutated(program, 1, swapped)])
+    late = [one for one in column if one.action is not Action.STEP]
+    assert meaning(plan, [mutated(program, 1, late)]) != meaning(plan, [program])
+
+
+def blocking(program: Schedule) -> Schedule:
+    """Every receive posted only where it is waited for, every send waited for at once."""
+    columns = []
+    waits = {family.wait_send for family in FAMILIES}
+    for column in program.columns:
+        out: list[Instruction] = []
+        for one in column:
+            family = next((family for family in FAMILIES if one.action in family), None)
+            if family is None:
+                out.append(one)
+            elif one.action is family.wait:
+                out += [replace(one, action=family.post), one]
+            elif one.action is family.send:
+                out += [one, replace(one, action=family.wait_send)]
+        assert not waits & {one.action for one in column} or out
+        columns.append(tuple(out))
+    return replace(program, columns=tuple(columns))
+
+
+def test_blocking_1f1b_deadlocks_and_the_cycle_is_named() -> None:
+    plan = make_plan("1f1b", 2, 4)
+    program = blocking(programs_of(plan, (4,))[0])
+    with pytest.raises(DeadlockError) as caught:
+        check_programs(plan, [program])
+    message, place = caught.value.message, caught.value.where
+    assert message.count("waits for") == 2
+    assert "rank 0 (stage 0) at WAIT_SEND 1 e0 >1 s0, microbatch 1" in message
+    assert "rank 1 (stage 1) at WAIT_SEND_GRADIENT 0 e0 >0 s1, microbatch 0" in message
+    assert place is not None
+    assert place.count("<-- here") == 2
+
+
+def test_one_communicator_for_both_directions_is_refused() -> None:
+    """The order of pytorch#172668: rank 0 sends F1 and then receives B0, rank 1 the reverse."""
+    plan = make_plan("1f1b", 2, 2)
+    program = programs_of(plan, (2,))[0]
+    check_programs(plan, [program], channels="per_direction")
+    with pytest.raises(DeadlockError, match="one communicator of ranks"):
+        check_programs(plan, [program], channels="per_pair")
+
+
+def test_one_communicator_is_enough_in_one_direction() -> None:
+    plan = make_plan("1f1b", 3, 4, edges=tuple(replace(e, gradient=False) for e in chain(3)))
+    check(plan, channels="per_pair")
+
+
+def test_a_warm_up_that_grows_is_a_deadlock() -> None:
+    plan = make_plan("2bw", 3, 6, depths=(0, 2, 0))
+    with pytest.raises(DeadlockError, match="waits for"):
+        check(plan)
+
+
+def test_errors_show_the_place() -> None:
+    plan = make_plan("1f1b", 2, 2)
+    program = programs_of(plan, (2,))[0]
+    column = [one for one in program.columns[0] if one.action is not Action.STEP]
+    with pytest.raises(ScheduleError) as caught:
+        check_programs(plan, [mutated(program, 0, column)])
+    assert "no update of minibatch 0" in caught.value.message
+    assert "rank 0" in str(caught.value.where)
+    assert "<-- here" in str(caught.value.where)
+
+
+def test_programs_of_another_plan_are_refused() -> None:
+    plan = make_plan("1f1b", 2, 2)
+    other = programs_of(make_plan("1f1b", 3, 2), (2,))[0]
+    with pytest.raises(ScheduleError, match="3 columns for 2 ranks"):
+        check_programs(plan, [other])
+    with pytest.raises(ScheduleError, match="does not belong"):
+        check_programs(plan, [replace(other, name="gpipe")])
+
+
+@pytest.mark.slow
+def test_depth_64_with_1024_microbatches() -> None:
+    proof = check(make_plan("1f1b", 64, 1024))
+    assert proof.num_instructions > 700_000
