@@ -10,19 +10,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from pdcompile.errors import ConfigError
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 
-BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
-RATES = {f"{unit}/s": float(factor) for unit, factor in BYTES.items()} | {
-    f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()
+# Exact fractions: "5 us" is the float nearest to 0.000005.
+BYTES = {f"{prefix}B": Fraction(factor) for prefix, factor in (_DECIMAL | _BINARY).items()}
+RATES = {f"{unit}/s": factor for unit, factor in BYTES.items()} | {
+    f"{prefix}bit/s": Fraction(factor, 8) for prefix, factor in _DECIMAL.items()
 }
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SECONDS = {unit: Fraction(1, 1000**i) for i, unit in enumerate(("s", "ms", "us", "ns"))}
 
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
+_NUMBER = re.compile(
+    r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-zµ/]*)\s*", re.ASCII
+)
 _SYNONYMS = {"KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
 
 
@@ -37,7 +41,7 @@ def parse_bytes(value: int | str, *, what: str = "size", where: str | None = Non
             raise _wrong(value, what, BYTES, where)
         return value
     number = _parse(value, BYTES, what, where)
-    if number != int(number):
+    if number.denominator != 1:
         raise ConfigError(f"{what} {value!r} is no whole number of bytes", where=where)
     return int(number)
 
@@ -87,22 +91,20 @@ def exact_seconds(seconds: float) -> str:
     return _exact(seconds, ("us", "ms", "s"), SECONDS)
 
 
-def _parse(value: object, units: Mapping[str, float], what: str, where: str | None) -> float:
+def _parse(value: object, units: Mapping[str, Fraction], what: str, where: str | None) -> Fraction:
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise _wrong(value, what, units, where)
     unit = _SYNONYMS.get(match[2], match[2])
     if unit not in units:
         raise _wrong(value, what, units, where)
-    # Integers stay exact: 2**60 B must not pass through a float.
-    number = int(match[1]) if match[1].isdigit() else float(match[1])
-    result = number * units[unit]
-    if (result > 2.0**62 and units is BYTES) or not math.isfinite(result):
+    result = Fraction(match[1]) * units[unit]
+    if result > (2**62 if units is BYTES else 10**300):
         raise ConfigError(f"{what} {value!r} is too large", where=where)
     return result
 
 
-def _scalar(value: object, units: Mapping[str, float], what: str, where: str | None) -> float:
+def _scalar(value: object, units: Mapping[str, Fraction], what: str, where: str | None) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not (math.isfinite(value) and value >= 0):
             raise _wrong(value, what, units, where)
@@ -110,7 +112,9 @@ def _scalar(value: object, units: Mapping[str, float], what: str, where: str | N
     return float(_parse(value, units, what, where))
 
 
-def _wrong(value: object, what: str, units: Mapping[str, float], where: str | None) -> ConfigError:
+def _wrong(
+    value: object, what: str, units: Mapping[str, Fraction], where: str | None
+) -> ConfigError:
     return ConfigError(
         f"{what} {value!r} is not a non-negative number with a unit",
         where=where,
@@ -131,9 +135,9 @@ def _format(number: float, units: list[tuple[str, float]]) -> str:
     return f"{scaled:.{min(digits, 2)}f} {unit}"
 
 
-def _exact(number: float, choices: tuple[str, ...], units: Mapping[str, float]) -> str:
+def _exact(number: float, choices: tuple[str, ...], units: Mapping[str, Fraction]) -> str:
     for unit in choices if number else ():
-        scaled = float(f"{number / units[unit]:.12g}")
+        scaled = float(f"{number / float(units[unit]):.12g}")
         text = f"{scaled:.12g} {unit}"
         if 1e-3 <= scaled < 1e6 and _scalar(text, units, "number", None) == number:
             return text

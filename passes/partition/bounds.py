@@ -84,4 +84,4 @@ def crude_upper(model: Model) -> float:
         max(flow.forward_seconds(link) * m + flow.backward_seconds(link) for link in stages) * n
         for flow in model.flows
     )
-    return (work / slowest + transfers) * (m + n) * 1.01 + 1e-300
+    return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250

@@ -10,8 +10,8 @@ from itertools import pairwise
 from pdcompile.passes.partition.model import Model, build
 
 
-def contracted(model: Model, limit: int) -> Model:
-    """The model itself when it has at most `limit` groups, else one with about as many.
+def contracted(model: Model, limit: int, coarse: int) -> Model:
+    """The model itself when it has at most `limit` groups, else one with about `coarse`.
 
     In the given order the cheapest position of every block of equal length, and the cheapest of
     all, stay as places for a cut; what lies between becomes one group.
@@ -19,6 +19,7 @@ def contracted(model: Model, limit: int) -> Model:
     n = model.num_groups
     if n <= limit:
         return model
+    limit = min(limit, coarse)
     crossing = _crossing(model)
     blocks = limit // 2
     edges = [n * i // blocks for i in range(blocks + 1)]

@@ -21,7 +21,9 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan import Certificate
 from pdcompile.problem import Partition, PartitionProblem
 
+final_violations = violations  # the last word on every answer
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
+MAX_COARSE = 600  # groups of the coarse model of a very large problem
 MAX_CHAINS = 400  # evaluated one by one
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
@@ -120,7 +122,7 @@ def partition(
 def _cut(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start."""
     model, problem = search.model, search.problem
-    small = contracted(model, MAX_IDEALS - 1)
+    small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS)
     complete = ideals is not None and small is model
     segments = Segments.build(small, ideals or prefixes(small, MAX_IDEALS, search.seed))
@@ -227,8 +229,9 @@ def _prove(search: Search, _: Segments) -> None:
 
 def _answer(search: Search, begin: float, scope: str | None) -> tuple[Partition, Certificate]:
     best = search.best
-    if best is None or violations(search.problem, best.stage_of):
-        raise PlanError("internal error: the planner's answer fails its own check")
+    assert best is not None
+    for wrong in final_violations(search.problem, best.stage_of):
+        raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
     bound = min(search.bound, best.objective)
     gap = (best.objective - bound) / best.objective if best.objective > 0 else 0.0
     return best, Certificate(

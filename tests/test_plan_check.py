@@ -1,0 +1,131 @@
+"""check(plan, graph, cluster) accepts what the planner makes and refuses what was changed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.graph import OpGraph
+from pdcompile.passes.assemble import assemble
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.partition import partition
+from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.plan import Plan, Training, check
+from tests.helpers.graphs import chain, random_graphs, residual
+
+M = 4
+
+
+def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
+    num_stages = len(cluster.devices)
+    depth = warmup(schedule, num_stages, M)
+    problem = coarsen(
+        graph,
+        stage_limits(cluster, num_stages),
+        num_microbatches=M,
+        objective="bottleneck" if schedule == "2bw" else "flush",
+        memory=memory_rule(schedule, depth, M),
+    )
+    found, certificate = partition(problem)
+    training = Training(schedule, M, M * graph.batch_size, depth)
+    return assemble(graph, problem, found, certificate, training, cluster)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("make", [chain, residual])
+def test_planner_and_check_agree(schedule: str, num_stages: int, make: Any) -> None:
+    graph, cluster = make(), Cluster.parse(str(num_stages))
+    check(planned(graph, cluster, schedule), graph, cluster)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    random_graphs(),
+    st.integers(1, 3),
+    st.sampled_from(["gpipe", "1f1b", "2bw"]),
+    st.sampled_from([10.0, 1e9]),
+    st.booleans(),
+)
+def test_on_random_graphs(
+    graph: OpGraph, num_stages: int, schedule: str, rate: float, duplex: bool
+) -> None:
+    level = Level("link", num_stages, rate, 0.0, duplex)
+    cluster = Cluster((Device(),) * num_stages, (level,))
+    try:
+        plan = planned(graph, cluster, schedule)
+    except InfeasibleError:
+        return  # more stages than the graph has parts
+    check(plan, graph, cluster)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def tampered(path: str, value: Any) -> Plan:
+    """The plan of `residual()` on 3 stages with one field replaced."""
+    plan: Any = planned(residual(), Cluster.parse("3"))
+    *way, last = path.split(".")
+    parts = [plan]
+    for step in way:
+        parts.append(parts[-1][int(step)] if step.isdigit() else getattr(parts[-1], step))
+    new = value(getattr(parts[-1], last)) if callable(value) else value
+    new = replace(parts.pop(), **{last: new})
+    for step in reversed(way):
+        whole = parts.pop()
+        if step.isdigit():
+            new = (*whole[: int(step)], new, *whole[int(step) + 1 :])
+        else:
+            new = replace(whole, **{step: new})
+    assert isinstance(new, Plan)
+    return new
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("stages.1.ops", lambda ops: ops[1:], "is on no stage"),
+        ("stages.1.ops", lambda ops: (*ops, "stranger"), "no op 'stranger'"),
+        ("stages.0.ops", lambda ops: (*ops, "cross_entropy"), "assigned twice|of the loss"),
+        ("stages.0.forward_seconds", lambda x: x / 2, "its ops take"),
+        ("stages.2.backward_seconds", 0.0, "its ops take"),
+        ("stages.1.parameters", (), "parameters are not"),
+        ("stages.1.trainable_bytes", lambda x: x - 4, "its parameters have"),
+        ("edges", lambda edges: edges[1:], "has no edge"),
+        ("edges.0.bytes", lambda x: x - 1, "bytes, not"),
+        ("edges.0.gradient", False, "the loss depends on"),
+        ("edges.0.targets", (2,), "is read on stages"),
+        ("tied", (), "is not listed"),
+        ("tied.0.bytes", 1, "other bytes"),
+        ("certificate.objective_seconds", lambda x: x * 1.000002, "the stages take"),
+        ("training.num_microbatches", 5, "the stages take"),
+    ],
+)
+def test_tampered_plans_are_refused(path: str, value: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        check(tampered(path, value), residual(), Cluster.parse("3"))
+    assert caught.value.remedy
+
+
+def test_certificates_that_promise_too_much() -> None:
+    def lower(certificate: Any) -> Any:
+        less = certificate.objective_seconds * 0.9
+        return replace(certificate, objective_seconds=less, bound_seconds=less)
+
+    with pytest.raises(PlanError, match="the stages take"):
+        check(tampered("certificate", lower), residual(), Cluster.parse("3"))
+
+
+def test_memory_of_the_cluster_counts() -> None:
+    graph = residual()
+    plan = planned(graph, Cluster.parse("2"))
+    small = Cluster((Device("cpu", 1000),) * 2, Cluster.parse("2").levels)
+    with pytest.raises(PlanError, match="bytes of memory, its device has 1000"):
+        check(plan, graph, small)
+
+
+def test_another_model() -> None:
+    with pytest.raises(PlanError, match="the graph has no op"):
+        check(planned(chain(), Cluster.parse("2")), residual(), Cluster.parse("2"))
