@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdcompile.graph import Size
 
@@ -36,8 +37,8 @@ class Signature:
     loss_fn, ``loss(*loss_inputs) -> scalar``, whose inputs are outputs of forward and target
     leaves.  `loss` is the value name of the loss (an output of forward when the model returns
     it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
-    draws in order of execution (a module may be called on several stages).  `outputs` are what later stages and (last stage) the model's own
-    output need.
+    draws in order of execution (a module may be called on several stages).  `outputs` are what
+    later stages and (last stage) the model's own output need.
     """
 
     inputs: tuple[Port, ...]
@@ -62,8 +63,12 @@ class StageInterface:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Generated (or loaded) source: file name to text. `stage_k.py`, `pipeline.py`, plan.json."""
+    """Generated (or loaded) source: file name to text. `stage_k.py`, `pipeline.py`, plan.json.
+
+    `constants` are the tensors of kind "constant" by FQN (torch objects, for ``stage_k.pt``).
+    """
 
     files: dict[str, str]
     interfaces: tuple[StageInterface, ...]
     edited: tuple[str, ...] = ()  # names of files whose text is not what generate() wrote
+    constants: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pdcompile.graph import Capture, Op, OpGraph
 from pdcompile.passes.boundaries import edges, interfaces, place_eval, stage_of_ops
 from pdcompile.passes.codegen.header import Route
+from pdcompile.passes.codegen.pipeline_file import pipeline_file
 from pdcompile.passes.codegen.stage_file import StageOps, Wishes, stage_file
 from pdcompile.passes.held import held_tensors, stage_names
 from pdcompile.passes.naming import wishes
@@ -46,7 +47,10 @@ def generate(capture: Capture, plan: Plan) -> Sources:
             [op for op in evaluation[k] if op.region == "loss"],
         )
         files[f"stage_{k}.py"] = stage_file(capture, interface, route, ops, names[k], wished)
-    return Sources(files, found)
+    files["pipeline.py"] = pipeline_file(capture, plan, found)
+    files["plan.json"] = plan.to_json()
+    constants = {**capture.eval.tensor_values, **capture.train.tensor_values}
+    return Sources(files, found, constants=constants)
 
 
 def _by_stage(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int) -> list[list[Op]]:

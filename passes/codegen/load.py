@@ -47,7 +47,7 @@ def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
     edited = tuple(
         name for name, text in files.items() if _digest(text) != _digest(expected.files[name])
     )
-    return Sources(files, expected.interfaces, edited)
+    return Sources(files, expected.interfaces, edited, expected.constants)
 
 
 def stage_classes(sources: Sources) -> tuple[type[nn.Module], ...]:

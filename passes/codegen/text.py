@@ -62,15 +62,18 @@ def render(lines: Iterable[Line]) -> str:
     return "\n".join(done) + "\n"
 
 
-def fold(code: str, depth: int) -> list[str]:
-    """One statement as lines of at most 100 columns, the way formatters break calls."""
+def fold(code: str, depth: int, *, inside: bool = False) -> list[str]:
+    """One statement as lines of at most 100 columns, the way formatters break calls.
+
+    `inside`: the code stands in brackets already, where a line may end between any two tokens.
+    """
     indent = "    " * depth
     if len(indent) + len(code) <= WIDTH:
         return [indent + code]
     broken = _break_brackets(code, depth)
     if broken is not None:
         return broken
-    return _break_anywhere(code, depth)
+    return _break_anywhere(code, depth, inside)
 
 
 def _break_brackets(code: str, depth: int) -> list[str] | None:
@@ -88,7 +91,7 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
     parts = _split_commas(inner)
     lines = [indent + head]
     for part in parts:
-        lines += fold(f"{part}," if len(parts) > 1 else part, depth + 1)
+        lines += fold(f"{part}," if len(parts) > 1 else part, depth + 1, inside=True)
     return [*lines, indent + tail]
 
 
@@ -134,11 +137,11 @@ def _outside_strings(code: str) -> list[tuple[int, str]]:
     return found
 
 
-def _break_anywhere(code: str, depth: int) -> list[str]:
+def _break_anywhere(code: str, depth: int, inside: bool) -> list[str]:
     """Any statement between tokens, inside parentheses; long strings in pieces."""
     indent = "    " * depth
     match = re.match(r"((?:return|[\w, .]+ [-+*/@&|^%<>]*=)) (.*)", code, re.DOTALL)
-    if match and not match[2].startswith("("):
+    if match and not inside and not match[2].startswith("("):
         code = f"{match[1]} ({match[2]})"
     pieces: list[str] = []
     last = (1, 0)
@@ -153,7 +156,7 @@ def _break_anywhere(code: str, depth: int) -> list[str]:
         else:
             pieces.append(gap + text)
     lines: list[str] = []
-    current, level = "", 0
+    current, level = "", int(inside)
     for piece in pieces:
         room = WIDTH - len(indent) - 8 * bool(lines)
         if current and level and len(current) + len(piece) > room:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,15 +19,11 @@ def write(
     folder: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
-    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write every file of the sources, and with a model ``stage_k.pt``: buffers and constants.
 
     Each file is complete or not there: it is written beside its place and renamed into it, the
     plan last.  Other files in the folder are left alone.
-
-    Args:
-        constants: tensors of kind constant by FQN (`OpGraph.tensor_values`).
 
     Raises:
         SourceError: the folder is a symbolic link or no folder, or cannot be written.
@@ -36,7 +31,7 @@ def write(
     root = Path(folder)
     contents = {name: text.encode() for name, text in sources.files.items()}
     if model is not None:
-        contents.update(_tensors(sources, model, constants or {}))
+        contents.update(_tensors(sources, model))
     try:
         _prepare(root)
         for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
@@ -86,19 +81,17 @@ def _umask() -> int:
     return mask
 
 
-def _tensors(
-    sources: Sources, model: nn.Module, constants: Mapping[str, torch.Tensor]
-) -> dict[str, bytes]:
+def _tensors(sources: Sources, model: nn.Module) -> dict[str, bytes]:
     """``stage_k.pt`` for every stage that has buffers or constants, by name on the stage."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    values = dict(model.named_buffers(remove_duplicate=False)) | sources.constants
     found = {}
     for interface in sources.interfaces:
-        values = {fqn: buffers[fqn] for fqn in interface.buffers if fqn in buffers}
-        values |= {fqn: constants[fqn] for fqn in interface.constants if fqn in constants}
+        names = {fqn: fqn for fqn in (*interface.buffers, *interface.constants)}
+        names |= {name: fqn for name, fqn in interface.aliases.items() if fqn in names}
         plain = {
-            fqn: tensor.detach().cpu().clone()
-            for fqn, tensor in values.items()
-            if not tensor.is_meta
+            name: values[fqn].detach().cpu().clone()
+            for name, fqn in names.items()
+            if fqn in values and not values[fqn].is_meta
         }
         if plain:
             data = io.BytesIO()

@@ -1,0 +1,259 @@
+"""``pipeline.py``: all stages in one process, forward and backward, on made-up inputs."""
+
+from __future__ import annotations
+
+from pdcompile.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
+from pdcompile.passes.codegen.access import reach
+from pdcompile.passes.codegen.expressions import quote
+from pdcompile.passes.codegen.header import model_name
+from pdcompile.passes.codegen.text import Line, render, shape_text
+from pdcompile.passes.naming import unique
+from pdcompile.plan import Plan
+from pdcompile.stage import Port, StageInterface
+
+_HELPERS = '''\
+def load(stage, path):
+    """Fill buffers and constants from the file that was written with the source, if there."""
+    if not path.exists():
+        return
+    saved = torch.load(path, weights_only=True)
+    with torch.no_grad():
+        for name, buffer in stage.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+
+def show(k, results):
+    print(f"stage {k}:", *(f"{r.dtype}{tuple(r.shape)}".removeprefix("torch.") for r in results))
+'''
+
+
+_OWN = ("stages", "inputs", "results", "parameters", "filled", "k", "stage", "load", "show", "loss")
+
+
+def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface, ...]) -> str:
+    """The text of ``pipeline.py``."""
+    graph = capture.train
+    count = len(interfaces)
+    stages = "the stage" if count == 1 else f"the {count} stages"
+    top = [
+        f'"""Runs {stages} of {model_name(capture)} in this process, forward and backward.',
+        "",
+        "    python pipeline.py",
+        "",
+        "One microbatch of made-up inputs: right shapes and dtypes, integers in the range that the",
+        "model accepts.  Weights are fresh.  It needs torch and the files beside it.",
+        '"""',
+        "",
+        "from pathlib import Path",
+        "",
+        "import torch",
+        *sorted(f"from stage_{k} import Stage{k}" for k in range(count)),
+        "",
+        f"B = {graph.batch_size}  # microbatch size",
+    ]
+    parts = [
+        "\n".join(top),
+        _inputs(graph, interfaces),
+        _HELPERS,
+        render(_main(plan, interfaces)),
+        'if __name__ == "__main__":\n    main()',
+    ]
+    return "\n\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> str:
+    used = {
+        port.value
+        for interface in interfaces
+        for port in (*interface.train.inputs, *interface.train.loss_inputs)
+    }
+    lines = [
+        Line("def make_inputs():"),
+        Line('"""Leaves of the call and of the target, by path."""', depth=1, is_text=True),
+        Line("return {", depth=1, is_text=True),
+    ]
+    for item in graph.inputs:
+        if item.name in used:
+            value = graph.values[item.name]
+            comment = shape_text(value.shape, value.dtype)
+            made = f"{quote(item.path)}: {_made_up(graph, item)},"
+            lines.append(Line(made, comment, 2, is_text=True))
+    lines.append(Line("}", depth=1, is_text=True))
+    return render(lines)
+
+
+def _made_up(graph: OpGraph, item: GraphInput) -> str:
+    """An expression for a random tensor like the given input."""
+    value = graph.values[item.name]
+    sizes = [
+        str(size) if isinstance(size, int) else str(size).replace("b", "B") for size in value.shape
+    ]
+    shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+    if value.dtype == "bool":
+        return f"torch.rand({shape}) < 0.5"
+    if value.dtype.startswith(("float", "bfloat", "complex")):
+        made = f"torch.randn({shape})"
+        return made if value.dtype == "float32" else f"{made}.to(torch.{value.dtype})"
+    dtype = "" if value.dtype == "int64" else f", dtype=torch.{value.dtype}"
+    return f"torch.randint({upper_bound(graph, item.name)}, {shape}{dtype})"
+
+
+def upper_bound(graph: OpGraph, name: str) -> int:
+    """One more than the largest integer that the ops which look the values up all accept."""
+    bounds = [
+        bound
+        for reader in _readers(graph, name)
+        if (bound := _table_size(graph, *reader)) is not None
+    ]
+    return max(min(bounds), 1) if bounds else 2
+
+
+_KEEPS_VALUES = frozenset(
+    {"view", "reshape", "flatten", "contiguous", "transpose", "permute", "squeeze", "unsqueeze"}
+    | {"expand", "clone", "detach", "to", "long", "int", "t", "unflatten", "ravel"}
+    | {"operator.getitem", "torch.flatten", "torch.reshape", "torch.transpose", "torch.squeeze"}
+    | {"torch.unsqueeze", "torch.clone"}
+)
+
+
+def _readers(graph: OpGraph, name: str) -> list[tuple[Op, str]]:
+    """Ops that read the values, directly or through views and copies, and what they read."""
+    ops = {op.name: op for op in graph.ops}
+    found, waiting, seen = [], [name], {name}
+    while waiting:
+        value = waiting.pop()
+        for reader in graph.values[value].consumers:
+            op = ops[reader]
+            first = op.args[0] if op.args else None
+            if op.target in _KEEPS_VALUES and first == Ref(value):
+                if reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+            else:
+                found.append((op, value))
+    return found
+
+
+def _table_size(graph: OpGraph, op: Op, value: str) -> int | None:
+    """How many rows or classes the op distinguishes, where it takes the value as an index."""
+
+    def size(argument: object, dim: int) -> int | None:
+        if isinstance(argument, Attr):
+            return graph.tensors[argument.fqn].shape[dim]
+        if isinstance(argument, Ref):
+            shape = graph.values[argument.name].shape
+            return size_at(shape[dim], graph.batch_size) if len(shape) > dim else None
+        return None
+
+    word = op.target.rpartition(".")[2]
+    arguments = [*op.args, *(argument for _, argument in op.kwargs)]
+    others = [a for a in arguments if a != Ref(value)]
+    if op.kind == "module":
+        built = dict(op.constructor)
+        if word in ("Embedding", "EmbeddingBag"):
+            count = built.get("num_embeddings")
+            return count if isinstance(count, int) else None
+    if word in ("embedding", "embedding_bag") and others:
+        return size(others[0], 0)
+    if word in ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss") and others:
+        scores = others[0]
+        dims = len(graph.values[scores.name].shape) if isinstance(scores, Ref) else 0
+        return size(scores, 1 if dims > 1 else 0)
+    if word == "one_hot":
+        count = next((a for a in others if isinstance(a, int)), -1)
+        return count if count > 0 else None
+    if word in ("getitem", "index_select", "gather", "take_along_dim") and others:
+        return size(others[0], 0)
+    return None
+
+
+def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
+    count = len(interfaces)
+    made = ", ".join(f"Stage{k}()" for k in range(count))
+    lines = [
+        Line("def main():"),
+        Line("torch.manual_seed(0)", depth=1),
+        Line(f"stages = [{made}]", depth=1),
+        Line("for k, stage in enumerate(stages):", depth=1),
+        Line('load(stage, Path(__file__).with_name(f"stage_{k}.pt"))', depth=2),
+    ]
+    lines += _ties(plan, interfaces)
+    lines += [
+        Line(),
+        Line("inputs = make_inputs()", depth=1),
+    ]
+    variables: dict[str, str] = {}
+    for interface in interfaces:
+        lines += _run(interface, variables)
+    return lines + _loss(interfaces[-1], variables)
+
+
+def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
+    done = []
+    for one in plan.tied:
+        places = [_expression(k, _name_on(interfaces[k], one.fqn)) for k in one.stages]
+        for other in places[1:]:
+            done.append(Line(f"{other} = {places[0]}", "tied", 1))
+    return done
+
+
+def _name_on(interface: StageInterface, fqn: str) -> str:
+    """A name of the tensor on the stage."""
+    aliases = [name for name, canonical in interface.aliases.items() if canonical == fqn]
+    return aliases[0] if aliases else fqn
+
+
+def _expression(k: int, name: str) -> str:
+    path, _, attribute = name.rpartition(".")
+    owner = f"stages[{k}]"
+    if path:
+        owner = f"{owner}.get_submodule({quote(path)})"
+    return reach(owner, attribute, "_parameters")
+
+
+def _run(interface: StageInterface, variables: dict[str, str]) -> list[Line]:
+    k, signature = interface.index, interface.train
+    arguments = ", ".join(_argument(port, variables) for port in signature.inputs)
+    lines = [
+        Line(f"results = stages[{k}]({arguments})", depth=1),
+        Line(f"show({k}, results)", depth=1),
+    ]
+    made = [port for port in signature.outputs if port.value not in variables]
+    for port in made:
+        variables[port.value] = unique(port.name, [*variables.values(), *_OWN])
+    if signature.outputs:
+        names = [variables[p.value] if p in made else "_" for p in signature.outputs]
+        left = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
+        lines.append(Line(f"{left} = results", depth=1))
+    return lines
+
+
+def _argument(port: Port, variables: dict[str, str]) -> str:
+    if port.value in variables:
+        return variables[port.value]
+    return f"inputs[{quote(port.path or '')}]"
+
+
+def _loss(interface: StageInterface, variables: dict[str, str]) -> list[Line]:
+    signature = interface.train
+    if signature.loss_inputs:
+        arguments = ", ".join(_argument(port, variables) for port in signature.loss_inputs)
+        made = f"stages[{interface.index}].loss({arguments})"
+    elif signature.loss is not None:
+        made = variables[signature.loss]
+    elif any(port.requires_grad for port in signature.outputs):
+        made = "sum(r.abs().mean() for r in results if r.requires_grad)"
+    else:
+        return []
+    return [
+        Line(),
+        Line(f"loss = {made}", depth=1),
+        Line("loss.backward()", depth=1),
+        Line("parameters = [p for stage in stages for p in stage.parameters()]", depth=1),
+        Line("filled = sum(p.grad is not None for p in parameters)", depth=1),
+        Line(
+            'print(f"loss {loss.item():.4f}, gradients of {filled} of {len(parameters)} tensors")',
+            depth=1,
+        ),
+    ]

@@ -1,0 +1,82 @@
+"""GPT (tests/helpers/models.py:73), stage 0 of 2.
+
+Holds wte, wpe, drop, blocks.0 to blocks.1.
+
+    in   ids  i64[b, 16]      from the call
+    out  x    f32[b, 16, 32]  to stage 1
+
+Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
+own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
+again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def draw(where, index):
+    """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
+
+
+class Block(nn.Module):  # tests/helpers/models.py:30
+    """blocks.0 to blocks.1."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm((32,))
+        self.qkv = nn.Linear(32, 96)
+        self.proj = nn.Linear(32, 32)
+        self.ln_2 = nn.LayerNorm((32,))
+        self.up = nn.Linear(32, 128)
+        self.down = nn.Linear(128, 32)
+        self.drop = nn.Dropout(p=0.1)
+
+    def forward(self, x):  # f32[b, 16, 32]
+        b = x.shape[0]
+        ln_1 = self.ln_1(x)  # f32[b, 16, 32]
+        part, part_1, part_2 = self.qkv(ln_1).split(32, dim=2)  # f32[b, 16, 32] each
+        transpose = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_1 = part_1.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_2 = part_2.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        draw(self, 0)
+        mixed = F.scaled_dot_product_attention(
+            transpose,
+            transpose_1,
+            transpose_2,
+            dropout_p=0.1 if self.training else 0.0,
+            is_causal=True,
+        )  # f32[b, 4, 16, 8]
+        reshape = mixed.transpose(1, 2).reshape(b, 16, 32)  # f32[b, 16, 32]
+        proj = self.proj(reshape)  # f32[b, 16, 32]
+        drop = self.drop(proj)  # f32[b, 16, 32]
+        x = x + drop  # f32[b, 16, 32]
+        ln_2 = self.ln_2(x)  # f32[b, 16, 32]
+        up = self.up(ln_2)  # f32[b, 16, 128]
+        gelu = F.gelu(up)  # f32[b, 16, 128]
+        down = self.down(gelu)  # f32[b, 16, 32]
+        draw(self, 1)
+        dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
+        x = x + dropout  # f32[b, 16, 32]
+        return x
+
+
+class Stage0(nn.Module):
+    """wte, wpe, drop, blocks.0 to blocks.1."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(64, 32)
+        self.wpe = nn.Embedding(16, 32)
+        self.drop = nn.Dropout(p=0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        positions = torch.arange(16, device=ids.device)  # i64[16]
+        wte = self.wte(ids)  # f32[b, 16, 32]
+        wpe = self.wpe(positions)  # f32[16, 32]
+        add = wte + wpe  # f32[b, 16, 32]
+        x = self.drop(add)  # f32[b, 16, 32]
+        for block in self.blocks:  # blocks.0 to blocks.1
+            x = block(x)  # f32[b, 16, 32]
+        return (x,)

@@ -1,0 +1,119 @@
+"""GPT (tests/helpers/models.py:73), stage 1 of 2.
+
+Holds blocks.2 to blocks.3, ln_f, lm_head.
+
+    in   x       f32[b, 16, 32]    from stage 0
+    in   part    f32[b, 16, 32]    from stage 0
+    in   part_1  f32[b, 16, 32]    from stage 0
+    in   view    f32[b, 16, 4, 8]  from stage 0
+    out  logits  f32[b, 16, 64]    the model's output
+    loss target  i64[b, 16]        from the call
+
+Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
+own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
+again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def draw(where, index):
+    """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
+
+
+class Block(nn.Module):  # tests/helpers/models.py:30
+    """blocks.3."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm((32,))
+        self.qkv = nn.Linear(32, 96)
+        self.proj = nn.Linear(32, 32)
+        self.ln_2 = nn.LayerNorm((32,))
+        self.up = nn.Linear(32, 128)
+        self.down = nn.Linear(128, 32)
+        self.drop = nn.Dropout(p=0.1)
+
+    def forward(self, x):  # f32[b, 16, 32]
+        b = x.shape[0]
+        ln_1 = self.ln_1(x)  # f32[b, 16, 32]
+        part, part_1, part_2 = self.qkv(ln_1).split(32, dim=2)  # f32[b, 16, 32] each
+        transpose = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_1 = part_1.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_2 = part_2.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        draw(self, 0)
+        mixed = F.scaled_dot_product_attention(
+            transpose,
+            transpose_1,
+            transpose_2,
+            dropout_p=0.1 if self.training else 0.0,
+            is_causal=True,
+        )  # f32[b, 4, 16, 8]
+        reshape = mixed.transpose(1, 2).reshape(b, 16, 32)  # f32[b, 16, 32]
+        proj = self.proj(reshape)  # f32[b, 16, 32]
+        drop = self.drop(proj)  # f32[b, 16, 32]
+        x = x + drop  # f32[b, 16, 32]
+        ln_2 = self.ln_2(x)  # f32[b, 16, 32]
+        up = self.up(ln_2)  # f32[b, 16, 128]
+        gelu = F.gelu(up)  # f32[b, 16, 128]
+        down = self.down(gelu)  # f32[b, 16, 32]
+        draw(self, 1)
+        dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
+        x = x + dropout  # f32[b, 16, 32]
+        return x
+
+
+class Stage1(nn.Module):
+    """blocks.2 to blocks.3, ln_f, lm_head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict({"2": nn.Module(), "3": Block()})
+        self.blocks["2"].proj = nn.Linear(32, 32)
+        self.blocks["2"].ln_2 = nn.LayerNorm((32,))
+        self.blocks["2"].up = nn.Linear(32, 128)
+        self.blocks["2"].down = nn.Linear(128, 32)
+        self.blocks["2"].drop = nn.Dropout(p=0.1)
+        self.ln_f = nn.LayerNorm((32,))
+        self.lm_head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x, part, part_1, view):
+        b = x.shape[0]
+
+        # blocks.2 (Block, tests/helpers/models.py:30)
+        transpose = view.transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_1 = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        transpose_2 = part_1.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
+        draw("blocks.2", 0)
+        mixed = F.scaled_dot_product_attention(
+            transpose,
+            transpose_1,
+            transpose_2,
+            dropout_p=0.1 if self.training else 0.0,
+            is_causal=True,
+        )  # f32[b, 4, 16, 8]
+        reshape = mixed.transpose(1, 2).reshape(b, 16, 32)  # f32[b, 16, 32]
+        proj = self.blocks["2"].proj(reshape)  # f32[b, 16, 32]
+        drop = self.blocks["2"].drop(proj)  # f32[b, 16, 32]
+        x = x + drop  # f32[b, 16, 32]
+        ln_2 = self.blocks["2"].ln_2(x)  # f32[b, 16, 32]
+        up = self.blocks["2"].up(ln_2)  # f32[b, 16, 128]
+        gelu = F.gelu(up)  # f32[b, 16, 128]
+        down = self.blocks["2"].down(gelu)  # f32[b, 16, 32]
+        draw("blocks.2", 1)
+        dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
+        x = x + dropout  # f32[b, 16, 32]
+
+        x = self.blocks["3"](x)  # f32[b, 16, 32]
+        ln_f = self.ln_f(x)  # f32[b, 16, 32]
+        logits = self.lm_head(ln_f)  # f32[b, 16, 64]
+        return (logits,)
+
+    def loss(self, logits, target):
+        # loss_fn
+        flatten = logits.flatten(0, 1)  # f32[16*b, 64]
+        flatten_1 = target.flatten()  # i64[16*b]
+        cross_entropy = F.cross_entropy(flatten, flatten_1)  # f32[]
+        return cross_entropy
