@@ -169,10 +169,10 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     (module path, draw index), in order.  The caller's generator is not preserved here: wrap
     the whole minibatch in `preserved_rng`.
 
-    Keep the scope entered during backward, after ``scope.replay()``: a region under
-    `torch.utils.checkpoint` runs again there, and has to draw what it drew in forward.  Its
-    recomputation starts from the generator state that checkpoint saved, whose seed says after
-    which draw of the forward it begins; from there the recorded seeds are used in order.
+    Call ``scope.backward(loss)`` inside the scope: a region under `torch.utils.checkpoint` runs
+    again in backward, and has to draw what it drew in forward.  Its recomputation starts from
+    the generator state that checkpoint saved, whose seed says after which draw of the forward it
+    begins; from there the recorded seeds are used in order.
     """
 
     def __init__(
@@ -224,8 +224,25 @@ class DrawScope(torch.overrides.TorchFunctionMode):
             self._path = outer
 
     def replay(self) -> None:
-        """From now on (backward) random calls repeat draws of the forward."""
+        """From now on random calls repeat draws of the forward (`backward` says so itself)."""
         self._replaying = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()`` for a scalar, inside this scope.
+
+        `Tensor.backward` is a call that a function mode handles, and a mode is off while it
+        does: what backward recomputes would draw unseen.  So the engine is called directly.
+        """
+        self.replay()
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,),
+            (torch.ones_like(loss),),
+            False,  # retain_graph
+            False,  # create_graph
+            (),  # inputs: all leaves
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
     def draw(self, path: str) -> None:
         """Seed the generator for the next draw of `path`."""

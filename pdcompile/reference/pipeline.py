@@ -42,9 +42,8 @@ class Reference:
         self._num_microbatches = check_options(options)
         self._model = copy.deepcopy(model) if options.keep_model else model
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        self._training = {
-            module: module.training or not model.training for module in self._model.modules()
-        }
+        self._passed_in_training = self._model.training
+        self._passed_modes = {module: module.training for module in self._model.modules()}
         self.optimizer = make_optimizer(self._model, options.optimizer)
         self._versions = Versions(self._model, weight_lags(self._model, options))
         if self._versions.stale and self.optimizer is None:
@@ -212,9 +211,8 @@ class Reference:
                 with self._draws(self._num_minibatches, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=True)
                     loss = scaled_loss(self._differentiable(loss, output), scale)
-                    scope.replay()
                     if loss.requires_grad:
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        scope.backward(loss)
                 loss_leaf = _position(own_loss(output), output)
                 losses.append(loss.detach())
                 outputs.append(_detached(output))
@@ -314,14 +312,14 @@ class Reference:
     def _mode(self, *, training: bool) -> Iterator[None]:
         """Modules' modes for one call.
 
-        Training: as they were when the model was passed, so that a batch norm that the user
-        put into eval mode stays frozen (a model passed in eval mode trains all over).
+        In the mode that the model was passed in, every module keeps its own, so that a batch
+        norm that the user put into eval mode stays frozen; the other mode is that of all.
         """
-        before = {module: module.training for module in self._model.modules()}
+        own = self._passed_modes if training == self._passed_in_training else {}
         with ExitStack() as stack:
-            for module, flag in before.items():
-                stack.callback(setattr, module, "training", flag)
-                module.training = training and self._training.get(module, True)
+            for module in self._model.modules():
+                stack.callback(setattr, module, "training", module.training)
+                module.training = own.get(module, training)
             yield
 
     def _check_open(self) -> None:

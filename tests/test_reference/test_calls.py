@@ -31,6 +31,10 @@ def test_batch_norm_advances_once_a_microbatch() -> None:
     assert trained.get_buffer("bn1.num_batches_tracked") == 6
 
 
+def tracked(model: nn.Module) -> list[float]:
+    return [model.get_buffer(f"{name}.num_batches_tracked").item() for name in ("bn1", "bn2")]
+
+
 def test_modes_are_kept() -> None:
     model = convnet()
     model.bn1.eval()
@@ -43,6 +47,14 @@ def test_modes_are_kept() -> None:
     pipe.eval_step(x, target=y)
     assert model.bn2.num_batches_tracked == 2
     assert (model.training, model.bn1.training) == (True, False)
+
+    model.eval()
+    model.bn2.train()  # a model that is evaluated with statistics of the batch
+    pipe = pdcompile.reference(model, loss_fn=loss_for(model), microbatches=2)
+    pipe.predict(x)
+    assert tracked(model) == [0, 4]
+    pipe.step(x, target=y)
+    assert tracked(model) == [2, 6]
 
     evaluated = convnet().eval()
     pipe = pdcompile.reference(evaluated, loss_fn=loss_for(model), optimizer=SGD, microbatches=1)

@@ -7,6 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pdcompile
 from pdcompile.randomness import evaluation_minibatch, seed_of
@@ -17,7 +18,7 @@ from tests.helpers.loops import (
     run,
     same,
 )
-from tests.helpers.models import gpt
+from tests.helpers.models import batch_for, gpt, loss_for
 
 
 def test_dropout_by_hand() -> None:
@@ -49,6 +50,7 @@ def test_dropout_depends_on_the_seed_and_not_on_the_global_generator() -> None:
     data = batches(model, 4, 4)
     torch.manual_seed(1)
     first, losses = run(model, data, optimizer=ADAMW)
+    torch.manual_seed(2)
     before = torch.get_rng_state()
     again, _ = run(model, data, optimizer=ADAMW)
     assert torch.equal(torch.get_rng_state(), before)
@@ -76,3 +78,28 @@ def test_every_minibatch_and_microbatch_draws_afresh() -> None:
     assert len(set(torch.cat(outputs).flatten().tolist())) == 16
     generator = torch.Generator().manual_seed(seed_of(0, evaluation_minibatch(1), 2, "", 0))
     assert torch.equal(outputs[3][2], torch.randn(1, generator=generator))
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.again = True
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = (
+                checkpoint(self.inner, ids, use_reentrant=False) if self.again else self.inner(ids)
+            )
+            return out
+
+    inner = gpt(dropout=0.3)
+    model = Checkpointed(inner)
+    x, y = batch_for("gpt", 4)
+    gradients = []
+    for model.again in (True, False):
+        inner.zero_grad()
+        pipe = pdcompile.reference(model, loss_fn=loss_for(inner), microbatches=2)
+        pipe.forward_backward(x, target=y)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
