@@ -248,7 +248,8 @@ def _cell(cell: str, home: int, where: str) -> Instruction:
 
 
 def _entry(entry: Any, where: str) -> Instruction:
-    if not isinstance(entry, list) or len(entry) != 7 or entry[0] not in _ACTIONS:
+    known = isinstance(entry, list) and len(entry) == 7 and isinstance(entry[0], str)
+    if not known or entry[0] not in _ACTIONS:
         raise ScheduleError(f"{entry!r} is no instruction", where=where)
     if any(type(number) is not int for number in entry[1:]) or min(entry[3:]) < -1:
         raise ScheduleError(f"{entry!r} holds something else than small integers", where=where)

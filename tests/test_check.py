@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +65,7 @@ def test_the_proof_says_what_it_proved() -> None:
     assert "4, 1, 4" in text
 
 
-RICH = {
+RICH: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipping": {"clip": 1.0},
     "tied": {"tied": (TiedParameter("w", (0, 2), 1),)},
@@ -216,7 +217,7 @@ def test_one_communicator_is_enough_in_one_direction() -> None:
 
 
 def test_a_warm_up_that_grows_is_a_deadlock() -> None:
-    plan = make_plan("2bw", 3, 6, depths=(0, 2, 0))
+    plan = make_plan("1f1b", 3, 6, depths=(0, 2, 0))
     with pytest.raises(DeadlockError, match="waits for"):
         check(plan)
 

@@ -64,23 +64,19 @@ def warmup(
         depths = [depth + more for depth, more in zip(depths, extra, strict=True)]
     if name == "1f1b":
         return tuple(min(depth, most - 1) for depth, most in zip(depths, own, strict=True))
-    return _scaled(depths, counts, num_microbatches)
+    return _scaled(depths, [num_microbatches // count for count in counts])
 
 
-def _scaled(depths: list[int], counts: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-    """At most ⌊m/r_s⌋ each, in proportion (rounded); nothing changes when all fit."""
-    caps = [num_microbatches // count for count in counts]
+def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:
+    """At most its cap each, in proportion (rounded); nothing changes when all fit."""
     ratio = min(
         (Fraction(cap, depth) for cap, depth in zip(caps, depths, strict=True) if depth > cap),
         default=Fraction(1),
     )
-    found: list[int] = []
-    for depth, count, cap in zip(depths, counts, caps, strict=True):
-        most = min(
-            (((w + 1) * r - 1) // count for w, r in zip(found, counts, strict=False)), default=cap
-        )  # a stage may not need forwards that one before it holds back: that is a deadlock
-        found.append(min(cap, most, int(depth * ratio + Fraction(1, 2))))
-    return tuple(found)
+    return tuple(
+        min(cap, int(depth * ratio + Fraction(1, 2)))
+        for depth, cap in zip(depths, caps, strict=True)
+    )
 
 
 def memory_rule(

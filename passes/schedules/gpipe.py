@@ -2,12 +2,12 @@
 
 Four stages, four microbatches, a backward twice as long as a forward:
 
-    stage 0  F0 F1 F2 F3 .. .. .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
-    stage 1     F0 F1 F2 F3 .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
-    stage 2        F0 F1 F2 F3 .. .. B0 B0 B1 B1 B2 B2 B3 B3
+    stage 0  F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+    stage 1     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+    stage 2        F0 F1 F2 F3 .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
     stage 3           F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
 
-Backward is in ascending order, as eager gradient accumulation is; so that sums are bitwise
+Backward is in ascending order, as eager gradient accumulation is, so that sums are bitwise
 equal.  Every microbatch is in flight at once.
 """
 

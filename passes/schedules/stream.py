@@ -70,9 +70,9 @@ _evaluation = lru_cache(maxsize=32)(lower_evaluation)
 def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
     layout = stream.layout
     columns: list[Column] = []
-    held: set[tuple[int, int]] | None = None
+    limits: dict[tuple[int, int], int] = {}
     for stage, states in enumerate(stream.states):
-        begun = len(columns)
+        following: dict[tuple[int, int], int] = {}
         for replica, state in enumerate(states):
             share = layout.share(stage, replica, num_microbatches)
             column = Column(layout, stage, replica, state)
@@ -80,11 +80,13 @@ def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
             column.unreduced.append(0)
             column.receive_loss(num_microbatches)
             column.begin(share, layout.pool(stage))
-            column.train(_order(layout, stage, state, share, held))
+            steps = _order(layout, stage, state, share, limits)
+            following |= two_bw.limits_for_the_next(steps, limits, num_microbatches)
+            column.train(steps)
             if not layout.lag:
                 column.finish()
             columns.append(column)
-        held = {one for column in columns[begun:] for one in column.waiting}
+        limits = following
     return project(layout, layout.name, columns, num_microbatches), _after(stream, columns, 1)
 
 
@@ -112,11 +114,11 @@ def _order(
     stage: int,
     state: RankState,
     share: range,
-    held: set[tuple[int, int]] | None,
+    limits: dict[tuple[int, int], int],
 ) -> list[Step]:
     if layout.name == "2bw":
         late, depth = layout.late(stage), layout.warmup[stage]
-        return list(two_bw.order(state.pending, state.unstepped, share, depth, late, held))
+        return list(two_bw.order(state.pending, state.unstepped, share, depth, late, limits))
     if layout.name == "gpipe":
         compute = gpipe.order(share)
     else:

@@ -20,7 +20,7 @@ one the stage drains as far as necessary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdcompile.schedule import Action
 
@@ -33,7 +33,7 @@ def order(
     microbatches: Sequence[int],
     warmup: int,
     late: bool,
-    held: Container[tuple[int, int]] | None = None,
+    limits: Mapping[tuple[int, int], int] | None = None,
 ) -> Iterator[Step]:
     """Compute of one replica for one call of `step`.
 
@@ -42,25 +42,43 @@ def order(
         unstepped: earlier minibatches whose update has not run.
         late: the update waits for other ranks; it is placed as late as legal, which is just
             before the first forward of the minibatch after the next.
-        held: what the stage before still has to run backward after the call; the rest runs
-            here within the call, because that stage needs its gradients.  None at stage 0.
+        limits: of each microbatch whose backward the stage before runs in this call, the last
+            forward of this call that may come before its backward here (−1: none).  A stage
+            that waits for no forward which the stage before holds back cannot deadlock,
+            whatever the depths, replicas and sizes of minibatches; without replicas and with
+            depths that do not grow the limits never bind.
     """
     waiting = deque(pending)
+    limits = limits or {}
     while waiting and waiting[0][0] <= -2:
         yield from _backward(waiting, late)
-    while microbatches and len(waiting) > warmup:
+    while microbatches and (len(waiting) > warmup or _is_due(waiting, limits, microbatches[0])):
         yield from _backward(waiting, late)
     if late:
         for minibatch in unstepped:
             if minibatch <= -2:
                 yield Action.STEP, minibatch, -1
     for microbatch in microbatches:
-        while len(waiting) > warmup:
+        while len(waiting) > warmup or _is_due(waiting, limits, microbatch):
             yield from _backward(waiting, late)
         yield Action.FORWARD, 0, microbatch
         waiting.append((0, microbatch))
-    while held is not None and any(one not in held for one in waiting):
+    while any(one in limits for one in waiting):
         yield from _backward(waiting, late)
+
+
+def limits_for_the_next(
+    steps: Sequence[Step], limits: Mapping[tuple[int, int], int], num_microbatches: int
+) -> dict[tuple[int, int], int]:
+    """What one replica's call means for the stage after it: the `limits` of its backwards."""
+    found, next_forward = {}, num_microbatches
+    for action, minibatch, microbatch in reversed(steps):
+        if action is Action.FORWARD:
+            next_forward = microbatch
+        elif action is Action.BACKWARD:
+            one = (minibatch, microbatch)
+            found[one] = min(next_forward - 1, limits.get(one, num_microbatches))
+    return found
 
 
 def drain(
@@ -73,6 +91,13 @@ def drain(
     if late:
         for minibatch in unstepped:
             yield Action.STEP, minibatch, -1
+
+
+def _is_due(
+    waiting: deque[tuple[int, int]], limits: Mapping[tuple[int, int], int], forward: int
+) -> bool:
+    """Must a backward come before this forward?  Backwards are in order: any one counts."""
+    return bool(limits) and any(limits.get(one, forward) < forward for one in waiting)
 
 
 def _backward(waiting: deque[tuple[int, int]], late: bool) -> Iterator[Step]:

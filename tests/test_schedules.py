@@ -1,0 +1,307 @@
+"""Compute orders, warm-up depths, streams and the text form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.errors import ScheduleError
+from pdcompile.passes.check import check
+from pdcompile.passes.schedules import (
+    SCHEDULES,
+    evaluation,
+    gpipe,
+    make_stream,
+    memory_rule,
+    one_f_one_b,
+    two_bw,
+    warmup,
+)
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.schedule import Action, Instruction, Schedule
+from tests.helpers.schedules import chain, make_plan, plans
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def words(steps: list[tuple[Action, int]]) -> str:
+    return " ".join(f"{action.value}{microbatch}" for action, microbatch in steps)
+
+
+def picture(plan: Plan) -> list[str]:
+    """One line a stage, one cell a second: what the docstrings of the schedules show."""
+    found = simulate(plan)
+    end = round(found.ends_seconds[-1])
+    lines = [[".."] * end for _ in plan.stages]
+    for event in found.timeline:
+        if event.action in (Action.FORWARD, Action.BACKWARD):
+            for second in range(round(event.start_seconds), round(event.end_seconds)):
+                lines[event.stage][second] = f"{event.action.value}{event.microbatch}"
+    return [" ".join(line).strip(". ") for line in lines]
+
+
+def drawn_in(module: object) -> list[str]:
+    lines = str(module.__doc__).splitlines()
+    return [line.split(maxsplit=2)[2].strip() for line in lines if line.startswith("    stage ")]
+
+
+def test_gpipe_is_its_picture() -> None:
+    assert words(list(gpipe.order(range(3)))) == "F0 F1 F2 B0 B1 B2"
+    assert picture(make_plan("gpipe", 4, 4)) == drawn_in(gpipe)
+
+
+def test_1f1b_is_its_picture() -> None:
+    assert words(list(one_f_one_b.order(range(4), 2))) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert words(list(one_f_one_b.order(range(2), 5))) == "F0 F1 B0 B1"
+    assert picture(make_plan("1f1b", 4, 5)) == drawn_in(one_f_one_b)
+
+
+def test_2bw_is_its_picture() -> None:
+    """Three calls of two microbatches and a flush, update and all."""
+    drawn = [line.replace(".", "") for line in drawn_in(two_bw)]
+    for depth, expected in zip((1, 0), drawn, strict=True):
+        pending: list[tuple[int, int]] = []
+        text = ""
+        for call in range(4):
+            steps = (
+                list(two_bw.order(pending, (), range(2), depth, False))
+                if call < 3
+                else list(two_bw.drain(pending, (), False))
+            )
+            for action, minibatch, microbatch in steps:
+                letter = "abc"[call + minibatch]
+                text += "^" if action is Action.STEP else f" {action.value}{letter}{microbatch}"
+                if action is Action.FORWARD:
+                    pending.append((minibatch, microbatch))
+                elif action is Action.BACKWARD:
+                    pending.remove((minibatch, microbatch))
+            pending = [(minibatch - 1, microbatch) for minibatch, microbatch in pending]
+            text += "|"
+        assert text.replace("| ", "|").replace("^ ", "^").strip(" |") == " ".join(
+            expected.replace(" |", "|").split()
+        )
+
+
+def test_warm_up_without_replicas() -> None:
+    assert warmup("1f1b", 4, 8) == (3, 2, 1, 0)
+    assert warmup("1f1b", 4, 8, extra=1) == (6, 4, 2, 0)
+    assert warmup("1f1b", 4, 8, extra=(1, 1, 1, 0)) == (4, 3, 2, 0)
+    assert warmup("1f1b", 4, 2) == (1, 1, 1, 0)
+    assert warmup("gpipe", 4, 8) == (7, 7, 7, 7)
+    assert warmup("2bw", 4, 8) == (3, 2, 1, 0)
+    assert warmup("2bw", 1, 1) == (0,)
+
+
+def test_2bw_depths_are_capped_together() -> None:
+    """Neighbours of equal depth take turns: (4, 4, 2, 0) runs at 7.5 instead of 3.75."""
+    assert warmup("2bw", 4, 4, extra=1) == (4, 3, 1, 0)
+    assert warmup("2bw", 4, 1) == (1, 1, 0, 0)
+
+
+def test_warm_up_with_replicas() -> None:
+    assert warmup("2bw", 3, 8, (1, 2, 1)) == (4, 1, 0)
+    assert warmup("2bw", 3, 8, (1, 4, 1)) == (8, 1, 0)
+    assert warmup("1f1b", 3, 12, (3, 2, 1)) == (2, 1, 0)
+    assert warmup("gpipe", 2, 5, (2, 1)) == (2, 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
+def test_depths_never_deadlock_and_respect_the_cap(
+    replicas: list[int], count: int, extra: int
+) -> None:
+    depths = warmup("2bw", len(replicas), count, tuple(replicas), extra)
+    assert all(depth <= count // r for depth, r in zip(depths, replicas, strict=True))
+    check(make_plan("2bw", len(replicas), count, replicas=tuple(replicas), depths=depths))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pipedream", 2, 2), "is not one of"),
+        (("1f1b", 0, 2), "0 stages"),
+        (("1f1b", 2, 0), "0 microbatches"),
+        (("1f1b", 2, 2, (1,)), "replicas"),
+        (("1f1b", 2, 2, (), (1,)), "extra warm-up"),
+        (("1f1b", 2, 2, (), -1), "negative"),
+    ],
+)
+def test_bad_warm_ups(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        warmup(*arguments)  # type: ignore[arg-type]
+
+
+def test_memory_rule() -> None:
+    rule = memory_rule("1f1b", (3, 2, 1, 0), 2, clipping=True)
+    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (1, 1, (2, 2, 2, 1))
+    rule = memory_rule("2bw", (3, 2, 1, 0), 8, clipping=True, optimizer_factor=1.0)
+    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (2, 2, (4, 3, 2, 1))
+    assert rule.optimizer_factor == 1.0
+    assert memory_rule("2bw", (1, 0), 4).gradient_buffers == 1
+    with pytest.raises(ScheduleError):
+        memory_rule("stash", (1, 0), 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steady_state_is_one_object(name: str) -> None:
+    stream = make_stream(make_plan(name, 4, 8, tied=(TiedParameter("w", (0, 3), 1),)))
+    programs = []
+    for _ in range(6):
+        program, stream = stream.step(8)
+        programs.append(program)
+    assert programs[3] is programs[4] is programs[5]
+    assert stream.step(8)[1] == stream
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.data())
+def test_a_flush_leads_back_to_the_beginning(plan: Plan, data: st.DataObject) -> None:
+    start = stream = make_stream(plan)
+    for _ in range(data.draw(st.integers(0, 4))):
+        _, stream = stream.step(data.draw(st.integers(1, plan.training.num_microbatches)))
+    program, stream = stream.flush()
+    assert stream == start
+    assert hash(stream) == hash(start)
+    again, _ = stream.flush()
+    assert not any(again.columns)
+    assert program.name.endswith("+flush")
+
+
+def test_a_stream_takes_no_more_microbatches_than_planned() -> None:
+    stream = make_stream(make_plan("1f1b", 2, 4))
+    for count in (0, 5):
+        with pytest.raises(ScheduleError, match="planned are 1 to 4"):
+            stream.step(count)
+
+
+def test_unusable_plans_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, 2bw"):
+        make_stream(make_plan("stash", 2, 2, depths=(1, 0)))
+    with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
+        make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
+    with pytest.raises(ScheduleError, match="goes from 1 to"):
+        make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (0,), 1, True),)))
+    with pytest.raises(ScheduleError, match="ends at 2 of 2"):
+        make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (2,), 1, True),)))
+    with pytest.raises(ScheduleError, match="replicated"):
+        make_stream(make_plan("1f1b", 2, 2, replicas=(1, 2), tied=(TiedParameter("w", (0, 1), 1),)))
+
+
+def test_update_of_2bw_early_and_late() -> None:
+    """Early: right after the minibatch's last backward; clipped: before the forward of t + 2."""
+    for clip, minibatch, following in ((None, -1, Action.WAIT_RECV), (1.0, -2, Action.WAIT_RECV)):
+        stream = make_stream(make_plan("2bw", 3, 4, clip=clip))
+        for _ in range(4):
+            program, stream = stream.step(4)
+        column = program.columns[2]
+        (index,) = (n for n, one in enumerate(column) if one.action is Action.STEP)
+        assert column[index].minibatch == minibatch
+        assert column[index + 1].action is following
+        assert column[index + 1].microbatch == 0
+        first = [one.action for one in program.columns[0]].index(Action.FORWARD)
+        steps = [n for n, one in enumerate(program.columns[0]) if one.action is Action.STEP]
+        assert (steps[0] < first) == (clip is not None)
+
+
+GOLDEN_PLANS = {
+    "gpipe": make_plan("gpipe", 2, 3),
+    "1f1b": make_plan("1f1b", 3, 4),
+    "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
+    "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
+    "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_PLANS)
+def test_golden_programs(name: str) -> None:
+    """The third call and the flush; write the file anew by deleting it and reading the diff."""
+    plan, texts = GOLDEN_PLANS[name], []
+    stream = make_stream(plan)
+    for _ in range(3):
+        program, stream = stream.step(plan.training.num_microbatches)
+    texts = [str(program), str(stream.flush()[0])]
+    text = "\n".join("\n".join(map(str.rstrip, one.splitlines())) for one in texts) + "\n"
+    assert (GOLDEN / f"schedule_{name}.txt").read_text() == text
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(max_stages=4, max_microbatches=4))
+def test_text_and_json_come_back(plan: Plan) -> None:
+    stream = make_stream(plan)
+    count = plan.training.num_microbatches
+    programs = [evaluation(plan, plan.edges, count, with_loss=True)]
+    for _ in range(3):
+        program, stream = stream.step(count)
+        programs.append(program)
+    for program in [*programs, stream.flush()[0]]:
+        assert Schedule.parse(str(program)) == program
+        assert Schedule.from_json(program.to_json()) == program
+
+
+instructions = st.builds(
+    Instruction,
+    st.sampled_from(Action),
+    st.integers(-1, 5),
+    st.integers(-3, 3),
+    st.integers(-1, 9),
+    st.integers(-1, 3),
+    st.integers(-1, 3),
+    st.integers(0, 1),
+)
+
+
+@given(st.lists(st.lists(instructions, max_size=4).map(tuple), max_size=3).map(tuple))
+def test_any_instruction_can_be_written(columns: tuple[tuple[Instruction, ...], ...]) -> None:
+    program = Schedule("any", columns)
+    assert Schedule.parse(str(program)) == program
+    assert Schedule.from_json(program.to_json()) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "does not begin"),
+        ("schedule x\n| rank 1 stage 0 |", "is headed"),
+        ("schedule x\nF 0", "not a row"),
+        ("schedule x\n| rank 0 stage 0 |\n| G 0 |", "no instruction: 'G 0'"),
+        ("schedule x\n| rank 0 stage 0 |\n| F 00 |", "should be written"),
+        ("schedule x\n| rank 0 stage 0 |\n| F 0 | F 1 |", "2 cells for 1 ranks"),
+        ("schedule x\n| rank 0 stage 0 |\n|  |\n| F 0 |", "a gap"),
+    ],
+)
+def test_bad_text(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.parse(text)
+
+
+def test_bad_json() -> None:
+    good = json.loads(make_stream(make_plan("1f1b", 2, 1)).step(1)[0].to_json())
+    changes: tuple[dict[str, object], ...] = (
+        {"schema": "pdcompile.schedule/0"},
+        {"name": 3},
+        {"name": ""},
+        {"columns": {}},
+        {"columns": [3]},
+        {"columns": [[["F", 0]]]},
+        {"columns": [[["G", 0, 0, 0, 0, 0, 0]]]},
+        {"columns": [[["F", 0, 0, 0.0, 0, 0, 0]]]},
+        {"columns": [[["F", 0, 0, True, 0, 0, 0]]]},
+        {"columns": [[["F", 0, 0, -2, 0, 0, 0]]]},
+        {"columns": [[[[], 0, 0, 0, 0, 0, 0]]]},
+        {"more": 1},
+    )
+    for change in changes:
+        with pytest.raises(ScheduleError):
+            Schedule.from_json(json.dumps(good | change))
+    for text in ("[", "[]", '{"schema": NaN}', '{"name": 1, "name": 2}', "[" * 100_000):
+        with pytest.raises(ScheduleError):
+            Schedule.from_json(text)
