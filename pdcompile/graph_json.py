@@ -186,7 +186,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
             items = [_rebuild(_KINDS[name], x, f"{place}[{i}]") for i, x in enumerate(part)]
             built[name] = _keyed(name, items)
         elif name in _ARGUMENT_FIELDS:
-            built[name] = decode(part, place)
+            built[name] = _checked(name, decode(part, place), place)
         else:
             try:
                 built[name] = msgspec.convert(part, hints[name])
@@ -196,6 +196,22 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
         return kind(**built)
     except TypeError as wrong:
         raise PlanError(f"incomplete: {wrong}", where=where) from wrong
+
+
+def _checked(name: str, argument: Argument, where: str) -> Argument:
+    """What stands for args, kwargs, constructor or shape has to have their form."""
+    items = argument if isinstance(argument, tuple) else None
+    if name == "output" or (name == "args" and items is not None):
+        return argument
+    if name == "shape" and items is not None:
+        if all(type(item) is int or isinstance(item, Affine) for item in items):
+            return argument
+    elif items is not None and name != "args":
+        pairs = [item for item in items if isinstance(item, tuple) and len(item) == 2]
+        if len(pairs) == len(items) and all(isinstance(key, str) for key, _ in pairs):
+            return argument
+    form = {"args": "of arguments", "shape": "of sizes"}.get(name, "of (name, argument) pairs")
+    raise PlanError(f"a tuple {form} is due", where=where)
 
 
 def _keyed(name: str, items: list[Any]) -> Any:

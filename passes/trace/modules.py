@@ -20,7 +20,8 @@ from pdcompile.targets import dtype_name
 _DERIVED: dict[str, Any] = {
     "bias": lambda m: m.bias if isinstance(m.bias, bool) else m.bias is not None,
     "add_bias_kv": lambda m: m.bias_k is not None,
-    "p": lambda m: m.p,
+    "kdim": lambda m: None if m.kdim == m.embed_dim else m.kdim,
+    "vdim": lambda m: None if m.vdim == m.embed_dim else m.vdim,
 }
 _RNN = (
     "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
@@ -117,17 +118,36 @@ def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None
         return None
     if dtypes and dtypes != {torch.float32}:
         extra["dtype"] = dtypes.pop()
+    for arguments in ({**_scalars(module, wanted), **extra}, {**wanted, **extra}):
+        if _builds(module, arguments):
+            try:
+                return tuple((name, literal_argument(v)) for name, v in arguments.items())
+            except TraceError:
+                return None
+    return None
+
+
+def _builds(module: nn.Module, arguments: dict[str, Any]) -> bool:
     try:
         with torch.device("meta"):
-            twin = type(module)(**wanted, **extra)
+            twin = type(module)(**arguments)
     except (TypeError, ValueError, RuntimeError):
-        return None
-    if not _equal(module, twin):
-        return None
-    try:
-        return tuple((name, literal_argument(v)) for name, v in {**wanted, **extra}.items())
-    except TraceError:
-        return None
+        return False
+    return _equal(module, twin)
+
+
+def _scalars(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same with ``3`` for ``(3, 3)``, as a person would write it, less the defaults."""
+    parameters = inspect.signature(type(module).__init__).parameters
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, tuple) and len(set(value)) == 1 and type(value[0]) is int:
+            value = value[0]
+            default = parameters[name].default if name in parameters else None
+            if type(default) is int and value == default:
+                continue
+        found[name] = value
+    return found
 
 
 def _arguments(module: nn.Module) -> dict[str, Any] | None:

@@ -1,0 +1,178 @@
+"""OpGraph.to_module: a torch.fx module that behaves like the model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from pdcompile.errors import InputError, TraceError, VerifyError
+from pdcompile.graph import OpGraph
+from pdcompile.graph_module import to_module
+from pdcompile.passes.trace import capture, trace
+from tests.helpers import models
+from tests.helpers.captures import captured, make, rows
+
+
+def assert_alike(model: nn.Module, module: nn.Module, *args: object) -> None:
+    """Equal outputs, gradients, buffers and draws, in both modes, each starting afresh."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results = []
+    for training in (True, False):
+        for run in (model, module):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            run.train(training)
+            model.zero_grad()
+            torch.manual_seed(0)
+            output = run(*args)
+            if training:
+                output.sum().backward()
+            grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            buffers = [buffer.clone() for buffer in model.buffers()]
+            results.append((output, grads, buffers, torch.get_rng_state()))
+    for eager, graph in (results[:2], results[2:]):
+        flat = [torch.utils._pytree.tree_leaves(part) for part in (eager, graph)]
+        assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convnet", "unet"])
+def test_behaves_like_the_model(name: str) -> None:
+    model = models.gpt(dropout=0.1, layers=2) if name == "gpt" else getattr(models, name)()
+    module = trace(model, models.batch_for(model, 4)[0]).to_module()
+    assert isinstance(module, fx.GraphModule)
+    assert list(module.state_dict()) == list(model.state_dict())
+    for remove in (True, False):
+        mine = dict(module.named_parameters(remove_duplicate=remove))
+        assert list(mine) == [n for n, _ in model.named_parameters(remove_duplicate=remove)]
+    assert all(mine[n] is p for n, p in model.named_parameters(remove_duplicate=False))
+    assert_alike(model, module, models.batch_for(model, 5)[0])
+
+
+def test_modes_that_run_other_operators() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if self.training:
+            return F.dropout(self.lin(x), 0.5) * 2
+        return self.lin(x).sigmoid()
+
+    model = make(forward)
+    assert_alike(model, trace(model, rows()).to_module(), rows(3))
+    assert_alike(model, trace(model.eval(), rows()).to_module(), rows(3))
+
+
+def test_a_training_flag_is_followed_in_one_program() -> None:
+    model = make(lambda self, x: F.dropout(self.lin(x), 0.5, self.training))
+    module = trace(model, rows()).to_module()
+    assert "training = training" in module.code
+    assert_alike(model, module, rows(3))
+
+
+def test_arguments_regions_and_structure() -> None:
+    def forward(self, x, *, y=None, scale=1.0):  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            mean = self.lin(x).mean()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = self.lin(x).float()
+        return {"z": z * mean * scale, "y": [y, None, x.shape[0]]}
+
+    model = make(forward)
+    module = trace(model, {"x": rows(), "y": rows(seed=1), "scale": 2.0}).to_module()
+    a = model(rows(6), y=rows(6, seed=1), scale=2.0)
+    b = module(rows(6), y=rows(6, seed=1), scale=2.0)
+    assert torch.equal(a["z"], b["z"])
+    assert b["y"][1:] == [None, 6]
+    assert b["z"].requires_grad
+    with torch.no_grad():
+        assert not module(x=rows(), y=rows(), scale=2.0)["z"].requires_grad
+    with pytest.raises(InputError, match=r"captured with 2\.0"):
+        module(rows(), y=rows(), scale=3.0)
+    with pytest.raises(InputError, match="missing"):
+        module(rows(), scale=2.0)
+
+
+def test_modes_of_the_module_do_not_reach_the_model() -> None:
+    model = models.gpt(layers=1)
+    module = trace(model, models.batch_for(model, 2)[0]).to_module()
+    module.eval()
+    assert all(part.training for part in model.modules())
+
+
+def test_constants_and_other_models() -> None:
+    scale = torch.arange(8.0)
+    model = make(lambda self, x: self.lin(x) * scale)
+    graph = trace(model, rows())
+    other = make(lambda self, x: x)
+    assert torch.equal(graph.to_module(other)(rows()), other.lin(rows()) * scale)
+
+
+def test_without_the_model_it_says_so() -> None:
+    graph = trace(make(lambda self, x: self.lin(x)), rows())
+    gc.collect()
+    with pytest.raises(TraceError, match="is gone"):
+        graph.to_module()
+
+
+def test_a_graph_of_one_mode_refuses_the_other() -> None:
+    model = make(lambda self, x: self.lin(x))
+    found = captured(model)
+    assert torch.equal(to_module(found, model).eval()(rows()), model(rows()))
+    alone = OpGraph.from_json(found.train.to_json())
+    object.__setattr__(alone, "output_spec", found.train.output_spec)
+    module = to_module(alone, model)
+    assert torch.equal(module(rows()), model(rows()))
+    with pytest.raises(TraceError, match="only one mode"):
+        module.eval()(rows())
+
+
+def test_compare_finds_the_first_op_that_differs() -> None:
+    from dataclasses import replace
+
+    from pdcompile.batch import flatten_call, resolve_batch
+    from pdcompile.passes.trace.fidelity import compare
+
+    model = models.convnet()
+    inputs, target = models.batch_for(model, 4)
+    flat = flatten_call(model, (inputs,), {}, target)
+    layout = resolve_batch(flat)
+    found = capture(model, flat, layout, models.class_loss)
+    compare(model, found, flat, layout)
+    ops = list(found.train.ops)
+    index = next(i for i, op in enumerate(ops) if op.name == "relu_1")
+    ops[index] = replace(ops[index], target="torch.sigmoid")
+    wrong = replace(found, train=replace(found.train, ops=tuple(ops)))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(VerifyError, match="first in operator relu_1") as caught:
+        compare(model, wrong, flat, layout)
+    assert caught.value.where == ops[index].source
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compare_sees_gradients_alone() -> None:
+    from dataclasses import replace
+
+    from pdcompile.batch import flatten_call, resolve_batch
+    from pdcompile.passes.trace.fidelity import compare
+
+    model = make(lambda self, x: self.lin(x).square())
+    flat = flatten_call(model, (rows(),), {})
+    layout = resolve_batch(flat)
+    found = capture(model, flat, layout, None)
+    ops = tuple(replace(op, grad_enabled=op.name != "lin") for op in found.train.ops)
+    wrong = replace(found, train=replace(found.train, ops=ops))
+    with pytest.raises(VerifyError, match=r"gradient of 'lin\.weight'.*operator lin "):
+        compare(model, wrong, flat, layout)
+
+
+def test_compare_needs_real_parameters() -> None:
+    from pdcompile.batch import flatten_call, resolve_batch
+    from pdcompile.passes.trace.fidelity import compare
+
+    model = make(lambda self, x: self.lin(x)).to("meta")
+    flat = flatten_call(model, (rows(),), {})
+    layout = resolve_batch(flat)
+    with pytest.raises(VerifyError, match="meta device"):
+        compare(model, capture(model, flat, layout, None), flat, layout)

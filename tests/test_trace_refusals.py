@@ -1,0 +1,262 @@
+"""What cannot be captured faithfully is refused with file and line, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import TraceError
+from tests.helpers.captures import captured, faithful, make, rows
+
+
+def _if_tensor(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) if x.sum() > 0 else x
+
+
+def _item(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * x.max().item()
+
+
+def _mask(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x)[x > 0].sum()
+
+
+def _parameter_value(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * float(self.lin.bias[0])
+
+
+def _python_random(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * random.random()
+
+
+def _numpy_random(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * float(np.random.rand())
+
+
+def _seed(self: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return self.lin(x)
+
+
+def _rebound_buffer(self: nn.Module, x: Tensor) -> Tensor:
+    self.ema = self.ema * 0.9 + x.mean(0)
+    return self.lin(x)
+
+
+def _counter(self: nn.Module, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.lin(x)
+
+
+def _kept_tensor(self: nn.Module, x: Tensor) -> Tensor:
+    self.last = self.lin(x)
+    return self.last
+
+
+def _hook(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    y.register_hook(lambda grad: grad * 2)
+    return y
+
+
+def _backward(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    (grad,) = torch.autograd.grad(y.sum(), self.lin.weight)
+    return y @ grad
+
+
+def _data(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    y.data = x
+    return y
+
+
+def _parameter_written(self: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.lin.weight.mul_(0.5)
+    return self.lin(x)
+
+
+def _vmap(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * 2)(self.lin(x))
+
+
+def _rows_in_a_loop(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([self.lin(row) for row in x])
+
+
+def _batch_as_float(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) + x.shape[0] * 0.5
+
+
+def _batch_squared(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * torch.zeros(x.shape[0] ** 2).sum()
+
+
+def _new_generator(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) + torch.rand(8, generator=torch.Generator())
+
+
+def _numpy_array(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * torch.from_numpy(np.arange(8.0)).float()
+
+
+def _raises(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x @ x)
+
+
+CASES: dict[Callable[..., Any], str] = {
+    _if_tensor: "__bool__",
+    _item: "item",
+    _mask: "shape of the result of __getitem__",
+    _parameter_value: "__float__",
+    _python_random: "Python's random module",
+    _numpy_random: "numpy.random",
+    _seed: "torch's default generator",
+    _rebound_buffer: "rebinds ema",
+    _counter: "Python attribute calls",
+    _kept_tensor: "Python attribute last",
+    _hook: "register_hook",
+    _backward: "autograd itself",
+    _data: "tensor.data",
+    _parameter_written: "parameter lin.weight in place",
+    _vmap: "torch.func transform",
+    _rows_in_a_loop: "other operators for other batch sizes",
+    _batch_as_float: "not linearly: 2.0 at 4",
+    _batch_squared: "not linearly: 16 at 4",
+    _new_generator: "Generator",
+    _numpy_array: "capture cannot see",
+    _raises: "raised RuntimeError",
+}
+
+
+@pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
+def test_refused_with_file_and_line(forward: Callable[..., Any]) -> None:
+    model = make(forward, ema=torch.zeros(8), calls=0, last=None)
+    state = copy.deepcopy(model.state_dict())
+    generators = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+    plain = nn.Module.__call__
+    with pytest.raises(TraceError) as caught:
+        captured(model)
+    error = caught.value
+    assert CASES[forward] in error.message
+    assert error.remedy
+    first = forward.__code__.co_firstlineno
+    last = max(line for *_, line in forward.__code__.co_lines() if line is not None)
+    file, _, line = (error.where or "").rpartition(":")
+    assert file.endswith("test_trace_refusals.py")
+    assert first < int(line) <= last
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert (model.calls, model.last, model.training) == (0, None, True)
+    assert random.getstate() == generators[0]
+    assert np.random.get_state()[1].tolist() == generators[1]
+    assert torch.equal(torch.get_rng_state(), generators[2])
+    assert nn.Module.__call__ is plain
+
+
+def test_state_inside_a_list() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.log.append(x.shape)
+        return self.lin(x)
+
+    model = make(forward, log=[])
+    with pytest.raises(TraceError, match="Python attribute log"):
+        captured(model)
+    assert model.log == []
+
+
+def test_wrapped_and_unusable_models() -> None:
+    plain = make(lambda self, x: self.lin(x))
+    with pytest.raises(TraceError, match="OptimizedModule"):
+        captured(torch.compile(plain))
+    with pytest.raises(TraceError, match="DataParallel"):
+        captured(nn.DataParallel(plain))
+    compiled = make(lambda self, x: self.lin(x))
+    compiled.compile()
+    with pytest.raises(TraceError, match=r"module\.compile"):
+        captured(compiled)
+    lazy = make(lambda self, x: self.lazy(x), lazy=nn.LazyLinear(3))
+    with pytest.raises(TraceError, match=r"'lazy\.weight' is not initialised"):
+        _capture_without_checks(lazy)
+    with pytest.raises(TraceError, match="sparse_coo"):
+        _capture_without_checks(make(lambda self, x: x, table=torch.eye(3).to_sparse()))
+    scripted = torch.jit.script(nn.Linear(8, 8))
+    with pytest.raises(TraceError, match="TorchScript"):
+        _capture_without_checks(make(lambda self, x: self.s(x), s=scripted))
+
+
+def _capture_without_checks(model: nn.Module) -> None:
+    from pdcompile.passes.trace import trace
+
+    trace(model, rows())
+
+
+def test_parameters_in_the_same_memory() -> None:
+    model = make(lambda self, x: self.other(self.lin(x)), other=nn.Linear(8, 8))
+    model.other.weight = nn.Parameter(model.lin.weight.data)
+    with pytest.raises(TraceError, match="same memory"):
+        captured(model)
+
+
+def test_a_parameter_from_outside() -> None:
+    outside = torch.ones(8, requires_grad=True)
+    with pytest.raises(TraceError, match="no parameter of the model"):
+        captured(make(lambda self, x: self.lin(x) * outside))
+
+
+def test_loss_that_is_no_scalar() -> None:
+    with pytest.raises(TraceError, match=r"loss_fn returned \(4, 8\)"):
+        captured(make(lambda self, x: self.lin(x)), loss_fn=lambda y, t: y, target=rows())
+
+
+@dataclasses.dataclass
+class Result:
+    logits: Tensor
+
+
+def test_an_output_that_pytrees_do_not_know() -> None:
+    with pytest.raises(TraceError, match="Result"):
+        captured(make(lambda self, x: Result(self.lin(x))))
+
+
+def test_an_embedding_that_renormalises_its_weight() -> None:
+    model = make(lambda self, x: self.table(x), table=nn.Embedding(9, 4, max_norm=1.0))
+    with pytest.raises(TraceError, match=r"parameter table\.weight"):
+        captured(model, torch.arange(4))
+
+
+def test_hostile_numbers_and_names_are_harmless(tmp_path: Any) -> None:
+    class Loud(float):
+        def __repr__(self) -> str:
+            raise AssertionError("the model's own __repr__ was run")
+
+    names = ["class", "self", "0", 'a"b', "x\ny", 'exec("raise SystemExit")', "None"]
+
+    class Hostile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(8, 8))
+            self.register_parameter('p"q', nn.Parameter(torch.ones(8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in names:
+                x = self._modules[name](x)
+            return x * self._parameters['p"q'] * Loud(2.0)
+
+    model = Hostile()
+    found = faithful(model)
+    assert all(op.name.isidentifier() for op in found.train.ops)
+    assert found.train.ops[-1].args[1] == 2.0
+    assert type(found.train.ops[-1].args[1]) is float
+    module = found.train.to_module()
+    assert torch.equal(module(rows()), model(rows()))
+    assert list(module.state_dict()) == list(model.state_dict())
