@@ -46,7 +46,7 @@ def validate(problem: PartitionProblem) -> None:
         _check(stage.latency_seconds, f"latency of stage {s}")
         if not (stage.speed > 0 and stage.bytes_per_second > 0 and math.isfinite(stage.speed)):
             raise CostError(
-                f"stage {s} has speed {stage.speed!r} and {stage.bytes_per_second!r} B/s"
+                f"stage {s} has speed {stage.speed!r} and {stage.bytes_per_second!r} bytes/s"
             )
     _check_indices(problem)
     in_flight = problem.memory.in_flight
@@ -169,7 +169,7 @@ def _not_contiguously(model: Model, segments: Segments) -> InfeasibleError:
     return InfeasibleError(
         "the model fits into the memory of all stages in sum, but not cut into "
         f"{model.num_stages} pieces along the flow of data ({_rule(model)})",
-        remedy=f"{share:.3g} times the memory would do{_cheaper(model)}",
+        remedy=f"{share:g} times the memory would do{_cheaper(model)}",
     )
 
 

@@ -4,15 +4,22 @@ The planner asks this of thousands of candidates, so it works on seconds per sta
 instead of instructions.  The model is the simulator's: a stage computes one thing at a time in
 the order of its schedule; what it makes is sent when it is finished; a link carries one transfer
 at a time in each direction (half duplex: in both together); a receiver needs everything that
-was sent to it before it computes.
+was sent to it before it computes.  A transfer also needs a free receive slot (as many as there
+are microbatches in flight, and one more), and a sender waits when too many of its messages are
+under way: with slow links and values that skip stages that costs time.  All values of one hop
+go together here, so where one stage sends to several others the simulator may differ a little.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal, TypeAlias
+
+GRADIENT_SLOTS = 2  # the number that `passes.layout` gives every schedule
 
 Hop: TypeAlias = tuple[int, int]  # sending and receiving stage
 Kind: TypeAlias = Literal["forward", "backward", "final"]
@@ -39,7 +46,7 @@ class Timing:
 class Path:
     """A chain of work in which each waits for the one before: how often each of it occurs.
 
-    `links` are the hops without whose traffic the chain would fall apart.
+    Without traffic on one of its hops the chain falls apart and says nothing.
     """
 
     forward: tuple[int, ...]  # per stage
@@ -80,139 +87,180 @@ def critical_path(timing: Timing, warmup: Sequence[int], num_microbatches: int) 
     """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
 
     With the same warm-up and microbatches, every other partition whose stages have these hops
-    takes at least this path's sum of its own seconds, because program and link order are fixed.
-    Half-duplex links are treated as full duplex, where the order in a link could change.
+    takes at least this path's sum of its own seconds, because the order of programs and links
+    is fixed.  Half-duplex links, where it is not, are treated as full duplex.
     """
     timing = replace(timing, full_duplex=True)
     return _Run(timing, warmup, num_microbatches).path()
 
 
+class _Transfer:
+    """One message: on its way once it was sent and its receive is posted."""
+
+    __slots__ = ("done", "ends_met", "event", "link", "seconds", "sleepers")
+
+    def __init__(self, event: Transfer, link: Hop, seconds: float):
+        self.event, self.link, self.seconds = event, link, seconds
+        self.ends_met = 0
+        self.done = False
+        self.sleepers: list[int] = []
+
+
 class _Run:
-    """One walk through all programs in order of time, remembering what each event waited for."""
+    """One walk through all programs in order of time, remembering what each event waited for.
+
+    A stage is a generator that yields seconds to compute or a transfer to wait for.
+    """
 
     def __init__(self, timing: Timing, warmup: Sequence[int], num_microbatches: int):
         self.timing = timing
-        self.num_stages = len(timing.forward)
-        self.programs = [program(depth, num_microbatches) for depth in warmup]
-        self.sends = self._sends()
-        self.missing = self._missing(num_microbatches)
-        self.ready: dict[Compute, tuple[float, Transfer]] = {}  # the last message, and when
+        self.warmup = tuple(warmup)
+        self.m = num_microbatches
         self.cause: dict[Compute | Transfer, Compute | Transfer | None] = {}
-        self.link: dict[Hop, tuple[float, Transfer]] = {}  # free from, and the last transfer
-        self.position = [0] * self.num_stages
-        self.free = [0.0] * self.num_stages
-        self.busy = [False] * self.num_stages
-        self.running: list[tuple[float, int]] = []  # (end, stage)
-        self.end = 0.0
+        self.because: list[Compute | Transfer | None] = [None] * len(warmup)  # decided its time
+        self.transfers: dict[Transfer, _Transfer] = {}
+        self.queues: dict[Hop, deque[_Transfer]] = {}
+        self.heap: list[tuple[float, int, int, _Transfer | None]] = []
+        self.ticket = count()
+        self.now = self.end = 0.0
         self.last: Compute | Transfer | None = None
+        self._tables: dict[Kind, Mapping[Hop, float]] = {
+            "forward": timing.forward_hops,
+            "backward": timing.backward_hops,
+            "final": timing.final_hops,
+        }
+        self.into, self.out = self._index()
+        self.stages = [self._stage(s) for s in range(len(warmup))]
         self._walk()
-        if any(self.position[s] < len(self.programs[s]) for s in range(self.num_stages)):
-            raise ValueError(f"warm-up {list(warmup)} never ends: stages wait for each other")
 
     def path(self) -> Path:
-        counts = {True: [0] * self.num_stages, False: [0] * self.num_stages}
+        computed = {True: [0] * len(self.warmup), False: [0] * len(self.warmup)}
         hops: dict[tuple[Hop, Kind], int] = {}
         event = self.last
         while event is not None:
-            first, second, _ = event
-            if isinstance(first, int):
-                counts[bool(second)][first] += 1
+            if isinstance(event[0], int):
+                computed[bool(event[1])][event[0]] += 1
             else:
-                key = (first, self._kind(event))
+                key: tuple[Hop, Kind] = (event[0], event[1])
                 hops[key] = hops.get(key, 0) + 1
             event = self.cause[event]
-        found = tuple((hop, kind, count) for (hop, kind), count in sorted(hops.items()))
-        return Path(tuple(counts[True]), tuple(counts[False]), found)
+        found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
+        return Path(tuple(computed[True]), tuple(computed[False]), found)
 
-    @staticmethod
-    def _kind(event: Compute | Transfer) -> Kind:
-        kind = event[1]
-        assert isinstance(kind, str)
-        return kind
+    # -- one stage -----------------------------------------------------------------------------
+
+    def _stage(self, s: int) -> Iterator[float | _Transfer]:
+        pool = min(self.warmup[s] + 2, self.m)  # receive slots: in flight, and one travelling
+        for k in range(pool):
+            self._post(s, "forward", k)
+        forwards = backwards = 0
+        for forward, k in program(self.warmup[s], self.m):
+            kind: Kind = "forward" if forward else "backward"
+            for source in self.into[kind][s]:
+                yield self._transfer((source, s), kind, k)
+            event: Compute = (s, forward, k)
+            self.cause[event] = self.because[s]
+            yield self.timing.forward[s] if forward else self.timing.backward[s]
+            self.because[s] = event
+            yield from self._send(s, kind, k)
+            forwards, backwards = forwards + forward, backwards + (not forward)
+            # Gradients are expected for the next two microbatches that went forward.
+            if forward and forwards - backwards <= GRADIENT_SLOTS:
+                self._post(s, "backward", k)
+            elif not forward:
+                if k + GRADIENT_SLOTS < forwards:
+                    self._post(s, "backward", k + GRADIENT_SLOTS)
+                if k + pool < self.m:
+                    self._post(s, "forward", k + pool)
+        self._note(self.because[s])
+        yield from self._send(s, "final", 0)
+        self._post(s, "final", 0)
+        for source in self.into["final"][s]:
+            yield self._transfer((source, s), "final", 0)
+            self._note(self.because[s])
+
+    def _send(self, s: int, kind: Kind, k: int) -> Iterator[_Transfer]:
+        """Hand over what was made; only so many may be under way to one receiver."""
+        for target in self.out[kind][s]:
+            window = max(2, 1 + self.warmup[min(s, target)] - self.warmup[max(s, target)])
+            if k >= window:
+                yield self._transfer((s, target), kind, k - window)
+            self._meet(self._transfer((s, target), kind, k), s)
+
+    def _post(self, s: int, kind: Kind, k: int) -> None:
+        for source in self.into[kind][s]:
+            self._meet(self._transfer((source, s), kind, k), s)
+
+    def _note(self, event: Compute | Transfer | None) -> None:
+        if self.last is None or self.now >= self.end:
+            self.end, self.last = self.now, event
+
+    # -- transfers and time --------------------------------------------------------------------
+
+    def _transfer(self, hop: Hop, kind: Kind, k: int) -> _Transfer:
+        event: Transfer = (hop, kind, k)
+        if event not in self.transfers:
+            link = hop if self.timing.full_duplex else (min(hop), max(hop))
+            self.transfers[event] = _Transfer(event, link, self._tables[kind][hop])
+        return self.transfers[event]
+
+    def _meet(self, transfer: _Transfer, s: int) -> None:
+        """One end is there; with both the transfer joins the queue of its link."""
+        transfer.ends_met += 1
+        if transfer.ends_met == 2:
+            self.cause[transfer.event] = self.because[s]
+            queue = self.queues.setdefault(transfer.link, deque())
+            queue.append(transfer)
+            if len(queue) == 1:
+                self._at(self.now + transfer.seconds, -1, transfer)
+
+    def _arrive(self, transfer: _Transfer) -> None:
+        transfer.done = True
+        queue = self.queues[transfer.link]
+        queue.popleft()
+        if queue:
+            self.cause[queue[0].event] = transfer.event
+            self._at(self.now + queue[0].seconds, -1, queue[0])
+        for s in transfer.sleepers:
+            self.because[s] = transfer.event
+            self._at(self.now, s, None)
+
+    def _at(self, seconds: float, stage: int, transfer: _Transfer | None) -> None:
+        heapq.heappush(self.heap, (seconds, next(self.ticket), stage, transfer))
 
     def _walk(self) -> None:
-        for stage in range(self.num_stages):
-            self._start(stage)
-        while self.running:
-            now, stage = heapq.heappop(self.running)
-            forward, k = self.programs[stage][self.position[stage]]
-            done = (stage, forward, k)
-            self.position[stage] += 1
-            self.free[stage], self.busy[stage] = now, False
-            self._finished(now, done)
-            for target, seconds in self.sends[forward][stage]:
-                arrival, sent = self._send(now, done, target, seconds, forward)
-                key = (target, forward, k)
-                if key not in self.ready or arrival > self.ready[key][0]:
-                    self.ready[key] = arrival, sent
-                self.missing[key] -= 1
-                self._start(target)
-            self._start(stage)
-            if self.position[stage] == len(self.programs[stage]):
-                for (source, target), seconds in self.timing.final_hops.items():
-                    if source == stage:
-                        self._finished(*self._send(now, done, target, seconds, None))
+        running = len(self.stages)
+        for s in range(running):
+            self._at(0.0, s, None)
+        while self.heap:
+            self.now, _, stage, transfer = heapq.heappop(self.heap)
+            if transfer is not None:
+                self._arrive(transfer)
+            else:
+                running -= self._advance(stage)
+        if running:
+            raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
 
-    def _start(self, stage: int) -> None:
-        if self.busy[stage] or self.position[stage] == len(self.programs[stage]):
-            return
-        forward, k = self.programs[stage][self.position[stage]]
-        key = (stage, forward, k)
-        if self.missing.get(key, 0):
-            return
-        begin, cause = self.free[stage], None
-        if self.position[stage]:
-            cause = (stage, *self.programs[stage][self.position[stage] - 1])
-        waited: Compute | Transfer | None = cause
-        if key in self.ready and self.ready[key][0] >= begin:
-            begin, waited = self.ready[key]
-        self.cause[key] = waited
-        seconds = self.timing.forward[stage] if forward else self.timing.backward[stage]
-        self.busy[stage] = True
-        heapq.heappush(self.running, (begin + seconds, stage))
+    def _advance(self, stage: int) -> bool:
+        """Go on until the stage computes or waits; True when it is finished."""
+        for wish in self.stages[stage]:
+            if isinstance(wish, _Transfer):
+                if not wish.done:
+                    wish.sleepers.append(stage)
+                    return False
+            else:
+                self._at(self.now + wish, stage, None)
+                return False
+        return True
 
-    def _send(
-        self, now: float, done: Compute, target: int, seconds: float, forward: bool | None
-    ) -> tuple[float, Transfer]:
-        stage, _, k = done
-        kind: Kind = "final" if forward is None else "forward" if forward else "backward"
-        sent: Transfer = ((stage, target), kind, k)
-        link = (stage, target)
-        if not self.timing.full_duplex:
-            link = (min(link), max(link))
-        begin: float = now
-        cause: Compute | Transfer = done
-        if link in self.link and self.link[link][0] > now:
-            begin, cause = self.link[link]
-        self.cause[sent] = cause
-        self.link[link] = begin + seconds, sent
-        return begin + seconds, sent
-
-    def _finished(self, end: float, event: Compute | Transfer) -> None:
-        if self.last is None or end > self.end:
-            self.end, self.last = end, event
-
-    def _sends(self) -> tuple[list[list[tuple[int, float]]], ...]:
-        """For backward (0) and forward (1), by stage: (receiver, seconds), nearest first."""
-        found: tuple[list[list[tuple[int, float]]], ...] = (
-            [[] for _ in range(self.num_stages)],
-            [[] for _ in range(self.num_stages)],
-        )
-        for forward, hops in enumerate((self.timing.backward_hops, self.timing.forward_hops)):
-            for (source, target), seconds in sorted(hops.items(), key=_distance):
-                found[forward][source].append((target, seconds))
-        return found
-
-    def _missing(self, m: int) -> dict[Compute, int]:
-        counts: dict[Compute, int] = {}
-        for forward, hops in enumerate((self.timing.backward_hops, self.timing.forward_hops)):
-            for _, target in hops:
-                for k in range(m):
-                    key = (target, bool(forward), k)
-                    counts[key] = counts.get(key, 0) + 1
-        return counts
-
-
-def _distance(item: tuple[Hop, float]) -> tuple[int, Hop]:
-    (source, target), _ = item
-    return abs(source - target), item[0]
+    def _index(self) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[list[int]]]]:
+        """By kind and stage: who sends to it, and to whom it sends, the nearest first."""
+        n = len(self.warmup)
+        into: dict[Kind, list[list[int]]] = {}
+        out: dict[Kind, list[list[int]]] = {}
+        for kind, hops in self._tables.items():
+            into[kind], out[kind] = [[] for _ in range(n)], [[] for _ in range(n)]
+            for source, target in sorted(hops, key=lambda hop: (abs(hop[0] - hop[1]), hop)):
+                into[kind][target].append(source)
+                out[kind][source].append(target)
+        return into, out

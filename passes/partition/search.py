@@ -24,7 +24,7 @@ from pdcompile.problem import Partition, PartitionProblem
 final_violations = violations  # the last word on every answer
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
-MAX_CHAINS = 400  # evaluated one by one
+MAX_CHAINS = 150  # evaluated one by one
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 DEFAULT_SECONDS = 20.0
 Progress = Callable[[str], None]
@@ -91,7 +91,7 @@ def partition(
 
     Args:
         time_limit: seconds for improving and proving after the dynamic program; 0: only that.
-            None: until proved, at most a minute.
+            None: until proved, at most 20.
         seed: of the random linear orders and of CP-SAT; equal seeds give equal answers as long
             as the time limit is not reached.
         progress: called with a line of text at every improvement.

@@ -15,6 +15,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.plan.model import Plan
 
 Pair = tuple[int, int]
+Event = tuple[str, int, int, int]  # kind, stage, receiver or 0, microbatch
+Wait = tuple[Event, Event, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Clock:
 
         With half-duplex links it is a lower bound of the planner's figure.
         """
-        begin: dict[tuple[str, int, int, int], float] = defaultdict(float)
+        begin: dict[Event, float] = defaultdict(float)
         waits = list(self._waits(warmup, m))
         moved = True
         while moved:
@@ -119,43 +121,66 @@ class Clock:
                     begin[after], moved = least, True
         return begin["end", 0, 0, 0]
 
-    def _waits(
-        self, warmup: Sequence[int], m: int
-    ) -> Iterable[tuple[tuple[str, int, int, int], tuple[str, int, int, int], float]]:
+    def _waits(self, warmup: Sequence[int], m: int) -> Iterable[Wait]:
         """(event, later event, seconds between their starts), in an order that settles fast."""
         num_stages = len(self.forward)
+        depth = [min(one, m - 1) for one in warmup]
         for k in range(m):
-            for kind, table, seconds, direction in (
-                ("F", self.ahead, self.forward, 1),
-                ("B", self.back, self.backward, -1),
-            ):
-                for s in range(num_stages)[::direction]:
-                    for (a, b), x in table.items():
-                        if a == s:
-                            wire = (f"wire {kind}", a, b, k)
-                            yield (kind, s, 0, k), wire, seconds[s]
-                            yield wire, (kind, b, 0, k), x
-                            if k + 1 < m:
-                                yield wire, (f"wire {kind}", a, b, k + 1), x
-                if kind == "F":
-                    for s in range(num_stages):
-                        yield from self._program(s, min(warmup[s], m - 1), m, k)
+            for s in range(num_stages):
+                yield from self._program(s, depth[s], m, k)
+                yield from self._compute("F", s, k, depth, m)
+            for s in reversed(range(num_stages)):
+                yield from self._compute("B", s, k, depth, m)
         for s in range(num_stages):
-            yield ("B", s, 0, m - 1), ("end", 0, 0, 0), self.backward[s]
-            for (a, b), x in self.weights.items():
-                if a == s:
-                    wire = ("weights", a, b, 0)
-                    yield ("B", s, 0, m - 1), wire, self.backward[s]
-                    yield wire, ("end", 0, 0, 0), x
+            yield ("B done", s, 0, m - 1), ("end", 0, 0, 0), 0.0
+        for (a, b), x in self.weights.items():
+            yield ("B done", a, 0, m - 1), ("weights", a, b, 0), 0.0
+            yield ("B done", b, 0, m - 1), ("weights", a, b, 0), 0.0
+            yield ("weights", a, b, 0), ("end", 0, 0, 0), x
 
-    def _program(
-        self, s: int, depth: int, m: int, k: int
-    ) -> Iterable[tuple[tuple[str, int, int, int], tuple[str, int, int, int], float]]:
+    def _compute(self, kind: str, s: int, k: int, depth: list[int], m: int) -> Iterable[Wait]:
+        """One forward or backward, then its messages in turn, the nearest receiver first.
+
+        At most `window` messages to one receiver are under way; a receive needs a slot.
+        """
+        table = self.ahead if kind == "F" else self.back
+        wire = f"{kind} wire"
+        before: Event = (kind, s, 0, k)
+        gap = (self.forward if kind == "F" else self.backward)[s]
+        for b in sorted((b for a, b in table if a == s), key=lambda b: abs(b - s)):
+            x = table[s, b]
+            window = max(2, 1 + depth[min(s, b)] - depth[max(s, b)])
+            handed: Event = (f"{kind} handed", s, b, k)
+            yield before, handed, gap
+            if k >= window:
+                yield (wire, s, b, k - window), handed, x
+            yield handed, (wire, s, b, k), 0.0
+            if k:
+                yield (wire, s, b, k - 1), (wire, s, b, k), x
+            for free in _slot(kind, b, k, depth[b], m):
+                yield free, (wire, s, b, k), 0.0
+            yield (wire, s, b, k), (kind, b, 0, k), x
+            before, gap = handed, 0.0
+        yield before, (f"{kind} done", s, 0, k), gap
+
+    def _program(self, s: int, depth: int, m: int, k: int) -> Iterable[Wait]:
         """Forward k of a stage waits for forward k−1 and backward k−1−depth, and so on."""
-        f, b = self.forward[s], self.backward[s]
         if k:
-            yield ("F", s, 0, k - 1), ("F", s, 0, k), f
-            yield ("B", s, 0, k - 1), ("B", s, 0, k), b
+            yield ("F done", s, 0, k - 1), ("F", s, 0, k), 0.0
+            yield ("B done", s, 0, k - 1), ("B", s, 0, k), 0.0
         if k > depth:
-            yield ("B", s, 0, k - 1 - depth), ("F", s, 0, k), b
-        yield ("F", s, 0, min(k + depth, m - 1)), ("B", s, 0, k), f
+            yield ("B done", s, 0, k - 1 - depth), ("F", s, 0, k), 0.0
+        yield ("F done", s, 0, min(k + depth, m - 1)), ("B", s, 0, k), 0.0
+
+
+def _slot(kind: str, s: int, k: int, depth: int, m: int) -> Iterable[Event]:
+    """What must be over before a stage can take message k: activations, then gradients.
+
+    It has room for those in flight and one more; gradients for two that went forward.
+    """
+    if kind == "F" and k >= min(depth + 2, m):
+        yield ("B done", s, 0, k - min(depth + 2, m))
+    if kind == "B":
+        yield ("F done", s, 0, k)
+        if k >= 2:
+            yield ("B done", s, 0, k - 2)

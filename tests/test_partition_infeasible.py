@@ -1,0 +1,155 @@
+"""What cannot be planned says which limits conflict and what would help."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdcompile.errors import CostError, InfeasibleError, PdcompileError, PlanError
+from pdcompile.passes.partition import partition
+from pdcompile.problem import (
+    Item,
+    MemoryRule,
+    PartitionProblem,
+    SharedParameter,
+    StageLimits,
+    Traffic,
+)
+from tests.helpers.problems import chain_problem, gpt_problem
+
+
+def sized(sizes: list[int], limits: list[int | None], **fields: Any) -> PartitionProblem:
+    """A chain of items with that many trainable bytes, no optimizer state, one gradient."""
+    items = tuple(Item(f"layer{i}", (f"op{i}",), 1.0, 2.0, n, n) for i, n in enumerate(sizes))
+    traffic = tuple(Traffic(f"op{i}", i, (i + 1,), 0) for i in range(len(sizes) - 1))
+    stages = tuple(StageLimits(memory_bytes=limit) for limit in limits)
+    fields.setdefault("memory", MemoryRule(1, 1, 0.0))
+    return PartitionProblem(items, traffic, stages, **fields)
+
+
+def refusal(problem: PartitionProblem, **options: Any) -> str:
+    with pytest.raises(InfeasibleError) as caught:
+        partition(problem, **options)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def test_more_stages_than_items() -> None:
+    text = refusal(chain_problem([1.0] * 3, 4))
+    assert "4 stages for 3 items" in text
+    assert "at most 3 stages" in text
+    glued = replace(chain_problem([1.0] * 3, 3), together=((0, 1),))
+    assert "3 stages for 2 items" in refusal(glued)
+    assert partition(replace(chain_problem([1.0] * 3, 4), allow_empty=True))[0].objective == 1.0
+
+
+def test_an_item_larger_than_every_device() -> None:
+    text = refusal(sized([10, 900, 10], [1000, 1000]))
+    assert "'layer1'" in text
+    assert "1.80 kB" in text
+    assert "cannot hold" in text
+    assert "give the device 1800 bytes" in text
+
+
+def test_versions_and_optimizer_are_named() -> None:
+    problem = sized([10, 300, 10], [1000, 1000], memory=MemoryRule(2, 1, 2.0))
+    text = refusal(problem)
+    assert "2 weight versions, 1 gradient, optimizer 2 times" in text
+    assert "1f1b" in text
+    assert "optimizer with less state" in text
+
+
+def test_sum_too_large() -> None:
+    text = refusal(sized([300] * 4, [1000, 1000]))
+    assert "together have 2.00 kB" in text
+    assert "2400 bytes in all" in text
+
+
+def test_fits_in_sum_but_not_contiguously() -> None:
+    """With gradients 400, 600, 600, 400 bytes: the middle one has to hold both 600s."""
+    sizes, limits = [200, 300, 300, 200], [500, 1150, 500]
+    text = refusal(sized(sizes, list(limits)))
+    assert "in sum, but not cut into 3 pieces" in text
+    share = float(text.split("remedy: ")[1].split(" times")[0])
+    assert partition(sized(sizes, [int(limit * share) + 1 for limit in limits]))
+    assert "not cut" in refusal(sized(sizes, [int(limit * (share - 0.02)) for limit in limits]))
+
+
+def test_a_device_without_memory() -> None:
+    assert "stage 0" in refusal(sized([10, 10], [0, 100], pins=((0, 0),)))
+    assert "not cut" in refusal(sized([10, 10], [0, 100]))
+
+
+def test_unlike_devices_take_what_fits() -> None:
+    found, _ = partition(sized([300, 100, 100], [1000, 400]))
+    assert found.stage_of == (0, 1, 1)
+    assert found.memory_bytes == (600, 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pins": ((0, 5),)}, "pinned to stage 5 of 2"),
+        ({"pins": ((0, -1),)}, "pinned to stage -1"),
+        ({"pins": ((0, 0), (0, 1))}, "contradictory pins"),
+        ({"pins": ((0, 1), (2, 0))}, "contradictory pins"),
+        ({"pins": ((0, 0), (1, 1)), "together": ((0, 1),)}, "contradictory pins"),
+        ({"apart": ((0, 1),), "together": ((0, 1),)}, "asked to be apart"),
+        ({"apart": ((0, 1), (1, 2), (0, 2))}, "constraints contradict"),
+        ({"pins": ((0, 1),)}, "constraints contradict"),
+    ],
+)
+def test_contradictory_constraints(fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(chain_problem([1.0] * 3, 2, **fields))
+
+
+def test_no_time_and_nothing_found_is_said() -> None:
+    """Two clusters of items that only CP-SAT could disentangle, and no time for it."""
+    problem = gpt_problem(400, 8, "bottleneck")
+    tight = tuple(replace(stage, memory_bytes=10**10) for stage in problem.stages)
+    with pytest.raises(InfeasibleError):
+        partition(replace(problem, stages=tight), time_limit=0)
+
+
+def test_empty_problems() -> None:
+    assert "no ops" in refusal(PartitionProblem((), (), (StageLimits(),)))
+    assert "0 stages" in refusal(chain_problem([1.0], 0))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["forward_seconds", "saved_bytes", "workspace_bytes"])
+def test_costs_that_are_none(name: str, wrong: float) -> None:
+    problem = chain_problem([1.0, 2.0], 2)
+    broken: Any = {name: wrong}
+    items = (replace(problem.items[0], **broken), problem.items[1])
+    with pytest.raises(CostError, match=f"{name} of 'layer0'"):
+        partition(replace(problem, items=items))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"traffic": (Traffic("v", 0, (9,), 1),)}, PlanError, "no item 9"),
+        ({"traffic": (Traffic("v", 0, (1,), -1),)}, CostError, "forward_bytes of 'v'"),
+        ({"shared": (SharedParameter("w", -1, True, (0,)),)}, CostError, "bytes of 'w'"),
+        ({"pins": ((7, 0),)}, PlanError, "no item 7"),
+        ({"stages": (StageLimits(speed=0.0),) * 2}, CostError, "speed 0.0"),
+        ({"stages": (StageLimits(bytes_per_second=0.0),) * 2}, CostError, "0.0 bytes/s"),
+        ({"num_microbatches": 0}, PlanError, "0 microbatches"),
+        ({"memory": MemoryRule(in_flight=(1,))}, PlanError, "1 counts in flight for 2"),
+        ({"memory": MemoryRule(in_flight=(1, 2))}, PlanError, "would deadlock"),
+        ({"memory": MemoryRule(in_flight=(1, 0))}, PlanError, "would deadlock"),
+    ],
+)
+def test_problems_that_are_none(
+    fields: dict[str, Any], kind: type[PdcompileError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        partition(replace(chain_problem([1.0, 2.0], 2), **fields))
+
+
+def test_more_trainable_bytes_than_bytes() -> None:
+    problem = chain_problem([1.0, 2.0], 2)
+    items = (replace(problem.items[0], trainable_bytes=3), problem.items[1])
+    with pytest.raises(CostError, match="3 trainable bytes of 0"):
+        partition(replace(problem, items=items))

@@ -1,0 +1,215 @@
+"""The fast makespan: pictures, the simulator, critical paths, and bounds below them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition import evaluate, partition
+from pdcompile.passes.partition.bounds import flush_bound, seed_paths
+from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.evaluate import Transfers, path_of, stage_seconds
+from pdcompile.passes.partition.ideals import all_ideals
+from pdcompile.passes.partition.makespan import (
+    Path,
+    Timing,
+    critical_path,
+    makespan,
+    program,
+    warmup_of,
+)
+from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
+from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
+from tests.helpers.problems import brute_force, chain_problem, random_problem
+
+
+def picture(warmup: int, m: int) -> str:
+    return " ".join(f"{'F' if forward else 'B'}{k}" for forward, k in program(warmup, m))
+
+
+def test_programs() -> None:
+    assert picture(1, 3) == "F0 F1 B0 F2 B1 B2"
+    assert picture(0, 2) == "F0 B0 F1 B1"
+    assert picture(2, 3) == "F0 F1 F2 B0 B1 B2"
+
+
+def row(num_stages: int, seconds: float = 0.0) -> Timing:
+    """Stages of F = 1 and B = 2 in a row."""
+    ahead = {(s, s + 1): seconds for s in range(num_stages - 1)}
+    back = {(s + 1, s): seconds for s in range(num_stages - 1)}
+    return Timing((1.0,) * num_stages, (2.0,) * num_stages, ahead, back)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_balanced_stages_take_m_plus_n_minus_1(num_stages: int, m: int) -> None:
+    """GPipe and 1F1B alike, when nothing is sent."""
+    depth = warmup_of((), num_stages, m)
+    assert makespan(row(num_stages), depth, m) == 3 * (m + num_stages - 1)
+    assert makespan(row(num_stages), (m - 1,) * num_stages, m) == 3 * (m + num_stages - 1)
+
+
+def test_deeper_warmup_hides_transfers() -> None:
+    """F=1, B=2, 0.75 a transfer, four stages: 4.13 per microbatch, and 3 with twice the depth."""
+    slow = [makespan(row(4, 0.75), (3, 2, 1, 0), m) for m in (100, 200)]
+    fast = [makespan(row(4, 0.75), (6, 4, 2, 0), m) for m in (100, 200)]
+    assert (slow[1] - slow[0]) / 100 == pytest.approx(4.125, abs=0.02)
+    assert (fast[1] - fast[0]) / 100 == pytest.approx(3.0, abs=0.02)
+
+
+def test_half_duplex_shares_the_link() -> None:
+    timing = Timing((1.0, 1.0), (1.0, 1.0), {(0, 1): 5.0}, {(1, 0): 5.0})
+    half = replace(timing, full_duplex=False)
+    assert makespan(half, (1, 0), 4) > makespan(timing, (1, 0), 4)
+
+
+def test_too_little_warmup_is_noticed() -> None:
+    with pytest.raises(ValueError, match="never ends"):
+        makespan(row(2), (0, 1), 3)
+
+
+def sum_of(path: Path, timing: Timing) -> float:
+    tables = {
+        "forward": timing.forward_hops,
+        "backward": timing.backward_hops,
+        "final": timing.final_hops,
+    }
+    work = sum(a * b for a, b in zip(path.forward, timing.forward, strict=True))
+    work += sum(a * b for a, b in zip(path.backward, timing.backward, strict=True))
+    return work + sum(tables[kind][hop] * count for hop, kind, count in path.hops)
+
+
+def test_a_path_of_one_timing_bounds_every_other() -> None:
+    for seed in range(300):
+        r = random.Random(seed)
+        n, m = r.randint(1, 5), r.randint(1, 6)
+        depth = warmup_of(tuple(2 * (n - s) - 1 for s in range(n)), n, m)
+
+        def draw(r: random.Random = r, n: int = n) -> Timing:
+            return Timing(
+                tuple(r.random() for _ in range(n)),
+                tuple(r.random() for _ in range(n)),
+                {(s, s + 1): r.random() for s in range(n - 1)},
+                {(s + 1, s): r.random() for s in range(n - 1)},
+            )
+
+        one, other = draw(), draw()
+        path = critical_path(one, depth, m)
+        assert sum_of(path, one) == pytest.approx(makespan(one, depth, m))
+        assert sum_of(path, other) <= makespan(other, depth, m) * (1 + 1e-9)
+
+
+def flush_problem(seed: int) -> PartitionProblem | None:
+    problem = random_problem(seed)
+    return problem if problem.objective == "flush" else None
+
+
+def test_flush_bound_is_below_the_optimum() -> None:
+    compared = 0
+    for seed in range(600):
+        problem = flush_problem(seed)
+        best = brute_force(problem) if problem else None
+        if problem is None or best is None:
+            continue
+        model = build(problem)
+        segments = Segments.build(model, all_ideals(model, 10_000) or [])
+        found = solve(segments, flush_bound(segments))
+        assert found is not None
+        assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
+        compared += 1
+    assert compared > 150
+
+
+def test_seed_paths_bound_every_linked_plan() -> None:
+    problem = chain_problem([1.0, 2.0, 3.0, 1.0, 2.0], 3, objective="flush", num_microbatches=4)
+    found, _ = partition(problem)
+    timing = Transfers(problem, found.stage_of).timing(*stage_seconds(problem, found.stage_of))
+    paths = [*seed_paths(build(problem)), path_of(problem, found.stage_of)]
+    assert max(sum_of(path, timing) for path in paths) == pytest.approx(found.objective)
+
+
+def simulated(seed: int, skips: float = 0.0) -> tuple[PartitionProblem, Plan]:
+    """One item a stage, as a problem and as a plan, with slow links and tied ends.
+
+    `skips`: probability that a value also goes to a stage beyond the next.
+    """
+    r = random.Random(seed)
+    n, m = r.randint(1, 6), r.randint(1, 14)
+    rate, latency = r.choice((1.0, 2.0, 5.0, 50.0)), r.choice((0.0, 0.1))
+    link = Level("link", n, rate, latency, r.random() < 0.8)
+    cluster = Cluster((Device(),) * n, (link,))
+    items = tuple(
+        Item(
+            f"i{s}", (f"i{s}",), r.choice((1.0, r.random())), r.choice((2.0, 3 * r.random())), 4, 4
+        )
+        for s in range(n)
+    )
+    traffic, edges = [], []
+    for s in range(n - 1):
+        size, back = r.randint(1, 4), r.random() < 0.9
+        targets = (s + 1, *(t for t in range(s + 2, n) if r.random() < skips))
+        traffic.append(Traffic(f"i{s}", s, targets, size, size if back else 0))
+        edges.append(Edge(f"i{s}", s, targets, size, back))
+    shared: tuple[SharedParameter, ...] = ()
+    tied: tuple[TiedParameter, ...] = ()
+    if n > 2 and r.random() < 0.3:
+        shared = (SharedParameter("w", 3, True, (0, n - 1)),)
+        tied = (TiedParameter("w", (0, n - 1), 3),)
+    name = r.choice(("gpipe", "1f1b"))
+    depth = warmup(name, n, m, extra=r.choice((0, 1)))
+    problem = PartitionProblem(
+        items, tuple(traffic), stage_limits(cluster, n), shared,
+        memory=memory_rule(name, depth, m), num_microbatches=m, objective="flush",
+    )  # fmt: skip
+    holders = {0, n - 1} if tied else set()
+    stages = tuple(
+        StagePlan(
+            s, (f"i{s}",), ("w",) if s in holders else (), 1, (s,),
+            items[s].forward_seconds, items[s].backward_seconds,
+        )
+        for s in range(n)
+    )  # fmt: skip
+    return problem, Plan(
+        "", stages, tuple(edges), tied, Training(name, m, m, depth), cluster.to_toml(),
+        Certificate(1.0, 1.0, "optimal", "", 0.0, ""),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_equal_to_the_simulator(block: int) -> None:
+    for seed in range(60 * block, 60 * block + 60):
+        problem, plan = simulated(seed)
+        fast = evaluate(problem, tuple(range(len(problem.stages)))).objective
+        assert fast == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9), f"seed {seed}"
+
+
+def test_close_to_the_simulator_where_values_skip_stages() -> None:
+    """All values of a hop go together in the fast model: rarely a little different."""
+    equal = 0
+    for seed in range(200):
+        problem, plan = simulated(seed, 0.3)
+        fast = evaluate(problem, tuple(range(len(problem.stages)))).objective
+        slow = simulate(plan).forecast.step_seconds
+        assert fast == pytest.approx(slow, rel=0.1), f"seed {seed}"
+        equal += fast == pytest.approx(slow, rel=1e-9)
+    assert equal >= 190
+
+
+def test_flush_partitions_of_random_problems_are_never_below_their_paths() -> None:
+    for seed in range(200):
+        problem = flush_problem(seed)
+        if problem is None:
+            continue
+        try:
+            found, _ = partition(problem, time_limit=0)
+        except InfeasibleError:
+            continue
+        timing = Transfers(problem, found.stage_of).timing(*stage_seconds(problem, found.stage_of))
+        path = path_of(problem, found.stage_of)
+        assert sum_of(path, timing) <= found.objective * (1 + 1e-9) + 1e-12
