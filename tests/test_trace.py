@@ -358,6 +358,18 @@ def test_sizes_follow_the_batch() -> None:
     assert [size_at(size, 5) for size in found.train.values["add"].shape] == [11, 5, 8]
 
 
+def test_devices_are_never_baked_in() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        a = torch.ones(8, device="cpu") + torch.ones(8, device=torch.device("cpu"))
+        return self.lin(x).to(x.device) + a.to(device=self.lin.weight.device)
+
+    found = faithful(make(forward))
+    own = TorchLiteral("device", "self")
+    for name in ("ones", "ones_1", "to_1"):
+        assert dict(op_named(found, name).kwargs)["device"] == own
+    assert op_named(found, "to").args[1] == own
+
+
 def test_batch_size_of_the_capture_is_the_microbatch_size() -> None:
     found = captured(make(lambda self, x: self.lin(x)), rows(6), microbatch_size=3)
     assert found.train.batch_size == 3

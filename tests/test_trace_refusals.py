@@ -109,6 +109,13 @@ def _numpy_array(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) * torch.from_numpy(np.arange(8.0)).float()
 
 
+def _hidden_write(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.lin(x)
+    with torch._C.DisableTorchFunction():
+        y.mul_(2)
+    return y + 1
+
+
 def _raises(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x @ x)
 
@@ -134,6 +141,7 @@ CASES: dict[Callable[..., Any], str] = {
     _batch_squared: "not linearly: 16 at 4",
     _new_generator: "Generator",
     _numpy_array: "capture cannot see",
+    _hidden_write: "capture cannot see writes tensors",
     _raises: "raised RuntimeError",
 }
 

@@ -57,6 +57,11 @@ def to_argument(
     return _number_or_refuse(value)
 
 
+def device_of(value: Any) -> Any:
+    """The torch.device for a device that was given as text, so that it is known as one."""
+    return torch.device(value) if isinstance(value, str) else value
+
+
 def without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that say something: torch.nn.functional passes all of them on."""
     defaults = _defaults(func)

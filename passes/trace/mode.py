@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
-from pdcompile.passes.trace.arguments import to_argument, without_defaults
+from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
@@ -129,11 +129,21 @@ class Recorder(TorchFunctionMode):
 
     # One op.
 
+    def _begin(self) -> None:
+        """Before each call: what happened below since the last one passed no recorded op."""
+        if self.observer.seeded or self.fakes.own_any(self.observer.written):
+            raise refuse.error(refuse.UNTRACKED, "before this line", locate(self.boundary)[0])
+        self.observer.clear()
+
+    def finish(self) -> None:
+        """After the last call."""
+        self._begin()
+
     def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
         name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
         if func.__name__ != "__get__":
             raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
-        self.observer.clear()
+        self._begin()
         result = func(*self.fakes.stand_in(args))
         if not isinstance(result, torch.Tensor):
             return result
@@ -147,10 +157,11 @@ class Recorder(TorchFunctionMode):
         if is_random_function(func):
             draw = self._draws.get(path, 0)
             self._draws[path] = draw + 1
-        self.observer.clear()
+        self._begin()
         with self._whole(), refuse.reads(func, self.boundary):
             result = func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
+            self.observer.clear()
             return result
         if self.observer.seeded and draw is None:
             raise refuse.error(refuse.UNKNOWN_DRAW, refuse.name_of(func), locate(self.boundary)[0])
@@ -171,7 +182,7 @@ class Recorder(TorchFunctionMode):
         if is_random_module(module):
             draw = self._draws.get(path, 0)
             self._draws[path] = draw + 1
-        self.observer.clear()
+        self._begin()
         with self._whole(), refuse.reads(module, self.boundary):
             result = plain(module, *self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
         self._stack.append((path, calls))
@@ -197,12 +208,16 @@ class Recorder(TorchFunctionMode):
         self.check_generators(source)
         try:
             arguments = tuple(self._argument(value) for value in args)
-            named = tuple((key, self._argument(value)) for key, value in kwargs.items())
+            named = tuple(
+                (key, self._argument(device_of(value) if key == "device" else value))
+                for key, value in kwargs.items()
+            )
         except TraceError as error:
             if error.where is None:
                 raise TraceError(error.message, where=source, remedy=error.remedy) from None
             raise
         written = set(self.observer.written)
+        self.observer.clear()
         name = self.names.new(base or target)
         index = self._call_index.get((path, target), 0)
         self._call_index[path, target] = index + 1

@@ -72,7 +72,9 @@ def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:
         end = (start + extent + 1) * tensor.element_size()
         key = (tensor.device, tensor.untyped_storage().data_ptr())
         for other_begin, other_end, other, identity in spans.get(key, []):
-            if identity != id(tensor) and begin < other_end and other_begin < end:
+            trained = isinstance(tensor, nn.Parameter) or isinstance(tensors[other], nn.Parameter)
+            overlap = begin < other_end and other_begin < end
+            if identity != id(tensor) and trained and overlap:
                 raise TraceError(
                     f"{fqn!r} and {other!r} are different tensors in the same memory",
                     where=fqn,

@@ -112,6 +112,7 @@ def run(
         if loss_fn is not None:
             recorder.enter_loss()
             loss = loss_fn(output, target)
+        recorder.finish()
     except PdcompileError:
         raise
     except Exception as error:
