@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ class Choices:
     schedule: str
     num_microbatches: int
     microbatch_size: int  # the largest one: costs are of this size
-    memory_bytes: int | None  # a limit of the user's for every device
     batch_size: int
     loss_reduction: str
     max_grad_norm: float | None
@@ -45,12 +44,13 @@ def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | 
         num_ranks: processes under torchrun, None in one process.
 
     Raises:
-        ConfigError: an option has no meaning, or not yet.
+        ConfigError: an option does not fit the minibatch or the machines.
         LaunchError: the number of processes is not the number of stages.
     """
     schedule = _schedule(options)
     stages = _num_stages(options, num_ranks)
     cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
+    cluster = _limited(cluster, options.memory)
     if len(cluster.devices) != stages:
         raise ConfigError(
             f"{stages} stages on a cluster of {len(cluster.devices)} devices",
@@ -64,7 +64,6 @@ def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | 
         schedule=schedule,
         num_microbatches=microbatches,
         microbatch_size=-(-batch_size // microbatches),
-        memory_bytes=_memory(options.memory),
         batch_size=batch_size,
         loss_reduction=options.loss_reduction
         if isinstance(options.loss_reduction, str)
@@ -75,33 +74,69 @@ def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | 
     )
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no model, before anything asks it for parameters.  Raises ConfigError."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        shown = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+        raise ConfigError(
+            f"the model must be a torch.nn.Module, got {shown}",
+            remedy="pass an instance: pdcompile.compile(MyModel(), ...)",
+        )
+
+
 def check_options(options: Options) -> None:
-    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm must be positive, got {options.max_grad_norm!r}")
-    if options.schedule == "stash" and options.max_grad_norm is not None:
+    """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
+    _callable("loss_fn", options.loss_fn, "(output, target) -> scalar, or None")
+    _callable("optimizer", options.optimizer, "partial(torch.optim.AdamW, lr=3e-4), or None")
+    _number("seed", options.seed, integer=True)
+    _number("time_limit", options.time_limit, least=0)
+    _number("max_grad_norm", options.max_grad_norm)
+    _one_of("verify", options.verify, ("auto", "full", "off"))
+    _one_of("outputs", options.outputs, ("none", "last", "all"))
+    _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
+    if not callable(options.loss_reduction):
+        _one_of("loss_reduction", options.loss_reduction, ("mean", "sum"))
+    clip = options.max_grad_norm
+    if clip is not None and not clip > 0:
+        raise ConfigError(f"max_grad_norm={clip!r} is not positive", remedy="for example 1.0")
+    if options.schedule == "stash" and clip is not None:
         raise ConfigError(
             "max_grad_norm needs the gradients of all stages at one time, which schedule "
             "'stash' never has",
-            remedy="use schedule='2bw' or 'vsync', or clip per stage in the optimizer",
+            remedy="use schedule='2bw', or clip per stage in the optimizer",
         )
     for name in ("autocast", "grad_scaler"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"{name}={getattr(options, name)!r} is not available yet",
-                remedy=f"leave {name} out; open torch.autocast inside the model's forward, "
-                "which is captured as it is",
+                remedy=f"leave {name} out; a torch.autocast region inside the model's forward "
+                "is captured as it is",
             )
-    if isinstance(options.loss_reduction, str) and options.loss_reduction not in ("mean", "sum"):
+    _schedule(options)
+
+
+def _callable(name: str, given: Any, wanted: str) -> None:
+    if given is not None and not callable(given):
+        raise ConfigError(f"{name}={given!r} cannot be called", remedy=f"give {wanted}")
+
+
+def _number(name: str, given: Any, *, integer: bool = False, least: float | None = None) -> None:
+    if given is None:
+        return
+    kinds = (int,) if integer else (int, float)
+    if isinstance(given, bool) or not isinstance(given, kinds):
+        raise ConfigError(f"{name}={given!r} is not a number", remedy=f"give {name} a number")
+    if least is not None and not given >= least:
+        raise ConfigError(f"{name}={given!r} is below {least}", remedy=f"{least} or more")
+
+
+def _one_of(name: str, given: Any, known: tuple[Any, ...]) -> None:
+    if not any(given is one or (type(given) is type(one) and given == one) for one in known):
         raise ConfigError(
-            f"loss_reduction={options.loss_reduction!r} is not known",
-            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
+            f"{name}={given!r} is not known", remedy=f"one of {', '.join(map(repr, known))}"
         )
-    if options.verify not in ("auto", "full", "off"):
-        raise ConfigError(
-            f"verify={options.verify!r} is not available", remedy="'auto', 'full' or 'off'"
-        )
-    if options.outputs not in ("none", "last", "all"):
-        raise ConfigError(f"outputs={options.outputs!r} is not one of 'none', 'last', 'all'")
 
 
 def _schedule(options: Options) -> str:
@@ -118,9 +153,9 @@ def _schedule(options: Options) -> str:
 def _num_stages(options: Options, num_ranks: int | None) -> int:
     stages = options.stages
     if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int)):
-        raise ConfigError(f"stages must be a number, got {stages!r}")
+        raise ConfigError(f"stages={stages!r} is not a number", remedy="for example stages=4")
     if stages is not None and stages < 1:
-        raise ConfigError(f"stages must be at least 1, got {stages}")
+        raise ConfigError(f"stages={stages} is below 1", remedy="1 or more")
     if num_ranks is not None:
         if stages is not None and stages != num_ranks:
             raise LaunchError(
@@ -159,9 +194,11 @@ def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) ->
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
     if isinstance(given, bool) or not isinstance(given, int):
-        raise ConfigError(f"microbatches must be a number or 'auto', got {given!r}")
+        raise ConfigError(
+            f"microbatches={given!r} is neither a number nor 'auto'", remedy="for example 8"
+        )
     if given < 1:
-        raise ConfigError(f"microbatches must be at least 1, got {given}")
+        raise ConfigError(f"microbatches={given} is below 1", remedy="1 or more")
     if given > batch_size:
         raise ConfigError(
             f"{given} microbatches of a minibatch of {batch_size} samples",
@@ -170,9 +207,13 @@ def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) ->
     return given
 
 
-def _memory(given: int | str | None) -> int | None:
-    if given is None or isinstance(given, int):
-        if given is not None and given <= 0:
-            raise ConfigError(f"memory must be positive, got {given} bytes")
-        return given
-    return parse_bytes(given)
+def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
+    """The cluster with the user's limit on every device: plans and reports then show it."""
+    if memory is None:
+        return cluster
+    limit = parse_bytes(memory, what="memory")
+    devices = tuple(
+        replace(device, memory_bytes=min(limit, device.memory_bytes or limit))
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)

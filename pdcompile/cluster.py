@@ -150,11 +150,15 @@ class Cluster:
             text = Path(path).read_bytes().decode("utf-8")
         except OSError as error:
             raise ClusterError(
-                f"cannot read the cluster file: {error.strerror or error}", where=str(path)
+                f"cannot read the cluster file: {error.strerror or error}",
+                where=str(path),
+                remedy="give the path of a cluster.toml, or '2x4' (hosts x devices)",
             ) from error
         except UnicodeDecodeError as error:
             raise ClusterError(
-                "the cluster file is not UTF-8 text", where=f"{path}: byte {error.start}"
+                "the cluster file is not UTF-8 text",
+                where=f"{path}: byte {error.start}",
+                remedy="save it as UTF-8",
             ) from error
         return Cluster.from_toml(text, where=str(path))
 

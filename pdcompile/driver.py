@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, resolve_batch
-from pdcompile.choices import Choices, check_options, choose
+from pdcompile.choices import Choices, check_model, check_options, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
 from pdcompile.graph import Capture
@@ -20,6 +20,7 @@ from pdcompile.passes import boundaries, codegen
 from pdcompile.passes.assemble import assemble
 from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.fit import fit
 from pdcompile.passes.optimizer_state import optimizer_factor
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import profile
@@ -28,6 +29,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
+from pdcompile.problem import PartitionProblem
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.start import given_plan, preparation
 from pdcompile.steps import Steps
@@ -108,16 +110,12 @@ def make_plan(
         "problem",
         lambda: coarsen(
             graph,
-            stage_limits(chosen.cluster, chosen.num_stages, chosen.memory_bytes),
+            stage_limits(chosen.cluster, chosen.num_stages),
             num_microbatches=chosen.num_microbatches,
             objective=chosen.objective,
             memory=memory,
             constraints=options.constraints,
         ),
-    )
-    answer, certificate = step(
-        "partition",
-        lambda: partition(problem, time_limit=options.time_limit, seed=options.seed),
     )
     training = Training(
         schedule=chosen.schedule,
@@ -129,10 +127,13 @@ def make_plan(
         optimizer_factor=factor,
         seed=options.seed,
     )
-    plan = step(
-        "plan",
-        lambda: assemble(graph, problem, answer, certificate, training, chosen.cluster),
-    )
+
+    def solve(problem: PartitionProblem) -> Plan:
+        answer, certificate = partition(problem, time_limit=options.time_limit, seed=options.seed)
+        plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
+        return replace(plan, forecast=simulate(plan).forecast)
+
+    plan = step("plan", lambda: fit(problem, solve))
     return replace(plan, notes=(*plan.notes, assumed)) if assumed else plan
 
 
@@ -209,6 +210,7 @@ def compile(
     given = dict(locals())
     del given["model"], given["example_inputs"], given["example_target"]
     options = Options(**given)
+    check_model(model)
     check_options(options)
 
     def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:

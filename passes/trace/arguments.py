@@ -80,7 +80,8 @@ def without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[s
 def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
     if not hasattr(func, "__code__"):
         return {}
-    parameters = inspect.signature(func).parameters.values()
+    # A wrapper that torch.Tensor puts around a builtin leads to one without a signature.
+    parameters = inspect.signature(func, follow_wrapped=False).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 

@@ -1,0 +1,214 @@
+"""What cannot work ends in one clear error of ours, and what only looks odd works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.errors import (
+    ConfigError,
+    InfeasibleError,
+    InputError,
+    NotPrepared,
+    PdcompileError,
+    PlanError,
+    TraceError,
+)
+from tests.helpers import models
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    options.setdefault("loss_fn", F.mse_loss)
+    options.setdefault("costs", "estimated")
+    options.setdefault("microbatches", 2)
+    return pdcompile.compile(model, **options)
+
+
+def xy(size: int = 4, width: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, width), torch.randn(size, width)
+
+
+@pytest.mark.parametrize("model", [None, "gpt", lambda x: x, nn.Linear])
+def test_no_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model"):
+        compiled(model)
+
+
+def test_nothing_before_the_first_step() -> None:
+    pipe = compiled(models.mlp())
+    for ask in (lambda: pipe.plan, pipe.explain, lambda: pipe.dump("x")):
+        with pytest.raises(NotPrepared, match="prepare"):
+            ask()
+
+
+def test_more_stages_than_ops() -> None:
+    x, y = xy()
+    with pytest.raises(InfeasibleError, match="50 stages"):
+        compiled(models.mlp(), stages=50).step(x, target=y)
+
+
+def test_memory_limit_too_small_for_the_largest_layer() -> None:
+    x, y = xy()
+    with pytest.raises(InfeasibleError) as caught:
+        compiled(models.mlp(), stages=2, memory="1 kB").step(x, target=y)
+    assert "layers." in str(caught.value)
+    assert "remedy" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, "stages"),
+        ({"stages": -1}, "stages"),
+        ({"stages": True}, "stages"),
+        ({"stages": 2.5}, "stages"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"microbatches": "many"}, "microbatches"),
+        ({"microbatches": 5}, "5 microbatches of a minibatch of 4"),
+        ({"schedule": "1f2b"}, "schedule"),
+        ({"schedule": "stash", "max_grad_norm": 1.0}, "stash"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm"),
+        ({"memory": "16 potatoes"}, "potatoes"),
+        ({"memory": 0}, "memory"),
+        ({"loss_reduction": "median"}, "loss_reduction"),
+        ({"costs": "guessed"}, "costs"),
+        ({"verify": "never"}, "verify"),
+        ({"outputs": "some"}, "outputs"),
+        ({"cluster": 3.5}, "cluster"),
+        ({"cluster": "2y4"}, "2y4"),
+        ({"cluster": "missing.toml"}, "missing.toml"),
+        ({"stages": 3, "cluster": pdcompile.Cluster.local(2)}, "3 stages"),
+        ({"loss_fn": 3}, "loss_fn"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"batch_dims": 7}, "7"),
+        ({"seed": "one"}, "seed"),
+        ({"time_limit": -1.0}, "time_limit"),
+        ({"autocast": torch.bfloat16}, "autocast"),
+        ({"grad_scaler": object()}, "grad_scaler"),
+        ({"max_staleness": 7}, "max_staleness"),
+        ({"plan": "missing.json"}, "missing.json"),
+        ({"sources": "missing_folder"}, "missing_folder"),
+        ({"constraints": ("encoder",)}, "encoder"),
+    ],
+)
+def test_options_without_a_meaning(options: dict[str, Any], message: str) -> None:
+    x, y = xy()
+    with pytest.raises(PdcompileError) as caught:
+        compiled(models.mlp(), **options).step(x, target=y)
+    assert message in str(caught.value)
+    assert "\n  remedy: " in str(caught.value)
+
+
+def test_minibatches_that_do_not_fit_the_first() -> None:
+    x, y = xy()
+    pipe = compiled(models.mlp(), stages=2)
+    pipe.step(x, target=y)
+    unfit = [
+        (torch.randn(4, 15), y),  # other width
+        (x.double(), y),  # other dtype
+        (x, torch.randn(3, 16)),  # sizes that disagree
+        (x[:0], y[:0]),  # nothing
+    ]
+    for inputs, target in unfit:
+        with pytest.raises(InputError):
+            pipe.step(inputs, target=target)
+    with pytest.raises(PdcompileError, match="target"):
+        pipe.step(x)
+    with pytest.raises(PdcompileError, match="forward"):
+        pipe.step(x, x, x, target=y)
+    assert float(pipe.step(x, target=y).loss) > 0  # none of it broke the pipeline
+
+
+def test_sizes_that_disagree_at_the_first_step() -> None:
+    with pytest.raises(InputError, match="target"):
+        compiled(models.mlp(), stages=2).step(torch.randn(4, 16), target=torch.randn(3, 16))
+
+
+def test_microbatches_that_do_not_divide_the_minibatch() -> None:
+    torch.manual_seed(0)
+    model, twin = models.mlp(), models.mlp()
+    twin.load_state_dict(model.state_dict())
+    x, y = xy(7)
+    pipe = compiled(model, stages=2, microbatches=3, optimizer=None)
+    pipe.step(x, target=y)
+    F.mse_loss(twin(x), y).backward()
+    for (name, ours), theirs in zip(pipe.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.mlp()
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * mask) * scale
+        return out
+
+
+def test_inputs_without_a_batch_dimension() -> None:
+    x, y = xy()
+    pipe = compiled(Masked(), stages=3)
+    result = pipe.step(x, torch.ones(1, 16), torch.tensor(2.0), target=y)
+    assert result.outputs.shape == (4, 16)
+    with pytest.raises(InputError, match="mask"):
+        compiled(Masked(), stages=2).step(x, torch.ones(16), torch.tensor(2.0), target=y)
+    named = {"mask": None}
+    pipe = compiled(Masked(), stages=2, batch_dims=named)
+    pipe.step(x, torch.ones(16), torch.tensor(2.0), target=y)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.lin(x)
+        return self.lin(-x)
+
+
+def test_data_dependent_control_flow_is_refused_with_its_line() -> None:
+    x, y = xy()
+    with pytest.raises(TraceError) as caught:
+        compiled(Branching()).step(x, target=y)
+    assert "test_bad_inputs.py" in str(caught.value)
+    assert "remedy" in str(caught.value)
+
+
+def test_no_loss_anywhere() -> None:
+    x, _ = xy()
+    with pytest.raises(PdcompileError, match="loss"):
+        compiled(models.mlp(), loss_fn=None).step(x)
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    x, y = xy()
+    with pytest.raises(PdcompileError, match="scalar"):
+        compiled(models.mlp(), loss_fn=lambda out, target: (out - target) ** 2).step(x, target=y)
+
+
+def test_a_target_without_a_loss_function() -> None:
+    x, y = xy()
+    with pytest.raises(PdcompileError, match="target"):
+        compiled(models.ReturnsLoss(models.mlp()), loss_fn=None).step(x, y, target=y)
+
+
+def test_a_plan_of_another_model() -> None:
+    x, y = xy()
+    pipe = compiled(models.mlp(), stages=2)
+    pipe.step(x, target=y)
+    again = compiled(models.mlp(), stages=2, plan=pipe.plan)
+    assert float(again.step(x, target=y).loss) > 0
+    assert again.plan.stages == pipe.plan.stages
+    with pytest.raises(PlanError, match="another model"):
+        compiled(models.mlp(layers=5), stages=2, plan=pipe.plan).step(x, target=y)
+    with pytest.raises(PlanError, match="stages"):
+        compiled(models.mlp(), stages=3, plan=pipe.plan).step(x, target=y)

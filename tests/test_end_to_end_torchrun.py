@@ -1,0 +1,165 @@
+"""The same promise between processes: real torchrun, real gloo, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import torchrun
+
+# Each rank trains through the pipeline; rank 0 then trains the reference on the same minibatches.
+TRAIN = """
+    import copy, sys
+    from functools import partial
+    import torch
+    import torch.distributed as dist
+    import pdcompile
+    from tests.helpers import models
+
+    name, schedule, clip, sizes = sys.argv[1:]
+    torch.manual_seed(0)
+    build = {"gpt": models.gpt, "gpt-dropout": partial(models.gpt, dropout=0.1),
+             "convnet": models.convnet, "unet": models.unet, "mlp": models.mlp}[name]
+    model = build()
+    twin = copy.deepcopy(model)
+    common = dict(
+        loss_fn=models.loss_for(model),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        schedule=schedule,
+        microbatches=4,
+        max_grad_norm=float(clip) or None,
+    )
+    batches = [models.batch_for(model, int(n), seed) for seed, n in enumerate(sizes.split(","))]
+
+    def train(pipe):
+        losses, decay = [], None
+        for x, y in batches:
+            losses.append(float(pipe.step(x, target=y).loss))
+            decay = decay or torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
+            decay.step()
+        return losses
+
+    pipe = pdcompile.compile(model, costs="estimated", **common)
+    losses = train(pipe)
+    state = pipe.full_state_dict()
+    rank = pipe.ranks[0]
+    pipe.close()
+    expected = pdcompile.reference(twin, **common)
+    theirs = train(expected)
+    print(f"rank {rank}: losses {'equal' if losses == theirs else (losses, theirs)}", flush=True)
+    if rank == 0:
+        wanted = expected.full_state_dict()
+        assert state.keys() == wanted.keys()
+        unequal = [key for key in wanted if not torch.equal(state[key], wanted[key])]
+        print(f"state {unequal or 'equal'}", flush=True)
+"""
+
+
+def assert_equal(
+    tmp_path: Path, num_ranks: int, name: str, schedule: str, clip: str, sizes: str
+) -> None:
+    run = torchrun(TRAIN, num_ranks, tmp_path, name, schedule, clip, sizes)
+    assert run.code == 0, str(run)
+    assert run.output.count("losses equal") == num_ranks, str(run)
+    assert "state equal" in run.output, str(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-dropout", "convnet", "unet"])
+@pytest.mark.parametrize(
+    ("schedule", "clip"), [("gpipe", "0"), ("1f1b", "0.1"), ("2bw", "0"), ("2bw", "0.1")]
+)
+def test_two_ranks(tmp_path: Path, name: str, schedule: str, clip: str) -> None:
+    assert_equal(tmp_path, 2, name, schedule, clip, "8,8,3,8,8,8,8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "name"), [(3, "unet"), (4, "gpt"), (3, "gpt-dropout")])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_more_ranks(tmp_path: Path, num_ranks: int, name: str, schedule: str) -> None:
+    assert_equal(tmp_path, num_ranks, name, schedule, "0.1", "8,8,3,8,8,8")
+
+
+def test_a_gpt_with_tied_weights_and_dropout_on_two_ranks(tmp_path: Path) -> None:
+    assert_equal(tmp_path, 2, "gpt-dropout", "2bw", "0.1", "8,8,3,8,8,8")
+
+
+def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
+    run = torchrun(
+        """
+        import torch, pdcompile
+        from tests.helpers import models
+        torch.manual_seed(0)
+        model = models.ReturnsLoss(models.mlp())
+        x, y = models.batch_for(model.inner, 8, 0)
+        pipe = pdcompile.compile(model)
+        losses = [float(pipe.step(x, y).loss) for _ in range(3)]
+        assert losses[2] < losses[0], losses
+        print("alone", losses, flush=True)
+        pipe.close()
+
+        inner = models.mlp()
+        pipe = pdcompile.compile(inner, loss_fn=models.loss_for(inner))
+        losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
+        assert losses[2] < losses[0], losses
+        print("with loss", losses, flush=True)
+        pipe.close()
+        """,
+        2,
+        tmp_path,
+    )
+    assert run.code == 0, str(run)
+    assert run.output.count("alone") == 2, str(run)
+    assert run.output.count("with loss") == 2, str(run)
+
+
+def test_wrong_number_of_processes(tmp_path: Path) -> None:
+    run = torchrun(
+        """
+        import torch, pdcompile
+        from tests.helpers import models
+        model = models.mlp()
+        x, y = models.batch_for(model, 8, 0)
+        try:
+            pdcompile.compile(model, loss_fn=models.loss_for(model), stages=3).step(x, target=y)
+        except pdcompile.LaunchError as error:
+            print("refused:", error, flush=True)
+        except pdcompile.RankError as error:
+            print("refused:", error, flush=True)
+        """,
+        2,
+        tmp_path,
+    )
+    assert run.code == 0, str(run)
+    assert run.output.count("refused:") == 2, str(run)
+    assert "WORLD_SIZE is 2" in run.output, str(run)
+
+
+def test_an_error_on_one_rank_reaches_the_other_with_its_cause(tmp_path: Path) -> None:
+    run = torchrun(
+        """
+        import torch, pdcompile
+        from tests.helpers import models
+        torch.manual_seed(0)
+        model = models.mlp()
+        x, y = models.batch_for(model, 8, 0)
+        pipe = pdcompile.compile(model, loss_fn=models.loss_for(model), microbatches=4)
+        pipe.step(x, target=y)
+        if 0 in pipe.ranks:
+            def explode(module, args):
+                raise ArithmeticError("the reactor is hot")
+            next(iter(pipe._session.workers[0].weights.instances[0].children()))
+            for module in pipe._session.workers[0].weights.instances[0].modules():
+                module.register_forward_pre_hook(explode)
+        try:
+            for _ in range(3):
+                float(pipe.step(x, target=y).loss)
+        except pdcompile.PdcompileError as error:
+            print(f"rank {pipe.ranks}: {type(error).__name__}: {error}", flush=True)
+        """,
+        2,
+        tmp_path,
+    )
+    assert run.output.count("the reactor is hot") >= 2, str(run)
+    assert "RankError" in run.output, str(run)
