@@ -358,6 +358,16 @@ def test_sizes_follow_the_batch() -> None:
     assert [size_at(size, 5) for size in found.train.values["add"].shape] == [11, 5, 8]
 
 
+def test_operators_of_python() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = -(self.lin(x) ** 2) / 3 + 2**x - abs(1 - x) * (4.0 / (x * x + 1)) // 2 % 5
+        return torch.where((x > 0) & ~(x >= 1) | (x == 0.5), y @ self.lin.weight.T, 0.0 + y)
+
+    assert {"pow", "neg", "truediv", "sub", "and_", "invert", "or_", "matmul"} <= set(
+        targets(faithful(make(forward)))
+    )
+
+
 def test_devices_are_never_baked_in() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         a = torch.ones(8, device="cpu") + torch.ones(8, device=torch.device("cpu"))
