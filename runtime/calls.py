@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pdcompile.batch import FlatCall, follow_batch, microbatch_sizes, split, weights
@@ -106,19 +103,3 @@ def refuse_target(options: Options, target: Any) -> None:
             remedy="give loss_fn=, or pass it to the model under its own name "
             "(step_call(args, kwargs) for an argument called target)",
         )
-
-
-def digests(leaves: Mapping[str, Any], paths: tuple[str, ...]) -> list[int]:
-    """A number for each tensor, from at most 64 of its elements; 0 where there is none.
-
-    Enough to notice that two ranks loaded different minibatches, too cheap to matter.
-    """
-    return [_digest(leaves.get(path)) for path in paths]
-
-
-def _digest(leaf: Any) -> int:
-    if not isinstance(leaf, Tensor) or not leaf.numel():
-        return 0
-    flat = leaf.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // 64)].contiguous().cpu()
-    return 1 + zlib.crc32(sample.view(torch.uint8).numpy().tobytes())

@@ -81,7 +81,8 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous()
     if not dense.numel():
         return torch.zeros(1, dtype=torch.uint8)
-    return dense.view(-1).view(torch.uint8)
+    # a dimension of size 1 may have any stride and still count as contiguous
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tensor:

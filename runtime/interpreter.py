@@ -23,30 +23,11 @@ from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction
 
-_POST = {
-    Action.POST_RECV: Kind.VALUE,
-    Action.POST_RECV_GRADIENT: Kind.GRADIENT,
-    Action.POST_RECV_TIED: Kind.TIED,
-    Action.POST_RECV_WEIGHT: Kind.WEIGHT,
-}
-_WAIT = {
-    Action.WAIT_RECV: Kind.VALUE,
-    Action.WAIT_RECV_GRADIENT: Kind.GRADIENT,
-    Action.WAIT_RECV_TIED: Kind.TIED,
-    Action.WAIT_RECV_WEIGHT: Kind.WEIGHT,
-}
-_SEND = {
-    Action.SEND: Kind.VALUE,
-    Action.SEND_GRADIENT: Kind.GRADIENT,
-    Action.SEND_TIED: Kind.TIED,
-    Action.SEND_WEIGHT: Kind.WEIGHT,
-}
-_WAIT_SEND = {
-    Action.WAIT_SEND: Kind.VALUE,
-    Action.WAIT_SEND_GRADIENT: Kind.GRADIENT,
-    Action.WAIT_SEND_TIED: Kind.TIED,
-    Action.WAIT_SEND_WEIGHT: Kind.WEIGHT,
-}
+_SUFFIXES = {"": Kind.VALUE, "_GRADIENT": Kind.GRADIENT, "_TIED": Kind.TIED, "_WEIGHT": Kind.WEIGHT}
+_POST = {Action[f"POST_RECV{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
+_WAIT = {Action[f"WAIT_RECV{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
+_SEND = {Action[f"SEND{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
+_WAIT_SEND = {Action[f"WAIT_SEND{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
 
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
 

@@ -9,21 +9,22 @@ used again after a group was destroyed and then meet stale addresses in the stor
 from __future__ import annotations
 
 import gc
-import itertools
 import os
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 
 _WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
 _stores: list[Any] = []  # the store of this process, once it was needed
-_numbers = itertools.count()  # pipelines of this process, made in the same order on every rank
+_numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
 
 
 class World:
@@ -32,8 +33,7 @@ class World:
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank = rank
         self.size = len(ranks)
-        name = f"pdcompile/{'-'.join(map(str, ranks))}/{next(_numbers)}"
-        self.store = PrefixStore(name, _store())
+        self.store = _fresh_store("pipeline", ranks)
         self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
 
     def close(self) -> None:
@@ -91,6 +91,13 @@ def _members(options: Options) -> tuple[int, list[int]]:
     return int(os.environ["RANK"]), list(range(int(os.environ["WORLD_SIZE"])))
 
 
+def _fresh_store(purpose: str, ranks: list[int]) -> Any:
+    """Keys that nobody has used: a second pipeline must not meet those of the first."""
+    name = f"pdcompile/{purpose}/{'-'.join(map(str, ranks))}"
+    _numbers[name] += 1
+    return PrefixStore(f"{name}/{_numbers[name]}", _store())
+
+
 def _store() -> Any:
     """The default group's store, or torchrun's; the user's default group is left alone."""
     if dist.is_initialized():
@@ -141,7 +148,7 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
     An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
     """
     rank, ranks = _members(options)
-    store = PrefixStore(f"pdcompile/{'-'.join(map(str, ranks))}/made/{next(_numbers)}", _store())
+    store = _fresh_store("made", ranks)
     if rank == 0:
         try:
             text = make()

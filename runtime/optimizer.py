@@ -27,14 +27,13 @@ class Updater:
 
     def snapshot(self, minibatch: int) -> None:
         """Remember every param_group value for the update of this minibatch."""
+        # Learning-rate schedulers warn unless the optimizer stepped before them; it will.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._snapshots.pop(minibatch - 3, None)  # no schedule updates that late
         self._snapshots[minibatch] = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
-
-    def forget(self, before: int) -> None:
-        for minibatch in [t for t in self._snapshots if t < before]:
-            del self._snapshots[minibatch]
 
     def apply(self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """One optimizer step with these gradients alone; clears them."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from pdcompile.batch import FlatCall, concatenate, flatten_call
+from pdcompile.batch import FlatCall, flatten_call
 from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared, PdcompileError
-from pdcompile.graph import OpGraph, Ref, leaves
+from pdcompile.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.schedules import evaluation
 from pdcompile.plan import Plan
@@ -24,9 +22,9 @@ from pdcompile.results import LazyLoss, StepResult
 from pdcompile.runtime import launch
 from pdcompile.runtime.calls import loss_weights, microbatches, read_call, refuse_target
 from pdcompile.runtime.compute import Feed
+from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import UPDATES, Session
-from pdcompile.runtime.weights import set_tensor
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -76,7 +74,6 @@ class Pipeline:
                 launch.check_ranks(prepared.plan.num_ranks, world)
             if self._options.keep_model:
                 self._model = copy.deepcopy(self._model)
-            self._keys = tuple(self._model.state_dict())
             self._session = Session(self._model, self._options, prepared, world)
         except BaseException:
             if world is not None:
@@ -90,7 +87,7 @@ class Pipeline:
             )
         self._prepared, self._stream = prepared, prepared.stream
         if world is not None:
-            self._hook = self._model.register_forward_pre_hook(_refuse_forward)
+            self._model.register_forward_pre_hook(_refuse_forward)
 
     @property
     def _ready(self) -> tuple[Prepared, Session]:
@@ -186,7 +183,7 @@ class Pipeline:
             if updates:
                 session.begin_update(number)
             else:
-                session.touch()
+                session.begin_gradients()
             size = len(feeds[0].sizes)
             program, self._stream = self._stream.step(size)
             session.run(program, number, frozenset() if updates else UPDATES, feeds)
@@ -200,7 +197,7 @@ class Pipeline:
         self._check_open()
         session = self._ready[1]
         with session.guard():
-            session.announce("flush", self._num_minibatches, None, {})
+            session.agree("flush", self._num_minibatches)
             self._drain(session)
 
     def _drain(self, session: Session) -> None:
@@ -278,7 +275,7 @@ class Pipeline:
             session.refuse(error)
             raise
         with session.guard():
-            size = session.announce(kind, number, call.size, flat.leaves)
+            size = session.agree(kind, number, call.size, flat.leaves)
         if size is None:
             raise InputError("no input tells the batch size", remedy="pass the model's inputs")
         is_last = session.wirings[session.ranks[-1], training].is_last
@@ -301,10 +298,14 @@ class Pipeline:
         return session.world is None or chosen == "all" or (chosen == "last" and is_last)
 
     def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
-        session = self._ready[1]
+        prepared, session = self._ready
         if self._options.outputs == "all" and session.world is not None:
             with session.guard():
-                session.share_outputs(feed)
+                ports = prepared.interfaces[-1]
+                signature = ports.train if feed.wiring.training else ports.eval
+                transport = session.workers[0].transport
+                last, size = session.last_rank, session.world.size
+                share(feed, signature.outputs, transport, last, size)
         lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
 
         def outputs() -> Any:
@@ -313,30 +314,16 @@ class Pipeline:
                     f"this rank does not get outputs under outputs={self._options.outputs!r}",
                     remedy='compile(..., outputs="all"), or read them on the last rank',
                 )
-            return self._join(graph, feed, None if lazy is None else lazy.wait())
+            total = None if lazy is None else lazy.wait()
+            return join(graph, feed, prepared.layout, total, session.state.tensors)
 
         return StepResult(lazy, outputs)
-
-    def _join(self, graph: OpGraph, feed: Feed, loss: Tensor | None) -> Any:
-        prepared, session = self._ready
-        parts = leaves(graph.output)
-        made = []
-        for values in feed.outputs:
-            found = [
-                values[leaf.name] if isinstance(leaf, Ref) else session.leaf(leaf) for leaf in parts
-            ]
-            made.append(pytree.tree_unflatten(found, graph.output_spec))
-        names = [leaf.name if isinstance(leaf, Ref) else None for leaf in parts]
-        place = names.index(graph.loss) if graph.loss in names and loss is not None else None
-        dims = Counter(dim for dim in prepared.layout.dims.values() if dim is not None)
-        first = dims.most_common(1)[0][0] if dims else 0
-        return concatenate(made, feed.sizes, loss=loss, loss_leaf=place, batch_dim=first)
 
     # -- parameters and state ----------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters with the model's names: tied ones on their owner only."""
-        return self._ready[1].named_parameters()
+        return self._ready[1].state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters."""
@@ -355,8 +342,8 @@ class Pipeline:
         session = self._ready[1]
         self._check_open()
         with session.guard():
-            session.announce("clip_grad_norm_", self._num_minibatches, None, {})
-            return session.clip(max_norm)
+            session.agree("clip_grad_norm_", self._num_minibatches)
+            return session.clip(self._num_minibatches, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of the state, live and detached, under the model's names.
@@ -364,7 +351,7 @@ class Pipeline:
         Flushes first, so every rank calls it.
         """
         self.flush()
-        return self._ready[1].state(self._keys)
+        return self._ready[1].state.part()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
@@ -374,10 +361,9 @@ class Pipeline:
         session = self._ready[1]
         self._check_open()
         with session.guard():
-            session.announce("full_state_dict", self._num_minibatches, None, {})
+            session.agree("full_state_dict", self._num_minibatches)
             self._drain(session)
-            state = session.gather()
-        return {key: state[session.canonical(key)] for key in self._keys} if state else {}
+            return session.state.gather(session.workers[0].transport)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load weights and buffers, all or a part; schedules with older weights start afresh.
@@ -386,7 +372,8 @@ class Pipeline:
         model does not have.
         """
         self.flush()
-        self._ready[1].load(state, self._keys)
+        session = self._ready[1]
+        session.state.load(state, [worker.weights for worker in session.workers])
 
     def to_model(self) -> nn.Module | None:
         """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
@@ -395,25 +382,7 @@ class Pipeline:
             self.flush()
             return self._model
         state = self.full_state_dict()
-        if session.world.rank != 0:
-            return None
-        model = copy.deepcopy(self._model)
-        model._forward_pre_hooks.pop(self._hook.id)
-        whole: dict[str, Tensor] = {}
-        names: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
-        names += model.named_buffers(remove_duplicate=False)
-        for name, tensor in names:
-            fqn = session.canonical(name)
-            if fqn not in whole:
-                value = state.get(name, tensor)
-                trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-                whole[fqn] = (
-                    nn.Parameter(value, requires_grad=trainable)
-                    if isinstance(tensor, nn.Parameter)
-                    else value
-                )
-            set_tensor(model, name, whole[fqn])
-        return model
+        return session.state.whole_model(state) if session.world.rank == 0 else None
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -430,7 +399,7 @@ class Pipeline:
         if session is None or session.failed is not None:
             return
         with session.guard():
-            session.announce("close", self._num_minibatches, None, {})
+            session.agree("close", self._num_minibatches)
             self._drain(session)
             session.close()
 
@@ -452,7 +421,8 @@ class Pipeline:
                 self._session.leave(error)
 
     def __del__(self) -> None:
-        if getattr(self, "_in_flight", False) and not self._closed:
+        session = getattr(self, "_session", None)
+        if session is not None and self._in_flight and not self._closed and not session.failed:
             warnings.warn(
                 "a pipeline ended with microbatches in flight, whose updates are lost; call "
                 "pipe.flush() or pipe.close() after the last step",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from pdcompile.errors import (
     ClosedError,
     ConfigError,
-    ContractError,
     DeadlockError,
-    InputError,
     PdcompileError,
 )
-from pdcompile.graph import Attr
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
-from pdcompile.runtime.calls import digests
+from pdcompile.runtime.agreement import Agreement
 from pdcompile.runtime.compute import Compute, Feed
-from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.failure import Failures, describe, place
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.launch import World, check_agreement
@@ -31,14 +27,13 @@ from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater, make_optimizer
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import Norms, clip
+from pdcompile.runtime.state import State, dtype_of
 from pdcompile.runtime.streams import Streams
 from pdcompile.runtime.transport import GroupTransport, PeerLost, Transport
-from pdcompile.runtime.weights import StageWeights, set_tensor
-from pdcompile.runtime.wiring import Wiring, expected, wire
+from pdcompile.runtime.weights import StageWeights
+from pdcompile.runtime.wiring import Wiring, wire
 from pdcompile.schedule import Action, Instruction, Schedule
 
-CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
-         "full_state_dict", "close")  # fmt: skip
 UPDATES = frozenset(
     (Action.STEP, Action.POST_NORMS, Action.WAIT_NORMS, Action.SEND_WEIGHT,
      Action.WAIT_SEND_WEIGHT, Action.POST_RECV_WEIGHT, Action.WAIT_RECV_WEIGHT)
@@ -61,34 +56,14 @@ class Session:
         self.failed: str | None = None
         self.stage_of_rank = _stage_of_rank(plan)
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
-        self.infos = {**prepared.capture.eval.tensors, **prepared.capture.train.tensors}
-        self.holders = {
-            fqn: [i.index for i in prepared.interfaces
-                  if fqn in (*i.parameters, *i.buffers, *i.constants)]
-            for fqn in self.infos
-        }  # fmt: skip
-        self.owned = [
-            tuple(fqn for fqn, info in self.infos.items()
-                  if info.requires_grad and self.holders[fqn][0] == stage)
-            for stage in self.stage_of_rank.values()
-        ]  # fmt: skip
-        self.paths = tuple(prepared.layout.dims)
-        self._calls = 0
+        self.state = State(model, prepared, self.stage_of_rank, self.ranks)
         self._stale_copies = False
+        self.agreement: Agreement | None = None
         if world is not None:
             check_agreement(world, f"plan {plan.hash()[:16]} with torch {torch.__version__}")
             self._failures = Failures(world.store, world.rank, world.size)
         wires = Wires()
         streams = Streams(plan.training.seed)
-        self.tensors: dict[str, Tensor] = {
-            **dict(model.named_parameters()),
-            **dict(model.named_buffers()),
-            **prepared.capture.train.tensor_values,
-        }
-        self.output_ports = {
-            True: prepared.interfaces[-1].train.outputs,
-            False: prepared.interfaces[-1].eval.outputs,
-        }
         self.wirings: dict[tuple[int, bool], Wiring] = {}
         self.workers: list[Worker] = []
         for rank in self.ranks:
@@ -97,13 +72,17 @@ class Session:
                 else GroupTransport(world.group, rank, int(plan.hash()[:15], 16))
             )  # fmt: skip
             self.workers.append(self._worker(prepared, rank, transport, streams, options))
-        self.optimizer = make_optimizer(options.optimizer, self._optimized())
+            if world is not None:
+                self.agreement = Agreement(transport, world.size, tuple(prepared.layout.dims))
+        self.optimizer = make_optimizer(
+            options.optimizer, self.state.optimized(alone=world is None)
+        )
         if self.optimizer is not None:
             self.updater = Updater(self.optimizer)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:
-            self._discard_others()
+            self.state.discard_others()
 
     def _worker(
         self, prepared: Prepared, rank: int, transport: Transport, streams: Streams,
@@ -114,7 +93,7 @@ class Session:
         copies = frozenset(tied.fqn for tied in plan.tied if stage in tied.stages[1:])
 
         def tensor(fqn: str) -> Tensor:
-            found = self.tensors[fqn]
+            found = self.state.tensors[fqn]
             if fqn in copies and self.world is None:  # the owner has the model's own
                 return nn.Parameter(found.detach().clone())
             return found
@@ -137,10 +116,10 @@ class Session:
             Compute(stage, plan.tied, weights, streams, _autocast(plan)),
             plan.tied,
             weights,
-            Norms(transport, self.owned, {f: _dtype(i.dtype) for f, i in self.infos.items()}),
+            Norms(transport, self.state.owned, self.state.dtypes),
             transport,
             num_ranks=len(self.stage_of_rank),
-            loss_dtype=torch.float32 if loss is None else _dtype(values[loss].dtype),
+            loss_dtype=torch.float32 if loss is None else dtype_of(values[loss].dtype),
             max_norm=plan.training.max_grad_norm,
         )
 
@@ -148,85 +127,36 @@ class Session:
     def versions(self) -> int:
         return self.workers[0].weights.versions
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that this process updates, in the order of the model."""
-        mine = {self.stage_of_rank[rank] for rank in self.ranks}
-        for fqn, info in self.infos.items():
-            if info.kind == "parameter" and self.holders[fqn][0] in mine:
-                parameter = self.tensors[fqn]
-                assert isinstance(parameter, nn.Parameter)
-                yield fqn, parameter
-
-    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
-        if self.world is None:
-            return list(self.model.named_parameters())
-        return list(self.named_parameters())
-
-    def _discard_others(self) -> None:
-        """Other stages' tensors of the model become meta tensors."""
-        mine = {self.stage_of_rank[rank] for rank in self.ranks}
-        gone: dict[int, Tensor] = {}
-        names: list[tuple[str, Tensor]] = [*self.model.named_parameters(remove_duplicate=False)]
-        names += self.model.named_buffers(remove_duplicate=False)
-        canonical = {id(tensor): fqn for fqn, tensor in self.tensors.items()}
-        for name, tensor in names:
-            if mine.isdisjoint(self.holders.get(canonical[id(tensor)], mine)):
-                meta = gone.setdefault(id(tensor), _meta(tensor))
-                set_tensor(self.model, name, meta)
-
     # -- running -----------------------------------------------------------------------------
 
-    def announce(self, call: str, minibatch: int, size: int | None, leaves: Any) -> int | None:
-        """Agree with rank 0 on which call this is; returns the batch size of rank 0.
-
-        Raises ContractError when this rank makes another call, or steps another minibatch.
-        """
-        self._calls += 1
-        transport = self.workers[0].transport
-        if self.world is None:
+    def agree(
+        self, call: str, minibatch: int, size: int | None = None, leaves: Any = None
+    ) -> int | None:
+        """Begin a call on every rank; returns its batch size where it has one."""
+        if self.agreement is None:
             return size
-        transport.settle(self._calls)
-        mine = [CALLS.index(call), self._calls, minibatch, -1 if size is None else size]
-        mine += digests(leaves, self.paths)
-        header = torch.tensor(mine)
-        if self.world.rank == 0:
-            for peer in range(1, self.world.size):
-                transport.send(Channel(Kind.CALL, 0, peer), header, minibatch, deferred=True)
-            return size
-        wanted = Expected((len(mine),), torch.int64, minibatch)
-        arrived = transport.receive(Channel(Kind.CALL, 0, 0), wanted).wait()
-        assert arrived is not None
-        theirs = arrived.tolist()
-        self._compare(theirs, mine, call)
-        return size if size is not None else int(theirs[3])
+        return self.agreement.reach(call, minibatch, size, leaves or {})
 
-    def _compare(self, theirs: list[int], mine: list[int], call: str) -> None:
-        wrong = []
-        if theirs[:3] != mine[:3]:
-            wrong.append(
-                f"is in call {theirs[1]}, {CALLS[theirs[0]]} (minibatch {theirs[2]}); this rank "
-                f"is in call {mine[1]}, {call} (minibatch {mine[2]})"
-            )
-        elif -1 not in (mine[3], theirs[3]) and mine[3] != theirs[3]:
-            wrong.append(f"steps {theirs[3]} samples; this rank steps {mine[3]}")
-        for path, a, b in zip(self.paths, theirs[4:], mine[4:], strict=True):
-            if not wrong and a and b and a != b:
-                wrong.append(f"has other values in input {path!r} than this rank")
-        if wrong:
-            raise ContractError(
-                f"rank 0 {wrong[0]}",
-                where=f"rank {self.ranks[0]}",
-                remedy="make the same calls with the same minibatches on every rank (the same "
-                "seed and order in every loader); inputs that a rank does not need may be None",
-            )
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which has the outputs and the loss."""
+        return max(self.stage_of_rank, key=lambda rank: self.stage_of_rank[rank])
 
     def begin_update(self, minibatch: int) -> None:
         """A minibatch with an update begins: fix its learning rates, start from no gradients."""
         assert self.optimizer is not None
         self.updater.snapshot(minibatch)
-        if self.versions == 1:
-            for worker in self.workers:
-                worker.weights.clear_gradients()
+        self._open_gradients(keep=False)
+
+    def begin_gradients(self) -> None:
+        """A minibatch without an update begins; afterwards the user may change parameters, so
+        that tied copies are old."""
+        self._stale_copies = bool(self.plan.tied)
+        self._open_gradients(keep=True)
+
+    def _open_gradients(self, *, keep: bool) -> None:
+        for worker in self.workers if self.versions == 1 else ():
+            worker.weights.open_gradients(keep=keep)
 
     def run(
         self,
@@ -258,8 +188,8 @@ class Session:
             yield
             return
         except PeerLost as error:
-            lost = error
             where = self._place(error)
+            lost = error.with_traceback(None)  # its frames hold the message: let go of them
         except BaseException as error:
             worker = next((w for w in self.workers if w.current is not None), self.workers[0])
             rank, base = worker.transport.rank, worker.base
@@ -294,10 +224,6 @@ class Session:
 
     # -- tied copies, norms, state --------------------------------------------------------------
 
-    def touch(self) -> None:
-        """The user may update parameters after this call: tied copies will be old."""
-        self._stale_copies = bool(self.plan.tied)
-
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date when the user has had the gradients in between."""
         if not self._stale_copies:
@@ -305,76 +231,14 @@ class Session:
         self._stale_copies = False
         self.run(_refresh(self.plan, self.stage_of_rank), minibatch)
 
-    def total_norm(self, call: int) -> Tensor:
-        """The global norm of the gradients in .grad, on every rank."""
+    def clip(self, number: int, max_norm: float) -> Tensor:
+        """Scale what is in .grad by its norm over all ranks; returns the norm."""
         for worker in self.workers:
-            worker.norms.post(call, worker.weights.present_gradients())
-        totals = [worker.norms.wait(call) for worker in self.workers]
+            worker.norms.post(number, worker.weights.present_gradients())
+        totals = [worker.norms.wait(number) for worker in self.workers]
+        for worker in self.workers:
+            clip(worker.weights.present_gradients().values(), totals[0], max_norm)
         return totals[0]
-
-    def gather(self) -> dict[str, Tensor]:
-        """Every tensor of the model's state by canonical name, copied; on rank 0, else {}."""
-        state: dict[str, Tensor] = {}
-        transport = self.workers[0].transport
-        for number, (fqn, info) in enumerate(self.infos.items()):
-            rank = self._rank_of(fqn)
-            if info.kind == "constant":
-                continue
-            if rank in self.ranks and 0 in self.ranks:
-                state[fqn] = self.tensors[fqn].detach().to("cpu", copy=True)
-            elif rank in self.ranks:
-                transport.send(Channel(Kind.STATE, number, 0), self.tensors[fqn], 0).wait()
-            elif 0 in self.ranks:
-                wanted = Expected(info.shape, _dtype(info.dtype), 0)
-                arrived = transport.receive(Channel(Kind.STATE, number, rank), wanted).wait()
-                assert arrived is not None
-                state[fqn] = arrived
-        return state
-
-    def canonical(self, name: str) -> str:
-        """The first name of a tensor that may have several."""
-        if name in self.infos:
-            return name
-        return next(fqn for fqn, info in self.infos.items() if name in info.aliases)
-
-    def state(self, keys: tuple[str, ...]) -> dict[str, Tensor]:
-        """What this process holds, by the given names of the model's state."""
-        mine = {self.stage_of_rank[rank] for rank in self.ranks}
-        named = ((key, self.canonical(key)) for key in keys)
-        return {
-            key: self.tensors[fqn].detach()
-            for key, fqn in named
-            if not mine.isdisjoint(self.holders[fqn])
-        }
-
-    def load(self, state: Mapping[str, Tensor], keys: tuple[str, ...]) -> None:
-        """Copy values into every version of what this process holds."""
-        unknown = [name for name in state if name not in keys]
-        if unknown:
-            raise InputError(
-                f"the model has nothing called {', '.join(unknown[:5])}",
-                remedy="load a state of this model",
-            )
-        for name, value in state.items():
-            shape = self.infos[self.canonical(name)].shape
-            if tuple(value.shape) != shape:
-                raise InputError(f"{name} is {tuple(value.shape)}, in the model it is {shape}")
-        for name, value in state.items():
-            fqn = self.canonical(name)
-            held = [worker.weights.load(fqn, value) for worker in self.workers]
-            if not any(held) and self.tensors[fqn].device.type != "meta":
-                self.tensors[fqn].data.copy_(value)
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale what is in .grad by its norm over all ranks."""
-        total = self.total_norm(self._calls)
-        for worker in self.workers:
-            clip(worker.weights.present_gradients().values(), total, max_norm)
-        return total
-
-    def leaf(self, leaf: Any) -> Any:
-        """A leaf of the model's output that no op makes: a tensor of the model, a constant."""
-        return self.tensors[leaf.fqn].detach() if isinstance(leaf, Attr) else leaf
 
     def wait_loss(self, loss: Loss) -> Tensor:
         """Wait for a loss; a broken connection ends the pipeline as in a step."""
@@ -382,29 +246,6 @@ class Session:
             return loss.wait()
         with self.guard():
             return loss.wait()
-
-    def share_outputs(self, feed: Feed) -> None:
-        """Send the model's outputs from the last rank to all others, and wait for them there."""
-        assert self.world is not None
-        last = max(self.stage_of_rank, key=lambda rank: self.stage_of_rank[rank])
-        transport = self.workers[0].transport
-        training = feed.wiring.training
-        for number, port in enumerate(self.output_ports[training]):
-            channel = Channel(Kind.OUTPUT, 2 * number + training, last)
-            for i, size in enumerate(feed.sizes):
-                if self.world.rank != last:
-                    handle = transport.receive(channel, expected(port, size, feed.minibatch))
-                    arrived = handle.wait()
-                    assert arrived is not None
-                    if number == 0:
-                        feed.outputs.append({})
-                    feed.outputs[i][port.value] = arrived
-                    continue
-                for peer in range(self.world.size):
-                    if peer != last:
-                        to = channel._replace(peer=peer)
-                        value = feed.outputs[i][port.value]
-                        transport.send(to, value, feed.minibatch, deferred=True)
 
     def close(self) -> None:
         """Wait until every rank is here, and destroy what the pipeline made."""
@@ -422,10 +263,6 @@ class Session:
             self._failures.report(self.failed)
             self._abandon()
             self._failures.wait_for_peers()
-
-    def _rank_of(self, fqn: str) -> int:
-        stage = self.holders[fqn][0]
-        return next(rank for rank, s in self.stage_of_rank.items() if s == stage)
 
 
 def _run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:
@@ -486,17 +323,4 @@ def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:
     if plan.training.autocast is None:
         return nullcontext
     device, _, dtype = plan.training.autocast.rpartition(":")
-    return lambda: torch.autocast(device or "cpu", _dtype(dtype))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+    return lambda: torch.autocast(device or "cpu", dtype_of(dtype))

@@ -115,9 +115,13 @@ class StageWeights:
         found = {fqn: self._masters[fqn].grad for fqn in self.owned}
         return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
 
-    def clear_gradients(self) -> None:
-        """Drop what is in .grad: a minibatch's gradients start from zero."""
-        for fqn in self.owned:
+    def open_gradients(self, *, keep: bool) -> None:
+        """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
+
+        For single-version schedules: elsewhere .grad is not what backward adds to.
+        """
+        self._accumulating = None
+        for fqn in () if keep else self.owned:
             self._masters[fqn].grad = None
 
     # -- versions ----------------------------------------------------------------------------

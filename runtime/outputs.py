@@ -1,0 +1,66 @@
+"""The model's own outputs: from microbatches' values to the pytree that the user knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pdcompile.batch import BatchLayout, concatenate
+from pdcompile.graph import Attr, OpGraph, Ref, leaves
+from pdcompile.runtime.compute import Feed
+from pdcompile.runtime.contract import Channel, Kind
+from pdcompile.runtime.transport import Transport
+from pdcompile.runtime.wiring import expected
+from pdcompile.stage import Port
+
+
+def share(
+    feed: Feed, ports: tuple[Port, ...], transport: Transport, last: int, num_ranks: int
+) -> None:
+    """Send the outputs of a minibatch from the last stage's rank to all others, which wait."""
+    for number, port in enumerate(ports):
+        # Training and evaluation may differ in dtype or layout: channels of their own.
+        channel = Channel(Kind.OUTPUT, 2 * number + feed.wiring.training, last)
+        for i, size in enumerate(feed.sizes):
+            if transport.rank == last:
+                value = feed.outputs[i][port.value]
+                for peer in range(num_ranks):
+                    if peer != last:
+                        to = channel._replace(peer=peer)
+                        transport.send(to, value, feed.minibatch, deferred=True)
+                continue
+            if number == 0:
+                feed.outputs.append({})
+            arrived = transport.receive(channel, expected(port, size, feed.minibatch)).wait()
+            assert arrived is not None
+            feed.outputs[i][port.value] = arrived
+
+
+def join(
+    graph: OpGraph, feed: Feed, layout: BatchLayout, loss: Tensor | None,
+    tensors: Mapping[str, Tensor],
+) -> Any:  # fmt: skip
+    """The minibatch's output pytree; the loss takes the place of the microbatches' losses.
+
+    `tensors` are the model's own, for an output that is one of them.
+    """
+    parts = leaves(graph.output)
+
+    def leaf(part: Any, values: Mapping[str, Tensor]) -> Any:
+        if isinstance(part, Ref):
+            return values[part.name]
+        return tensors[part.fqn].detach() if isinstance(part, Attr) else part
+
+    outputs = [
+        pytree.tree_unflatten([leaf(part, values) for part in parts], graph.output_spec)
+        for values in feed.outputs
+    ]
+    names = [part.name if isinstance(part, Ref) else None for part in parts]
+    place = names.index(graph.loss) if loss is not None and graph.loss in names else None
+    dims = Counter(dim for dim in layout.dims.values() if dim is not None)
+    first = dims.most_common(1)[0][0] if dims else 0
+    return concatenate(outputs, feed.sizes, loss=loss, loss_leaf=place, batch_dim=first)

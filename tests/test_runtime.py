@@ -1,0 +1,237 @@
+"""The runtime in one process: what it trains is what the reference trains, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared
+from pdcompile.options import Options
+from pdcompile.reference import Reference, reference
+from pdcompile.runtime.pipeline import Pipeline
+from tests.helpers import models
+from tests.helpers.pipelines import by_hand, states_equal
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def pair(
+    model: nn.Module, schedule: str, stages: int, *, prepare: bool = True, **given: Any
+) -> tuple[Pipeline, Reference, nn.Module]:
+    options = {
+        "loss_fn": models.loss_for(model) if not isinstance(model, models.ReturnsLoss) else None,
+        "optimizer": ADAMW,
+        "schedule": schedule,
+        "microbatches": 4,
+        **given,
+    }
+    twin = copy.deepcopy(model)
+    inputs, target = models.batch_for(model, 8)
+    if options["loss_fn"] is None:
+        inputs, target = (inputs, target), None
+    pipe = by_hand(model, stages, inputs, target, **options)
+    return (pipe.prepare() if prepare else pipe), reference(twin, **options), model
+
+
+def train(runner: Any, model: nn.Module, sizes: list[int], *, flush_at: int = -1) -> list[float]:
+    losses = []
+    decay = runner.optimizer and torch.optim.lr_scheduler.ExponentialLR(runner.optimizer, 0.7)
+    for t, size in enumerate(sizes):
+        inputs, target = models.batch_for(model, size, t)
+        losses.append(runner.step(inputs, target=target).loss)
+        if decay:
+            decay.step()
+        if t == flush_at:
+            runner.flush()
+    return [float(loss) for loss in losses]
+
+
+def assert_same_training(pipe: Pipeline, eager: Reference, model: nn.Module, **how: Any) -> None:
+    sizes = [8, 8, 5, 8, 2, 8]
+    assert train(pipe, model, sizes, **how) == train(eager, model, sizes)
+    inputs, target = models.batch_for(model, 6, 99)
+    ours, theirs = (p.eval_step(inputs, target=target) for p in (pipe, eager))
+    assert float(ours.loss) == float(theirs.loss)
+    assert torch.equal(ours.outputs, theirs.outputs)
+    assert torch.equal(pipe.predict(inputs), eager.predict(inputs))
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "convnet", "unet"])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("gpipe", 3), ("2bw", 4)])
+def test_trains_like_the_reference(name: str, schedule: str, stages: int) -> None:
+    assert_same_training(*pair(getattr(models, name)(), schedule, stages))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_clips_like_the_reference(schedule: str) -> None:
+    assert_same_training(*pair(models.gpt(layers=2), schedule, 3, max_grad_norm=0.3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_draws_like_the_reference(schedule: str) -> None:
+    assert_same_training(*pair(models.gpt(layers=2, dropout=0.2), schedule, 3, seed=5))
+
+
+def test_a_flush_changes_nothing() -> None:
+    assert_same_training(*pair(models.mlp(), "2bw", 3), flush_at=1)
+
+
+def test_outputs_are_the_models_own() -> None:
+    pipe, eager, model = pair(models.mlp(), "2bw", 3)
+    for t in range(3):
+        inputs, target = models.batch_for(model, 7, t)
+        ours, theirs = (p.step(inputs, target=target) for p in (pipe, eager))
+        assert torch.equal(ours.outputs, theirs.outputs)
+        assert not ours.outputs.requires_grad
+    pipe.close()
+
+
+def test_leaving_with_microbatches_in_flight_warns() -> None:
+    pipe, _, model = pair(models.mlp(), "2bw", 3)
+    train(pipe, model, [8])
+    with pytest.warns(RuntimeWarning, match="microbatches in flight"):
+        pipe.__del__()
+    pipe.close()
+
+
+def test_a_model_that_returns_its_loss() -> None:
+    pipe, eager, model = pair(models.returns_loss(models.unet()), "1f1b", 3)
+    for t in range(3):
+        batch = models.batch_for(model, 8, t)
+        assert float(pipe.step(*batch).loss) == float(eager.step(*batch).loss)
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+def test_gradients_for_a_loop_of_ones_own() -> None:
+    pipe, eager, model = pair(models.gpt(layers=2), "1f1b", 3, optimizer=None)
+    mine, theirs = (torch.optim.SGD(p.parameters(), lr=0.1, momentum=0.9) for p in (pipe, eager))
+    for t in range(4):
+        inputs, target = models.batch_for(model, 8, t)
+        for runner in (pipe, eager, pipe, eager):  # two calls accumulate
+            runner.forward_backward(inputs, target=target)
+        gradients = dict(eager.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter.grad, gradients[name].grad), name
+        assert torch.equal(pipe.clip_grad_norm_(0.5), eager.clip_grad_norm_(0.5))
+        mine.step(), theirs.step(), pipe.zero_grad(), eager.zero_grad()
+    inputs, _ = models.batch_for(model, 8, 9)
+    assert torch.equal(pipe.predict(inputs), eager.predict(inputs))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_loaded_weights_start_a_new_history(schedule: str) -> None:
+    pipe, eager, model = pair(models.gpt(layers=2), schedule, 2)
+    train(pipe, model, [8, 8]), train(eager, model, [8, 8])
+    state = models.gpt(layers=2, seed=3).state_dict()
+    pipe.load_state_dict(state), eager.load_state_dict(state)
+    assert train(pipe, model, [8, 8, 8]) == train(eager, model, [8, 8, 8])
+    assert not states_equal(pipe.state_dict(), eager.state_dict())
+    with pytest.raises(InputError, match="nothing called nowhere"):
+        pipe.load_state_dict({"nowhere": torch.zeros(1)})
+    with pytest.raises(InputError, match=r"wpe.weight is \(1,\)"):
+        pipe.load_state_dict({"wpe.weight": torch.zeros(1)})
+
+
+def test_the_model_itself_is_trained_and_the_generator_left_alone() -> None:
+    pipe, _, model = pair(models.gpt(layers=2, dropout=0.2), "2bw", 2)
+    before = torch.get_rng_state()
+    train(pipe, model, [8, 8])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert pipe.to_model() is model
+    assert not states_equal(pipe.state_dict(), model.state_dict())
+
+
+class SharesMemory(nn.Module):
+    """The second stage's parameter gets the gradient that is sent back, as a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.offset = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sum(F.relu(self.first(x)), 0) + self.offset.view(4)
+
+
+def test_a_gradient_under_way_is_not_added_to() -> None:
+    model = SharesMemory()
+    options = {"loss_fn": F.mse_loss, "optimizer": ADAMW, "schedule": "gpipe", "microbatches": 3}
+    options["batch_dims"] = {"target": None}
+    twin = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4), torch.randn(4)
+    pipe = by_hand(model, 2, inputs, target, **options)
+    eager = reference(twin, **options)
+    pipe.step(inputs, target=target), eager.step(inputs, target=target)
+    assert "offset" not in pipe.plan.stages[0].parameters
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+def test_what_there_is_before_the_first_step() -> None:
+    pipe, _, model = pair(models.mlp(), "1f1b", 2, prepare=False)
+    for ask in (lambda: pipe.plan, pipe.explain, lambda: pipe.dump("x"), lambda: pipe.optimizer):
+        with pytest.raises(NotPrepared, match="no plan yet"):
+            ask()
+    assert pipe.prepare() is pipe
+    assert pipe.plan.num_ranks == 2
+    assert (pipe.ranks, pipe.stages, pipe.needs) == ((0, 1), (0, 1), ("x", "target"))
+    assert len(list(pipe.parameters())) == len(list(model.parameters()))
+
+
+def test_after_close_nothing_runs() -> None:
+    pipe, _, model = pair(models.mlp(), "2bw", 2)
+    with pipe:
+        train(pipe, model, [8])
+    pipe.close()
+    inputs, target = models.batch_for(model, 8)
+    for call in (pipe.step, pipe.eval_step, pipe.forward_backward):
+        with pytest.raises(ClosedError, match="closed"):
+            call(inputs, target=target)
+
+
+def test_unfit_minibatches_are_refused_before_they_run() -> None:
+    pipe, eager, model = pair(models.gpt(layers=1), "1f1b", 2)
+    ids, target = models.batch_for(model, 8)
+    for bad, target_, words in [
+        (ids.int(), target, r"int32 \(8, 16\), captured was int64 \(b, 16\)"),
+        (ids[:, :5], target, r"captured was int64 \(b, 16\)"),
+        (ids, None, "target is missing"),
+        (None, target, "an input is missing"),
+        (ids, target[:3], "neither the batch size 8"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            pipe.step(bad, target=target_)
+    assert float(pipe.step(ids, target=target).loss) == float(eager.step(ids, target=target).loss)
+
+
+def test_an_error_in_a_stage_names_the_place_and_ends_the_pipeline() -> None:
+    pipe, _, model = pair(models.gpt(layers=1), "1f1b", 2)
+    ids, target = models.batch_for(model, 8)
+    ids[5, 3] = 1000
+    with pytest.raises(IndexError) as caught:
+        pipe.step(ids, target=target)
+    (note,) = caught.value.__notes__
+    assert "rank 0, stage 0, forward of minibatch 0, microbatch 2, stage_0.py" in note
+    with pytest.raises(ClosedError, match="ended with an error: rank 0, stage 0"):
+        pipe.step(ids, target=target)
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    stale, _, model = pair(models.mlp(), "2bw", 2)
+    inputs, target = models.batch_for(model, 8)
+    with pytest.raises(ConfigError, match="older weights"):
+        stale.forward_backward(inputs, target=target)
+    for made, words in [
+        (lambda p: torch.optim.LBFGS(p), "closure"),
+        (lambda p: 3, "returned int"),
+    ]:
+        pipe, _, _ = pair(models.mlp(), "1f1b", 2, prepare=False)
+        pipe._options = Options(loss_fn=F.mse_loss, optimizer=made)
+        with pytest.raises(ConfigError, match=words):
+            pipe.step(inputs, target=target)

@@ -1,0 +1,168 @@
+"""Messages: what the bytes say, what the header promises, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcompile.errors import ContractError, DeadlockError
+from pdcompile.runtime.contract import (
+    Channel,
+    Expected,
+    Kind,
+    from_bytes,
+    header_of,
+    memory_order,
+    read_header,
+    to_bytes,
+)
+from pdcompile.runtime.local import LocalTransport, Wires
+from pdcompile.runtime.reduce import Norms, clip
+from pdcompile.runtime.session import _run_together
+from pdcompile.schedule import Action, Instruction
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any shape and dtype: contiguous, permuted, sliced or expanded."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    tensor = torch.randn(shape).mul(9).to(draw(st.sampled_from(DTYPES))).permute(order)
+    if tensor.dim() and draw(st.booleans()):
+        tensor = tensor[..., ::2]
+    if tensor.dim() and draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor.conj() if tensor.is_complex() and draw(st.booleans()) else tensor
+
+
+@given(tensors())
+def test_bytes_carry_any_tensor(tensor: torch.Tensor) -> None:
+    order = memory_order(tensor)
+    expected = Expected(tuple(tensor.shape), tensor.dtype, 0)
+    slot = torch.zeros(to_bytes(tensor, order).numel() + 5, dtype=torch.uint8)
+    flat = to_bytes(tensor, order)
+    slot[: flat.numel()].copy_(flat)
+    arrived = from_bytes(slot, expected, order)
+    assert arrived.dtype == tensor.dtype
+    assert arrived.shape == tensor.shape
+    natural = tuple(range(tensor.dim()))
+    assert torch.equal(to_bytes(arrived, natural), to_bytes(tensor, natural))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (4,), ()])
+def test_the_layout_of_dense_values_survives_without_a_copy(shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape)
+    if value.dim() == 4:
+        value = value.contiguous(memory_format=torch.channels_last)
+    order = memory_order(value)
+    flat = to_bytes(value, order)
+    assert flat.data_ptr() == value.data_ptr()
+    arrived = from_bytes(flat, Expected(shape, value.dtype, 0), order)
+    assert torch.equal(arrived, value)
+    assert all(
+        a == b for size, a, b in zip(shape, arrived.stride(), value.stride(), strict=True)
+        if size > 1
+    )  # fmt: skip
+
+
+def header(**changes: object) -> torch.Tensor:
+    said = {"edge": 3, "shape": (2, 3), "dtype": torch.float32, "minibatch": 7, "plan": 99}
+    said |= changes
+    tensor = torch.zeros(said["shape"], dtype=said["dtype"])  # type: ignore[call-overload]
+    channel = Channel(Kind.VALUE, said["edge"], 1)  # type: ignore[arg-type]
+    order = memory_order(tensor)
+    return header_of(channel, tensor, order, said["minibatch"], said["plan"])  # type: ignore[arg-type]
+
+
+def test_a_header_that_keeps_the_contract() -> None:
+    expected = Expected((2, 3), torch.float32, 7)
+    assert read_header(Channel(Kind.VALUE, 3, 0), header(), expected, 99) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"edge": 4}, "edge 4 instead of 3"),
+        ({"shape": (3, 2)}, r"shape \(3, 2\) instead of \(2, 3\)"),
+        ({"shape": (2, 3, 1)}, r"shape \(2, 3, 1\)"),
+        ({"dtype": torch.int32}, "dtype int32 instead of float32"),
+        ({"minibatch": 8}, "minibatch 8 instead of 7"),
+        ({"plan": 98}, "plan 62 instead of 63"),
+    ],
+)
+def test_a_header_that_breaks_it(changes: dict[str, object], words: str) -> None:
+    expected = Expected((2, 3), torch.float32, 7)
+    with pytest.raises(ContractError, match=f"rank 0 is about to send .*{words}"):
+        read_header(Channel(Kind.VALUE, 3, 0), header(**changes), expected, 99)
+
+
+def test_too_many_dimensions() -> None:
+    tensor = torch.zeros([1] * 13)
+    with pytest.raises(ContractError, match="13 dimensions"):
+        header_of(Channel(Kind.VALUE, 0, 0), tensor, tuple(range(13)), 0, 0)
+
+
+def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:
+    wires = Wires()
+    a, b = LocalTransport(0, wires), LocalTransport(1, wires)
+    expected = Expected((2,), torch.float32, 0)
+    first, second = (b.receive(Channel(Kind.VALUE, 0, 0), expected) for _ in range(2))
+    other = b.receive(Channel(Kind.GRADIENT, 0, 0), expected)
+    assert not first.ready()
+    for value in (1.0, 2.0):
+        a.send(Channel(Kind.VALUE, 0, 1), torch.full((2,), value), 0).wait()
+    assert first.ready()
+    assert not other.ready()
+    assert [float(h.wait()[0]) for h in (first, second)] == [1.0, 2.0]
+    a.send(Channel(Kind.GRADIENT, 0, 1), torch.zeros(3), 0)
+    with pytest.raises(ContractError, match=r"gradient 0 with rank 0 is float32 \(3,\)"):
+        other.wait()
+
+
+def test_norms_are_those_of_torch() -> None:
+    wires = Wires()
+    dtypes = dict.fromkeys(["a", "b", "c", "d"], torch.float32)
+    owned = [["a", "d"], ["b", "c"]]
+    ranks = [Norms(LocalTransport(rank, wires), owned, dtypes) for rank in range(2)]
+    gradients = {name: torch.randn(5, 7) for name in "abd"}  # c got none
+    plain = [torch.nn.Parameter(torch.zeros(5, 7)) for _ in gradients]
+    for parameter, gradient in zip(plain, gradients.values(), strict=True):
+        parameter.grad = gradient.clone()
+    parts = [{"a": gradients["a"], "d": gradients["d"]}, {"b": gradients["b"]}]
+    for norms, part in zip(ranks, parts, strict=True):
+        norms.post(0, part)
+    totals = [norms.wait(0) for norms in ranks]
+    assert torch.equal(totals[0], totals[1])
+    assert torch.equal(totals[0], torch.nn.utils.clip_grad_norm_(plain, 0.5))
+    clip(gradients.values(), totals[0], 0.5)
+    for parameter, gradient in zip(plain, gradients.values(), strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+class Stuck:
+    """A worker that waits for ever for its second instruction."""
+
+    def __init__(self, rank: int) -> None:
+        self.transport = LocalTransport(rank, Wires())
+        self.done: list[Instruction] = []
+
+    def ready(self, ins: Instruction) -> bool:
+        return ins.action is not Action.WAIT_RECV
+
+    def execute(self, ins: Instruction) -> None:
+        self.done.append(ins)
+
+
+def test_a_program_in_which_nobody_can_go_on() -> None:
+    column = (Instruction(Action.POST_RECV, 0), Instruction(Action.WAIT_RECV, 0, 0, 2, 5, 1))
+    workers = [Stuck(0), Stuck(1)]
+    with pytest.raises(DeadlockError, match="rank 0 at WAIT_RECV of edge 5, microbatch 2; rank 1"):
+        _run_together(workers, [column, column])  # type: ignore[arg-type]
+    assert [len(worker.done) for worker in workers] == [1, 1]
