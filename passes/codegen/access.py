@@ -25,6 +25,7 @@ def is_plain(name: str) -> bool:
         and not keyword.iskeyword(name)
         and not name.startswith("__")  # would be mangled inside a class
         and name not in TAKEN
+        and len(name) <= 40  # a longer one could not be folded
     )
 
 
@@ -51,7 +52,7 @@ def module(root: Node, base: str, path: str) -> str:
     expression = "self"
     rest = path[len(base) + 1 :] if base else path
     for part in rest.split(".") if path != base and rest else []:
-        expression = child(expression, node, part) if node is not root else reach("self", part)
+        expression = child(expression, node, part)
         node = node.children[part]
     return expression
 

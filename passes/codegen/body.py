@@ -30,7 +30,7 @@ from pdcompile.passes.codegen.pieces import (
     reads,
 )
 from pdcompile.passes.codegen.regions import Region, region_of, with_line
-from pdcompile.passes.codegen.text import Line, clean, value_text
+from pdcompile.passes.codegen.text import Line, clean, location, value_text
 from pdcompile.passes.codegen.tree import Call, below, relative
 from pdcompile.passes.codegen.variables import Variables, lifetimes
 from pdcompile.passes.naming import identifier, scope_of
@@ -286,11 +286,14 @@ class Body:
         if not scope:
             return [Line()]
         name, source = self.place.classes.get(scope, ("", ""))
-        about = clean(name.rpartition(".")[2])
+        about = clean(name.rpartition(".")[2], 24)
         if source:
-            about += f", {clean(source)}"
+            about += f", {location(source)}"
         path = relative(scope, self.call.path)
-        return [Line(), Line("", f"{clean(path)} ({about})" if about else clean(path))]
+        return [
+            Line(),
+            Line("", f"{clean(path, 30)} ({about})" if about else clean(path)),
+        ]
 
 
 def _in_place_on(piece: Piece) -> str | None:

@@ -46,7 +46,7 @@ class Constructors:
             expression, finished = self._make(child)
             done.append(_assign(owner, name, expression))
             if not finished:
-                done += self._finish(child, access.child(owner, node, name))
+                done += self._finish(child, access.reach(owner, name))
         return done
 
     def _make(self, node: Node) -> tuple[str, bool]:

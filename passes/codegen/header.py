@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdcompile.graph import Capture
 from pdcompile.passes.codegen.blocks import Layout
 from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.text import Line, clean, shape_text
+from pdcompile.passes.codegen.text import Line, clean, location, shape_text
 from pdcompile.stage import Port, StageInterface
 
 NOTE = (
@@ -31,7 +31,7 @@ class Route:
 def model_name(capture: Capture) -> str:
     """The class name of the model, or ``the model``."""
     full = capture.train.classes.get("", ("", ""))[0]
-    return clean(full.rpartition(".")[2]) or "the model"
+    return clean(full.rpartition(".")[2], 24) or "the model"
 
 
 def docstring(
@@ -39,7 +39,7 @@ def docstring(
 ) -> str:
     """The module docstring of a stage, and its ``# needs:`` lines."""
     source = capture.train.classes.get("", ("", ""))[1]
-    where = f" ({clean(source)})" if source else ""
+    where = f" ({location(source)})" if source else ""
     title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
     text = [f'"""{title}', "", *textwrap.wrap(holds, 96), "", *_table(_ports(interface, route)), ""]

@@ -25,6 +25,7 @@ _NODES = (
     ast.unaryop, ast.cmpop,
 )  # fmt: skip
 _BUILTINS = frozenset(["super", "range", "str", "float", "complex", "slice", "getattr"])
+_MODULES = frozenset({"torch", "nn", "F", "math", "operator"})
 _METHODS = frozenset({"__init__", "forward", "loss", "draw"})
 # What a stage writes itself, besides the targets of its ops.
 _OWN = frozenset(
@@ -73,6 +74,8 @@ class _Checker:
             match node:
                 case ast.Name(id=name) if name not in self.bound | known:
                     self.refuse(node, f"refers to {name!r}")
+                case ast.Name(id=name) if name in _MODULES and not self.is_owner(node):
+                    self.refuse(node, f"hands {name!r} around")
                 case ast.Attribute():
                     self.attribute(node)
                 case ast.FunctionDef(name=name):
@@ -99,8 +102,11 @@ class _Checker:
         root = chain.partition(".")[0]
         if any(p.startswith("__") and p != "__init__" for p in chain.split(".")):
             self.refuse(node, f"has {chain!r}")
-        if root in ("torch", "F", "math", "operator", "nn") and not self.is_known(chain):
+        if root in _MODULES and not self.is_known(chain):
             self.refuse(node, f"has {chain!r}")
+
+    def is_owner(self, node: ast.Name) -> bool:
+        return isinstance(self.parents.get(id(node)), ast.Attribute)
 
     def is_known(self, chain: str) -> bool:
         if chain in self.allowed:

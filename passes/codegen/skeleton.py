@@ -38,10 +38,11 @@ class Node:
 
     @property
     def is_indexed(self) -> bool:
-        """Children are numbered and nothing else is in here: a list."""
+        """Children are numbered and nothing else is in here: a list, if it is no class of ours."""
         return (
-            bool(self.children)
+            bool(self.children and self.path)
             and not self.tensors
+            and self.block is None
             and all(name.isdecimal() and str(int(name)) == name for name in self.children)
         )
 

@@ -14,7 +14,7 @@ from pdcompile.passes.codegen.imports import Imports
 from pdcompile.passes.codegen.pairs import Pair, pair
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.skeleton import skeleton
-from pdcompile.passes.codegen.text import Line, clean, render, value_text
+from pdcompile.passes.codegen.text import Line, clean, location, render, value_text
 from pdcompile.passes.codegen.tree import Call
 from pdcompile.passes.held import all_tensors
 from pdcompile.passes.naming import identifier, unique
@@ -124,7 +124,7 @@ class _Writer:
             if len(members) == 1
             else (f"{clean(members[0], 30)} to {clean(members[-1], 30)}")
         )
-        lines = [Line(f"class {name}(nn.Module):", clean(source)), *docstring_lines([where])]
+        lines = [Line(f"class {name}(nn.Module):", location(source)), *docstring_lines([where])]
         lines += self._init(self._constructors().lines(node))
         arguments = self._arguments(block)
         lines += [

@@ -37,6 +37,12 @@ def clean(text: str, limit: int = 60) -> str:
     return plain if len(plain) <= limit else f"{plain[: limit - 3]}..."
 
 
+def location(source: str) -> str:
+    """A source location for a comment; of a long one the end, with the line."""
+    shown = clean(source, len(source))
+    return shown if len(shown) <= 44 else f"...{shown[-41:]}"
+
+
 def shape_text(shape: Iterable[Size], dtype: str) -> str:
     """``f32[b, 16, 32]``."""
     return f"{_SHORT[dtype]}[{', '.join(str(size) for size in shape)}]"
@@ -52,7 +58,7 @@ def render(lines: Iterable[Line]) -> str:
     for line in lines:
         indent = "    " * line.depth
         if not line.code:
-            done.append(f"{indent}# {line.comment}" if line.comment else "")
+            done.append(f"{indent}# {line.comment}"[:WIDTH].rstrip() if line.comment else "")
             continue
         folded = [indent + line.code] if line.is_text else fold(line.code, line.depth)
         comment = f"  # {line.comment}" if line.comment else ""

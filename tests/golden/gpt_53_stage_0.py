@@ -24,10 +24,10 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
     def __init__(self):
         super().__init__()
-        self.ln_1 = nn.LayerNorm((32,))
+        self.ln_1 = nn.LayerNorm(32)
         self.qkv = nn.Linear(32, 96)
         self.proj = nn.Linear(32, 32)
-        self.ln_2 = nn.LayerNorm((32,))
+        self.ln_2 = nn.LayerNorm(32)
         self.up = nn.Linear(32, 128)
         self.down = nn.Linear(128, 32)
         self.drop = nn.Dropout(p=0.1)

@@ -25,10 +25,10 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
     def __init__(self):
         super().__init__()
-        self.ln_1 = nn.LayerNorm((32,))
+        self.ln_1 = nn.LayerNorm(32)
         self.qkv = nn.Linear(32, 96)
         self.proj = nn.Linear(32, 32)
-        self.ln_2 = nn.LayerNorm((32,))
+        self.ln_2 = nn.LayerNorm(32)
         self.up = nn.Linear(32, 128)
         self.down = nn.Linear(128, 32)
         self.drop = nn.Dropout(p=0.1)
@@ -68,7 +68,7 @@ class Stage1(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleDict({str(i): Block() for i in range(2, 4)})
-        self.ln_f = nn.LayerNorm((32,))
+        self.ln_f = nn.LayerNorm(32)
         self.lm_head = nn.Linear(32, 64, bias=False)
 
     def forward(self, x):

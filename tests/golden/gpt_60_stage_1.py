@@ -28,10 +28,10 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
     def __init__(self):
         super().__init__()
-        self.ln_1 = nn.LayerNorm((32,))
+        self.ln_1 = nn.LayerNorm(32)
         self.qkv = nn.Linear(32, 96)
         self.proj = nn.Linear(32, 32)
-        self.ln_2 = nn.LayerNorm((32,))
+        self.ln_2 = nn.LayerNorm(32)
         self.up = nn.Linear(32, 128)
         self.down = nn.Linear(128, 32)
         self.drop = nn.Dropout(p=0.1)
@@ -72,11 +72,11 @@ class Stage1(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({"2": nn.Module(), "3": Block()})
         self.blocks["2"].proj = nn.Linear(32, 32)
-        self.blocks["2"].ln_2 = nn.LayerNorm((32,))
+        self.blocks["2"].ln_2 = nn.LayerNorm(32)
         self.blocks["2"].up = nn.Linear(32, 128)
         self.blocks["2"].down = nn.Linear(128, 32)
         self.blocks["2"].drop = nn.Dropout(p=0.1)
-        self.ln_f = nn.LayerNorm((32,))
+        self.ln_f = nn.LayerNorm(32)
         self.lm_head = nn.Linear(32, 64, bias=False)
 
     def forward(self, x, part, part_1, view):
