@@ -1,5 +1,7 @@
 """The planner against brute force, on problems with every feature."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -251,3 +253,12 @@ def test_evaluate_refuses_what_is_not_allowed() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             evaluate(problem, stage_of)
+
+
+def test_planning_needs_neither_torch_nor_or_tools_to_import() -> None:
+    code = (
+        "import sys, pdcompile.plan, pdcompile.cluster, pdcompile.passes.partition\n"
+        "sys.exit(' '.join({'torch', 'ortools'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

@@ -35,6 +35,7 @@ class IntegerProgram:
         self.model = model
         self.scale = math.ldexp(1.0, BITS - math.frexp(upper)[1])
         self.cp = cp_model.CpModel()
+        self.paths: set[Path] = set()
         self.x = Thresholds(self.cp, model, upper)
         self.loads = Loads(self.cp, model, self.x, self.scale)
         self.time = self.cp.new_int_var(0, self.units(upper), "time")
@@ -77,8 +78,11 @@ class IntegerProgram:
         for s in range(self.model.num_stages):
             self.cp.add(self.time >= m * (self.loads.forward(s) + self.loads.backward(s)))
 
-    def add_path(self, path: Path) -> None:
-        """The makespan is at least this path's sum, wherever its hops exist."""
+    def add_path(self, path: Path) -> bool:
+        """The makespan is at least this path's sum, wherever its hops exist; False if known."""
+        if path in self.paths:
+            return False
+        self.paths.add(path)
         total: Linear = 0
         for s in range(self.model.num_stages):
             total = total + path.forward[s] * self.loads.forward(s)
@@ -88,6 +92,7 @@ class IntegerProgram:
             total = total + count * self.loads.hop(hop, kind)
             linked.append(self.loads.linked(hop, kind))
         self._enforce(self.time >= total, linked)
+        return True
 
     def forbid(self, stages: tuple[int, ...]) -> None:
         """Not this assignment: rounding of bytes let it through."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition import dynamic_program
@@ -113,7 +114,7 @@ def partition(
         _find(search)
     if search.best is None:
         raise explain(model, segments, proved=search.impossible)
-    for step in (_look, _improve, _prove):
+    for step in (_improve, _look, _prove):
         if not search.proved and not search.late:
             step(search, segments)
     return _answer(search, begin, scope)
@@ -165,8 +166,11 @@ def _look(search: Search, segments: Segments) -> None:
         return
     flush = search.problem.objective == "flush"
     cost = flush_bound(segments) if flush else segments.load
-    for count, groups in enumerate(chains(segments, cost, lambda: search.upper * (1 - 1e-9))):
-        if count >= MAX_CHAINS or search.late:
+    upper = search.upper * (1 - 1e-9)
+    if len(list(islice(chains(segments, cost, lambda: upper), MAX_CHAINS + 1))) > MAX_CHAINS:
+        return
+    for groups in chains(segments, cost, lambda: search.upper * (1 - 1e-9)):
+        if search.late:
             return
         search.offer(groups)
     search.prove(search.upper, "brute force over what the bound leaves")
@@ -204,27 +208,27 @@ def _prove(search: Search, _: Segments) -> None:
     if search.model.num_groups * search.model.num_stages > MAX_VARIABLES or search.upper <= 0:
         return
     program = IntegerProgram(search.model, search.upper, search.groups)
-    flush = search.problem.objective == "flush"
-    paths = set(seed_paths(search.model)) if flush else set()
-    if flush and search.best is not None:
-        paths.add(path_of(search.problem, search.best.stage_of))
-    for path in sorted(paths, key=str):
-        program.add_path(path)
+    if search.problem.objective == "flush":
+        for path in seed_paths(search.model):
+            program.add_path(path)
+        program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
     while not search.proved and not search.late:
         program.below(search.upper * (1 - 1e-7))
-        bound, groups = program.solve(search.deadline, search.seed, search.offer)
+        visited: list[tuple[int, ...]] = []
+        bound, groups = program.solve(search.deadline, search.seed, visited.append)
+        for one in visited:
+            search.offer(one)
         search.prove(min(bound, search.upper), "CP-SAT")
         if bound == math.inf or groups is None:
             return
-        stage_of = search.model.items_of(groups)
-        critical = path_of(search.problem, stage_of) if flush else None
-        if critical is None or critical in paths:
-            # The integer model is weaker than the truth here (long hops, half duplex): this
-            # assignment has been evaluated, go on without it.
+        # Where no path tells the model what an assignment costs (long hops, half duplex), it has
+        # been evaluated all the same: go on without it.
+        told = 0
+        if search.problem.objective == "flush":
+            stages = map(search.model.items_of, visited)
+            told = sum(program.add_path(path_of(search.problem, one)) for one in stages)
+        if not told:
             program.forbid(groups)
-        else:
-            paths.add(critical)
-            program.add_path(critical)
 
 
 def _answer(search: Search, begin: float, scope: str | None) -> tuple[Partition, Certificate]:
