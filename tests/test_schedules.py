@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import ScheduleError
@@ -115,13 +115,17 @@ def test_warm_up_with_replicas() -> None:
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.integers(1, 12),
     st.integers(0, 3),
+    st.sampled_from([None, 1.0]),
 )
+@example([1, 1, 3, 1], 4, 0, None)  # a replica's next microbatch may be far away
+@example([1, 1, 3, 1], 4, 0, 1.0)
 def test_depths_never_deadlock_and_respect_the_cap(
-    replicas: list[int], count: int, extra: int
+    replicas: list[int], count: int, extra: int, clip: float | None
 ) -> None:
     depths = warmup("2bw", len(replicas), count, tuple(replicas), extra)
     assert all(depth <= count // r for depth, r in zip(depths, replicas, strict=True))
-    check(make_plan("2bw", len(replicas), count, replicas=tuple(replicas), depths=depths))
+    counts = tuple(replicas)
+    check(make_plan("2bw", len(counts), count, replicas=counts, depths=depths, clip=clip))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,10 @@ def order(
     limits = limits or {}
     while waiting and waiting[0][0] <= -2:
         yield from _backward(waiting, late)
-    while microbatches and (len(waiting) > warmup or _is_due(waiting, limits, microbatches[0])):
+    # Only what comes before every forward of the call on all ranks may come before an update
+    # that waits for other ranks.
+    has_first = bool(microbatches) and microbatches[0] == 0
+    while (has_first and len(waiting) > warmup) or _is_due(waiting, limits, 0):
         yield from _backward(waiting, late)
     if late:
         for minibatch in unstepped:
