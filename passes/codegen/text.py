@@ -157,14 +157,14 @@ def _break_anywhere(code: str, depth: int, inside: bool) -> list[str]:
         gap = " " if token.start > last and last != (1, 0) else ""
         last = token.end
         text = token.string
-        if token.type == tokenize.STRING and len(text) > WIDTH - 24:
+        if token.type == tokenize.STRING and len(text) > 48:
             pieces += _string_pieces(text, gap)
         else:
             pieces.append(gap + text)
     lines: list[str] = []
     current, level = "", int(inside)
     for piece in pieces:
-        room = WIDTH - len(indent) - 8 * bool(lines)
+        room = WIDTH - len(indent) - 8 * bool(lines) - 28  # what follows may not be breakable
         if current and level and len(current) + len(piece) > room:
             lines.append(current)
             current = piece.lstrip()
@@ -181,7 +181,7 @@ def _string_pieces(text: str, gap: str) -> list[str]:
     units = re.findall(r"\\x..|\\u....|\\U........|\\.|[^\\]", inner, re.DOTALL)
     pieces, current = [], ""
     for unit in units:
-        if len(current) + len(unit) > 60:
+        if len(current) + len(unit) > 44:
             pieces.append(f"{quote}{current}{quote}")
             current = ""
         current += unit
