@@ -15,7 +15,7 @@ from torch import nn
 
 from pdcompile.graph import OpGraph
 from pdcompile.passes.codegen.load import set_draw, stage_classes
-from pdcompile.plan import Edge
+from pdcompile.plan import Edge, TiedParameter
 from pdcompile.randomness import reseed, seed_of
 from pdcompile.stage import Signature, Sources, StageInterface
 
@@ -27,6 +27,7 @@ class Chain:
         self,
         graph: OpGraph,
         edges: tuple[Edge, ...],
+        tied: tuple[TiedParameter, ...],
         sources: Sources,
         model: nn.Module,
         seed: int,
@@ -35,6 +36,8 @@ class Chain:
         self.running = 0
         self._edges = {edge.value: edge for edge in edges}
         self._interfaces = sources.interfaces
+        parameters = dict(model.named_parameters())
+        self._tied = [(one.stages, parameters[one.fqn]) for one in tied]
         tensors: dict[str, torch.Tensor] = dict(graph.tensor_values)
         tensors.update(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
@@ -101,6 +104,11 @@ class Chain:
                 if value in sums:
                     roots.append(view)
                     gradients.append(sums[value])
+            for stages, parameter in self._tied:
+                if k in stages and parameter.grad is not None:  # summed by later stages
+                    roots.append(parameter)
+                    gradients.append(parameter.grad)
+                    parameter.grad = None
             for value, tensor in self._left[k].items():
                 edge = self._edges.get(value)
                 if edge is not None and edge.source == k and value in sums and tensor.requires_grad:

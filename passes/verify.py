@@ -121,7 +121,7 @@ def verify(
     for graph in (capture.train, capture.eval):
         placed = train_of if graph.training else place_eval(capture, train_of)
         crossing = edges(graph, placed, len(plan.stages), graph.batch_size)
-        chain = Chain(graph, crossing, sources, model, plan.training.seed)
+        chain = Chain(graph, crossing, plan.tied, sources, model, plan.training.seed)
         eager = partial(_eager, model, graph, small, loss_fn, plan)
         with preserved_rng(device), _kept(model, graph.training):
             expected, got = (

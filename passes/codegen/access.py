@@ -48,12 +48,12 @@ def child(owner: str, node: Node, name: str) -> str:
 def module(root: Node, base: str, path: str) -> str:
     """The expression of the module at `path` inside a method of the module at `base`."""
     node = root.find(base)
-    assert node is not None
     expression = "self"
     rest = path[len(base) + 1 :] if base else path
     for part in rest.split(".") if path != base and rest else []:
-        expression = child(expression, node, part)
-        node = node.children[part]
+        # Below a leaf (attention's out_proj) there are no nodes, only plain attributes.
+        expression = child(expression, node, part) if node else reach(expression, part)
+        node = node.children.get(part) if node else None
     return expression
 
 

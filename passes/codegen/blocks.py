@@ -100,10 +100,12 @@ def _candidates(capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op
             for path in _ancestors(scope_of(op)):
                 whole[path] -= 1
     classes = {**capture.eval.classes, **capture.train.classes}
+    # What takes a leaf's result apart stands in the leaf's scope, and yet is no part of it.
+    leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
     return {
         path
         for path, missing in whole.items()
-        if missing == 0 and not is_container(classes.get(path, ("", ""))[0])
+        if missing == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
     }
 
 

@@ -71,11 +71,12 @@ class Body:
 
     def lines(self) -> list[Line]:
         """The statements, without the return."""
-        pieces = pieces_of(self.pairs, self.place.layout, self.graph)
+        pieces = pieces_of(self.pairs, self.place.layout, self.graph, self.call.outputs)
         self.unnamed = chained(pieces, self.wishes, self.call.outputs)
         self._name(pieces)
         done = self._size_line()
-        ambient = region_of(self.call)
+        # A caller opens the region that all ops of a block share; nobody calls the stage in one.
+        ambient = region_of(self.call) if self.call.path else Region()
         current, section = ambient, ""
         for piece in pieces:
             region = ambient if ambient != Region() else region_of(item_of(piece))
@@ -276,8 +277,9 @@ class Body:
         item = item_of(piece)
         scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
         while scope and below(scope, self.call.path) and scope != self.call.path:
+            node = self.place.layout.root.find(scope)
             name = self.place.classes.get(scope, ("", ""))[0]
-            if not is_container(name):
+            if not is_container(name) and (node is None or node.leaf is None):
                 return scope
             scope = scope.rpartition(".")[0]
         return ""

@@ -128,9 +128,9 @@ def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
     first: dict[str, str] = {}
     done = []
     for name, fqn in names.items():
-        target = access.tensor(root, "", name)
         if fqn in first:
-            done.append(Line(f"{target} = {access.tensor(root, '', first[fqn])}", "tied"))
+            target, source = (access.tensor(root, "", each) for each in (name, first[fqn]))
+            done.append(Line(f"{target} = {source}", "tied"))
         else:
             first[fqn] = name
     return done

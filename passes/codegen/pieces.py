@@ -41,9 +41,11 @@ class Unpack:
 Piece: TypeAlias = Pair | Loop | Unpack
 
 
-def pieces_of(pairs: Sequence[Pair], layout: Layout, graph: OpGraph) -> list[Piece]:
+def pieces_of(
+    pairs: Sequence[Pair], layout: Layout, graph: OpGraph, outputs: Collection[str]
+) -> list[Piece]:
     """The pairs of a body, with loops rolled up and tuples taken apart where made."""
-    return _unpack(_roll(pairs, layout), graph)
+    return _unpack(_roll(pairs, layout, outputs), graph)
 
 
 def item_of(piece: Piece) -> Item:
@@ -68,9 +70,9 @@ def makes(piece: Piece) -> Sequence[str]:
     return piece.items if isinstance(piece, Unpack) else piece.item.outputs
 
 
-def _roll(pairs: Sequence[Pair], layout: Layout) -> list[Pair | Loop]:
+def _roll(pairs: Sequence[Pair], layout: Layout, outputs: Collection[str]) -> list[Pair | Loop]:
     done: list[Pair | Loop] = []
-    read_by: dict[str, int] = {}
+    read_by: dict[str, int] = dict.fromkeys(outputs, 2)  # returned: not to be overwritten
     for each in pairs:
         for name in each.item.inputs:
             read_by[name] = read_by.get(name, 0) + 1

@@ -1,0 +1,236 @@
+"""Stages of models with awkward parts: each is cut in several places and compared with eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pdcompile.passes.codegen import stage_classes
+from tests.helpers.generated import check, mean_square
+
+
+class Square(torch.autograd.Function):
+    """Its own backward, which differs from the derivative on purpose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x * gradient
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.two(Square.apply(self.one(x)))
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.one(x)
+            y = torch.relu(y)
+        return self.two(y.float())
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.one(x)
+        y += 1
+        y[:, 0] = 0.5
+        y.relu_()
+        z = F.gelu(self.two(y))
+        z *= 2
+        return z
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6, num_layers=2, batch_first=True, dropout=0.3)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y, (h, _) = self.rnn(x)
+        return self.head(y[:, -1] + h[-1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        mixed, _ = self.attention(y, y, y, need_weights=False)
+        return x + mixed
+
+
+class Nested(nn.Module):
+    """Blocks in blocks, equal ones and one that differs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleDict({"wide": nn.ModuleList(Outer(4) for _ in range(2))})
+        self.last = Outer(4, bias=False)
+
+    def forward(self, x):
+        skips = []
+        for block in self.body["wide"]:
+            x = block(x, skips[-1] if skips else x)
+            skips.append(x)
+        return self.last(x, torch.stack(skips).sum(0))
+
+
+class Outer(nn.Module):
+    def __init__(self, width, bias=True):
+        super().__init__()
+        self.inner = nn.ModuleList([Residual(width, bias), Residual(width, bias)])
+        self.gate = nn.Parameter(torch.randn(width))
+
+    def forward(self, x, skip):
+        for inner in self.inner:
+            x = inner(x)
+        return x * self.gate + skip
+
+
+class Residual(nn.Module):
+    def __init__(self, width, bias):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(width, 2 * width, bias=bias), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        return x + self.net(x)
+
+
+class Keywords(nn.Module):
+    """Keyword arguments, nested inputs, an unused parameter, a mask used late."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, batch, *, scale):
+        x = self.embed(batch["ids"])
+        x = torch.tanh(x) * scale
+        x = self.head(x)
+        return {"x": x * batch["mask"].unsqueeze(-1), "extra": (x.sum(), None)}
+
+
+class ThroughTheBatch(nn.Module):
+    """Batch norm in one block, statistics written in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(ConvBlock(3) for _ in range(3)))
+
+    def forward(self, x):
+        return self.blocks(x).mean((2, 3))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x))) + x
+
+
+class SharedWeight(nn.Module):
+    """One tensor under three names, one of them inside a block, one used directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Tied(), Tied()
+        self.two.linear.weight = self.one.linear.weight
+        self.direct = self.one.linear.weight
+
+    def forward(self, x):
+        return F.linear(self.two(self.one(x)), self.direct)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+CASES = {
+    "custom function": (Custom, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2]),
+    "autocast": (Autocast, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3]),
+    "in place": (InPlace, torch.randn(4, 4), torch.randn(4, 4), mean_square, [4, 5]),
+    "lstm": (Recurrent, torch.randn(4, 3, 4), torch.randn(4, 4), mean_square, [5]),
+    "attention": (Attention, torch.randn(4, 3, 8), torch.randn(4, 3, 8), mean_square, [1, 3]),
+    "nested": (Nested, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 3, 5, 10, 11, 20]),
+    "batch norm": (
+        ThroughTheBatch, torch.randn(4, 3, 6, 6), torch.randn(4, 3), mean_square, [2, 4, 6],
+    ),
+    "sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4)),
+        torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3],
+    ),
+    "shared": (SharedWeight, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3, 4]),
+    "keywords": (
+        Keywords,
+        {"batch": {"ids": torch.randint(10, (4, 3)), "mask": torch.rand(4, 3)}, "scale": 0.5},
+        torch.randn(4, 3, 4), lambda out, y: mean_square(out["x"], y), [1, 2, 3, 4],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [(name, position) for name, case in CASES.items() for position in [None, *case[-1]]],
+)
+def test_stages_of_awkward_models_equal_eager(name, position):
+    build, inputs, target, loss_fn, _ = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    positions = [] if position is None else [position]
+    sources, report = check(model, inputs, positions, target, loss_fn)
+    assert report.differences == ()
+    found = {key for cls in stage_classes(sources) for key in cls().state_dict()}
+    assert found == set(model.state_dict())
+    for text in sources.files.values():
+        assert max(map(len, text.splitlines())) <= 100 or text.startswith("{")
+
+
+def test_what_a_file_needs_besides_torch_is_listed():
+    sources, _ = check(Custom(), torch.randn(4, 4), [1], torch.randn(4, 4), mean_square)
+    assert f"# needs: {Square.__module__}.Square" in sources.files["stage_1.py"]
+    assert f"from {Square.__module__} import Square" in sources.files["stage_1.py"]
+    assert "needs" not in sources.files["stage_0.py"]
+
+
+def test_equal_blocks_in_blocks_are_written_once():
+    sources, _ = check(Nested(), torch.randn(4, 4), [], torch.randn(4, 4), mean_square)
+    text = sources.files["stage_0.py"]
+    assert text.count("class Residual") == 2  # with and without bias
+    assert text.count("class Outer") == 2
