@@ -66,6 +66,8 @@ class Action(StrEnum):
     WAIT_REDUCE = "WAIT_REDUCE"
     LOSS = "LOSS"
 
+    __hash__ = str.__hash__  # Enum's own is written in Python and slows every lookup
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:

@@ -16,6 +16,7 @@ from pdcompile.schedule import Schedule
 
 __all__ = ["ChannelModel", "Proof", "check", "check_evaluation", "check_programs"]
 
+MAX_LISTED = 16
 MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled
 
 
@@ -157,7 +158,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         statements += [
             f"weights: {directions} of minibatch t on {lag}, {layout.versions} live versions, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
-            f"in flight: at most {peaks} microbatches per stage, planned {planned}",
+            f"in flight: at most {_listed(peaks)} microbatches per stage, "
+            f"planned {_listed(planned)}",
         ]
     statements += [
         f"slots: no receive into a live slot; at most {pools} live for one edge",
@@ -170,3 +172,9 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         sum(walk.num_instructions for walk in walks),
         time.perf_counter() - begin,
     )
+
+
+def _listed(counts: list[int]) -> str:
+    if len(counts) <= MAX_LISTED:
+        return str(counts)
+    return f"[{counts[0]}, {counts[1]}, …, {counts[-1]}]"

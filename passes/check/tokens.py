@@ -144,6 +144,7 @@ class Tokens:
         if self.collectives and self.posted[self.collectives[0]] > minibatch:
             raise Violation("a backward after the gradients were given to the collective")
         self._arrived(self.hops.before_backward, label)
+        self._all_sent(self.hops.after_forward, label)
         done.append(microbatch)
         del self.in_flight[label]
         self.to_free.add(label)
@@ -184,9 +185,16 @@ class Tokens:
         for hop in sent:
             self.to_send.setdefault(((hop.family.send, hop.edge), hop.stage), set()).add(label)
 
+    def _all_sent(self, made: Iterable[Hop], label: Label) -> None:
+        for hop in made:
+            if label in self.to_send[(hop.family.send, hop.edge), hop.stage]:
+                raise Violation(f"what goes to stage {hop.stage} was not sent before")
+
     def free(self, one: Instruction, label: Label) -> None:
         if label not in self.to_free:
             raise Violation("frees what is not done (or was freed before)")
+        hops_of = self.hops.after_forward if self.forward_only else self.hops.after_backward
+        self._all_sent(hops_of, label)
         self.to_free.remove(label)
         for (action, _), live in self.slots.items():
             if action is not Action.SEND_WEIGHT:
