@@ -2,8 +2,8 @@
 
 The planner works with a formula that is a lower bound of what a rank holds; the ledger, read
 off the schedule's instructions, also counts look-ahead receive slots and sends under way.
-Where a plan's ledger exceeds a device, that stage's limit is lowered by the excess and the
-problem is solved again.  The bound of the first solution stays the bound: it had the loosest
+Where a plan's ledger exceeds a device, that stage's limit is lowered and the problem is solved
+again.  The bound of the first solution stays the bound: it had the loosest
 limits, so nothing that fits can be better.
 """
 
@@ -14,38 +14,74 @@ from dataclasses import replace
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.plan import Certificate, Plan
-from pdcompile.problem import PartitionProblem
+from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes
 
 ATTEMPTS = 8
 SCOPE = "; memory by the ledger of the schedule: {}"
 
 
-def fit(problem: PartitionProblem, solve: Callable[[PartitionProblem], Plan]) -> Plan:
+def fit(
+    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
+) -> Plan:
     """The best plan found whose ledgers keep every stage's memory limit.
 
     Args:
-        solve: from a problem to a plan with a forecast; raises InfeasibleError.
+        solve: from a problem to a plan with a forecast, and the partition that it is made of;
+            raises InfeasibleError.
 
     Raises:
-        InfeasibleError: no plan fits; names the stage, its limit and what the schedule needs.
+        InfeasibleError: no such plan was found; names the stage, its limit and what its schedule
+            needs.
     """
-    plan = first = solve(problem)
-    current = problem
-    for _ in range(ATTEMPTS):
-        over = excess(problem, plan)
-        if not over:
-            return plan if plan is first else replace(plan, certificate=_weaker(plan, first))
-        current = tighten(current, over)
-        try:
-            plan = solve(current)
-        except InfeasibleError as error:
-            raise _does_not_fit(problem, plan, over) from error
-    raise _does_not_fit(problem, plan, excess(problem, plan))
+    first, partition = solve(problem)
+    if not excess(problem, first):
+        return first
+    failure: InfeasibleError | None = None
+    for lower in (by_overhead, by_excess):
+        plan, current, found = first, problem, partition
+        for _ in range(ATTEMPTS):
+            current = lower(current, problem, plan, found)
+            try:
+                plan, found = solve(current)
+            except InfeasibleError as error:
+                failure = error
+                break
+            if not excess(problem, plan):
+                return replace(plan, certificate=_weaker(plan, first))
+    raise _does_not_fit(problem, first, excess(problem, first)) from failure
+
+
+def by_overhead(
+    current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
+) -> PartitionProblem:
+    """Keep free on a stage what its ledger has beyond the formula: converges in a few rounds."""
+    assert plan.forecast is not None
+    room = {}
+    for s in excess(problem, plan):
+        ledger = max(plan.forecast.ledgers[rank].total_bytes for rank in plan.stages[s].ranks)
+        room[s] = ledger - partition.memory_bytes[s]
+    return _with_limits(
+        current,
+        {
+            s: min(current.stages[s].memory_bytes or 0, (problem.stages[s].memory_bytes or 0) - n)
+            for s, n in room.items()
+        },
+    )
+
+
+def by_excess(
+    current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
+) -> PartitionProblem:
+    """Lower the limit by no more than the excess: slower, and gives less away."""
+    over = excess(problem, plan)
+    return _with_limits(
+        current, {s: (current.stages[s].memory_bytes or 0) - n for s, n in over.items()}
+    )
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
-    """Bytes by which the worst ledger of a stage exceeds its limit, for the stages where it does."""
+    """Bytes by which the worst ledger of a stage exceeds its limit; stages that fit are left out."""
     assert plan.forecast is not None
     found = {}
     for stage in plan.stages:
@@ -58,13 +94,10 @@ def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
     return found
 
 
-def tighten(problem: PartitionProblem, over: dict[int, int]) -> PartitionProblem:
-    """The same problem with lower limits for these stages."""
+def _with_limits(problem: PartitionProblem, limits: dict[int, int]) -> PartitionProblem:
     stages = tuple(
-        replace(limits, memory_bytes=max(0, (limits.memory_bytes or 0) - over[s]))
-        if s in over
-        else limits
-        for s, limits in enumerate(problem.stages)
+        replace(stage, memory_bytes=max(0, limits[s])) if s in limits else stage
+        for s, stage in enumerate(problem.stages)
     )
     return replace(problem, stages=stages)
 

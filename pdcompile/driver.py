@@ -29,10 +29,13 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
-from pdcompile.problem import PartitionProblem
+from pdcompile.plan import check as check_plan
+from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.start import given_plan, preparation
 from pdcompile.steps import Steps
+
+DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
 
 
 def build(
@@ -128,12 +131,13 @@ def make_plan(
         seed=options.seed,
     )
 
-    def solve(problem: PartitionProblem) -> Plan:
+    def solve(problem: PartitionProblem) -> tuple[Plan, Partition]:
         answer, certificate = partition(problem, time_limit=options.time_limit, seed=options.seed)
         plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
-        return replace(plan, forecast=simulate(plan).forecast)
+        return replace(plan, forecast=simulate(plan).forecast), answer
 
     plan = step("plan", lambda: fit(problem, solve))
+    check_plan(plan, graph, chosen.cluster)
     return replace(plan, notes=(*plan.notes, assumed)) if assumed else plan
 
 
@@ -143,7 +147,7 @@ def compile(
     *,
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Callable[..., Any] | None = partial(torch.optim.AdamW, lr=3e-4),
+    optimizer: Callable[..., Any] | None = DEFAULT_OPTIMIZER,
     cluster: Any = "auto",
     stages: int | None = None,
     schedule: str = "1f1b",

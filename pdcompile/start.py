@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.choices import Choices
+from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import PlanError
 from pdcompile.graph import OpGraph, fingerprint
@@ -20,7 +22,7 @@ from pdcompile.options import Options
 from pdcompile.passes import codegen
 from pdcompile.passes.assemble import FINGERPRINT_DIGITS
 from pdcompile.passes.schedules import make_stream
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, check
 from pdcompile.runtime.launch import from_rank0, num_ranks
 from pdcompile.runtime.prepared import Prepared
 
@@ -87,6 +89,7 @@ def given_plan(given: Any, chosen: Choices, graph: OpGraph) -> Plan:
             where="plan",
             remedy="plan again for this model",
         )
+    check(plan, graph, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     return plan
 
 
@@ -106,5 +109,8 @@ def _encode(compiled: Compiled) -> str:
 
 
 def _decode(text: str) -> Compiled:
-    compiled: Compiled = pickle.loads(base64.b64decode(text))
+    with warnings.catch_warnings():
+        # torch's own unpickling of a pytree spec warns of a name that torch deprecates.
+        warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)
+        compiled: Compiled = pickle.loads(base64.b64decode(text))
     return compiled

@@ -1,0 +1,125 @@
+"""The driver: passes in order, forms on disk, and numbers that agree with each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.steps import Steps
+from tests.helpers import models
+
+
+def compiled(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = getattr(models, name)()
+    x, y = models.batch_for(model, 8, 0)
+    options = {"stages": 2, "costs": "estimated", "microbatches": 4, "verify": "off"} | options
+    return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **options)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
+    plan = compiled(name, schedule=schedule, stages=stages).plan
+    assert plan.certificate.status == "optimal"
+    assert plan.certificate.gap == 0
+    units = plan.training.num_microbatches if schedule == "2bw" else 1
+    assert plan.forecast is not None
+    assert plan.forecast.step_seconds / units == pytest.approx(
+        plan.certificate.objective_seconds, rel=1e-6
+    )
+
+
+def test_memory_limits_hold_by_the_ledger() -> None:
+    free = compiled("gpt", schedule="2bw", stages=3).plan
+    assert free.forecast is not None
+    needed = max(ledger.total_bytes for ledger in free.forecast.ledgers)
+    limit = needed - 4096
+    plan = compiled("gpt", schedule="2bw", stages=3, memory=limit).plan
+    assert plan.forecast is not None
+    assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds * (1 + 1e-9)
+    assert "limit" in compiled("gpt", memory="2 MB").explain()
+
+
+def test_memory_that_only_the_formula_fits_is_infeasible() -> None:
+    plan = compiled("mlp", stages=2).plan
+    assert plan.forecast is not None
+    ledgers = plan.forecast.ledgers
+    smallest = min(ledger.total_bytes - ledger.receive_bytes for ledger in ledgers)
+    with pytest.raises(InfeasibleError) as caught:
+        compiled("mlp", stages=2, memory=smallest // 2)
+    assert "remedy" in str(caught.value)
+
+
+def test_every_form_is_written_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDCOMPILE_DUMP", str(tmp_path / "forms"))
+    pipe = compiled("mlp", verify="auto")
+    written = sorted(path.name for path in (tmp_path / "forms").iterdir())
+    assert [name.split("_")[0] for name in written] == [
+        f"{n:02d}" for n in range(1, len(written) + 1)
+    ]
+    stems = [name.split("_", 1)[1].split(".")[0] for name in written]
+    assert stems == [
+        "graph", "costs", "problem", "plan", "proof", "forecast", "sources", "verified",
+    ]  # fmt: skip
+    plan = pdcompile.Plan.from_json((tmp_path / "forms" / "04_plan.json").read_text())
+    assert plan == pipe.plan
+
+
+def test_forms_that_cannot_be_written_say_where(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    step = Steps(folder=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="PDCOMPILE_DUMP"):
+        step("graph", lambda: "text")
+
+
+def test_steps_tell_what_runs_and_how_long() -> None:
+    told: list[tuple[str, float]] = []
+    step = Steps(lambda name, seconds: told.append((name, seconds)))
+    assert step("one", lambda: 41) == 41
+    assert [name for name, _ in told] == ["one", "one"]
+    assert told[0][1] < 0 <= told[1][1]
+    assert list(step.seconds) == ["one"]
+
+
+def test_an_edited_plan_says_what_is_wrong_where(tmp_path: Path) -> None:
+    plan = compiled("mlp").plan
+    data = json.loads(plan.to_json())
+    moved = data["stages"][1]["ops"].pop(0)
+    data["stages"][0]["ops"].append(moved)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError) as caught:
+        compiled("mlp", plan=str(path))
+    assert caught.value.where
+    path.write_text(plan.to_json())
+    assert compiled("mlp", plan=path).plan.stages == plan.stages
+
+
+def test_a_plan_for_other_options_is_refused() -> None:
+    plan = compiled("mlp").plan
+    for options in ({"max_grad_norm": 1.0}, {"seed": 3}, {"loss_reduction": "sum"}):
+        with pytest.raises(PlanError, match=next(iter(options))):
+            compiled("mlp", plan=plan, **options)
+
+
+def test_microbatches_are_chosen_from_the_minibatch() -> None:
+    assert compiled("mlp", microbatches="auto").plan.training.num_microbatches == 8
+    assert compiled("mlp", microbatches="auto", stages=1).plan.training.num_microbatches == 1
+
+
+def test_optimizer_state_is_asked_of_the_optimizer() -> None:
+    from functools import partial
+
+    adam = compiled("mlp", optimizer=torch.optim.AdamW).plan
+    plain = compiled("mlp", optimizer=partial(torch.optim.SGD, lr=0.1)).plan
+    momentum = compiled("mlp", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)).plan
+    assert [p.training.optimizer_factor for p in (plain, momentum, adam)] == [0, 1, 2]
