@@ -112,6 +112,28 @@ class Outer(nn.Module):
         return x * self.gate + skip
 
 
+class Tower(nn.Module):
+    """A block whose forward ends with a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual(4, True) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Tower(), Tower()
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
 class Residual(nn.Module):
     def __init__(self, width, bias):
         super().__init__()
@@ -192,6 +214,7 @@ CASES = {
     "batch norm": (
         ThroughTheBatch, torch.randn(4, 3, 6, 6), torch.randn(4, 3), mean_square, [2, 4, 6],
     ),
+    "towers": (Towers, torch.randn(4, 4), torch.randn(4, 4), mean_square, [3, 12, 14]),
     "sequential": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4)),
         torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3],

@@ -275,6 +275,8 @@ class Body:
     def _section(self, piece: Piece) -> str:
         """The module whose forward the piece stands in, if that is not this body's."""
         item = item_of(piece)
+        if isinstance(item, Op) and item.region == "loss":
+            return ""
         scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
         while scope and below(scope, self.call.path) and scope != self.call.path:
             node = self.place.layout.root.find(scope)

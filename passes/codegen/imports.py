@@ -56,11 +56,11 @@ class Imports:
         """Qualified names of what does not come with torch."""
         return sorted(f"{module}.{name}" for module, name in self.classes)
 
-    def lines(self) -> list[str]:
+    def lines(self, *, torch_used: bool = True) -> list[str]:
         """Import statements, sorted: standard library, torch, the user's."""
         blocks = [
             [f"import {name}" for name in sorted(self.modules)],
-            ["import torch"]
+            (["import torch"] if torch_used else [])
             + (["import torch.nn.functional as F"] if self.functional else [])
             + ["from torch import nn"],
             [

@@ -93,7 +93,7 @@ class _Writer:
         body = "\n\n".join(render(part) for part in parts)
         draws = f"{DRAW}\n\n" if "draw(" in body else ""
         header = docstring(self.capture, self.interface, self.route, self.layout, self.imports)
-        imports = "\n".join(self.imports.lines())
+        imports = "\n".join(self.imports.lines(torch_used="torch." in body))
         text = f"{header}\n{imports}\n\n\n{draws}{body}"
         every = (*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss)
         targets = {op.target for op in every if op.kind == "function"}
@@ -185,12 +185,12 @@ class _Writer:
         pairs = pair(calls[0], calls[1])
         if pairs is not None:
             body = self._body("train", calls[0], pairs, place, names, (), calls[1])
-            return lines + _shifted(body.lines(), 2) + _return(body.returned(), 2)
+            return lines + _finished(body, 2)
         for mode, call, depth in (("train", calls[0], 3), ("eval", calls[1], 2)):
             if mode == "train":
                 lines.append(Line("if self.training:", depth=2))
             body = self._body(mode, call, [Pair(item) for item in call.items], place, names, ())
-            lines += _shifted(body.lines(), depth) + _return(body.returned(), depth)
+            lines += _finished(body, depth)
         return lines
 
     def _init(self, statements: list[Line]) -> list[Line]:
@@ -254,7 +254,7 @@ class _Writer:
         ports: Sequence[Port] | None = None,
     ) -> list[Line]:
         body = self._body("train", calls[0], pairs, place, arguments, ports or (), calls[1])
-        return _shifted(body.lines(), 2) + _return(body.returned(), 2, ports is not None)
+        return _finished(body, 2, ports is not None)
 
     def _alone(
         self,
@@ -267,7 +267,7 @@ class _Writer:
     ) -> list[Line]:
         pairs = [Pair(item) for item in call.items]
         body = self._body(mode, call, pairs, place, arguments, ports or ())
-        return _shifted(body.lines(), depth) + _return(body.returned(), depth, ports is not None)
+        return _finished(body, depth, ports is not None)
 
     def _body(
         self,
@@ -306,14 +306,23 @@ def _root_call(call: Call, inputs: Sequence[Port], outputs: Sequence[Port]) -> C
     )
 
 
-def _shifted(lines: Sequence[Line], depth: int) -> list[Line]:
-    """Lines of a body at their depth, without empty lines at its start."""
+def _finished(body: Body, depth: int, as_tuple: bool = False) -> list[Line]:
+    """The lines of a body at their depth, and the return."""
+    lines = body.lines()
     start = next((i for i, line in enumerate(lines) if line.code or line.comment), len(lines))
-    return [replace(line, depth=line.depth + depth) for line in lines[start:]]
-
-
-def _return(names: Sequence[str], depth: int, as_tuple: bool = False) -> list[Line]:
-    if not as_tuple:
-        return [Line(f"return {', '.join(names)}".rstrip(), depth=depth)]
-    inner = f"{names[0]}," if len(names) == 1 else ", ".join(names)
-    return [Line(f"return ({inner})", depth=depth)]
+    lines = lines[start:]
+    names = body.returned()
+    if as_tuple:
+        inner = f"{names[0]}," if len(names) == 1 else ", ".join(names)
+        lines.append(Line(f"return ({inner})"))
+    elif (
+        len(names) == 1
+        and lines
+        and lines[-1].depth == 0  # not the body of a loop
+        and lines[-1].code.startswith(f"{names[0]} = ")
+    ):
+        last = lines.pop()
+        lines.append(replace(last, code=f"return {last.code.removeprefix(f'{names[0]} = ')}"))
+    else:
+        lines.append(Line(f"return {', '.join(names)}".rstrip()))
+    return [line.deeper(depth) for line in lines]

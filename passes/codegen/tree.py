@@ -46,14 +46,6 @@ def relative(path: str, ancestor: str) -> str:
     return path if not ancestor else path[len(ancestor) + 1 :]
 
 
-def inputs_of(item: Item) -> tuple[str, ...]:
-    return item.inputs
-
-
-def outputs_of(item: Item) -> tuple[str, ...]:
-    return item.outputs
-
-
 def tensors_of(item: Item) -> tuple[str, ...]:
     """FQNs of the model's tensors that are arguments of the item."""
     return item.attributes if isinstance(item, Op) else item.tensors
@@ -107,9 +99,7 @@ class _Builder:
         return Call(
             path=path,
             items=tuple(items),
-            inputs=tuple(
-                dict.fromkeys(n for item in items for n in inputs_of(item) if n not in made)
-            ),
+            inputs=tuple(dict.fromkeys(n for item in items for n in item.inputs if n not in made)),
             tensors=tuple(
                 dict.fromkeys(
                     fqn

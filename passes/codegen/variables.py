@@ -6,7 +6,7 @@ A name may be bound again once the value that it held is not read any more, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdcompile.passes.naming import RESERVED
@@ -59,12 +59,3 @@ def lifetimes(
     for name in outputs:
         read[name] = len(items)
     return {name: (start, max(read.get(name, start), start + 1)) for name, start in made.items()}
-
-
-def fixed_results(
-    variables: Variables, wanted: Mapping[str, str], spans: Mapping[str, tuple[int, int]]
-) -> None:
-    """Reserve the names that results must have."""
-    for value, name in wanted.items():
-        if value not in variables.names:
-            variables.fix(value, name, spans[value])

@@ -11,7 +11,6 @@ own names, so state_dict() has its keys. Written by pdcompile: edit it, and load
 again with compile(..., sources=folder). `python pipeline.py` runs all stages.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -58,8 +57,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
         down = self.down(gelu)  # f32[b, 16, 32]
         draw(self, 1)
         dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
-        x = x + dropout  # f32[b, 16, 32]
-        return x
+        return x + dropout  # f32[b, 16, 32]
 
 
 class Stage1(nn.Module):
@@ -79,8 +77,6 @@ class Stage1(nn.Module):
         return (logits,)
 
     def loss(self, logits, target):
-        # loss_fn
         flatten = logits.flatten(0, 1)  # f32[16*b, 64]
         flatten_1 = target.flatten()  # i64[16*b]
-        cross_entropy = F.cross_entropy(flatten, flatten_1)  # f32[]
-        return cross_entropy
+        return F.cross_entropy(flatten, flatten_1)  # f32[]

@@ -60,8 +60,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
         down = self.down(gelu)  # f32[b, 16, 32]
         draw(self, 1)
         dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
-        x = x + dropout  # f32[b, 16, 32]
-        return x
+        return x + dropout  # f32[b, 16, 32]
 
 
 class Stage0(nn.Module):
