@@ -24,17 +24,16 @@ class Agreement:
         self._transport = transport
         self._num_ranks = num_ranks
         self._paths = paths
-        self._number = 0
 
-    def reach(self, call: str, minibatch: int, size: int | None, leaves: Any) -> int | None:
+    def reach(
+        self, call: str, number: int, minibatch: int, size: int | None, leaves: Any
+    ) -> int | None:
         """Begin a call; returns its batch size, rank 0's where this rank does not know it.
 
         Raises ContractError when this rank makes another call than rank 0, or has another
         minibatch.  Nobody waits for anything that is not on its way: rank 0 goes on at once.
         """
-        self._number += 1
-        self._transport.settle(self._number)
-        mine = [_CALLS.index(call), self._number, minibatch, _UNKNOWN if size is None else size]
+        mine = [_CALLS.index(call), number, minibatch, _UNKNOWN if size is None else size]
         mine += [_digest(leaves.get(path)) for path in self._paths]
         if self._transport.rank == 0:
             for peer in range(1, self._num_ranks):

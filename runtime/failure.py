@@ -15,7 +15,6 @@ from pdcompile.errors import RankError
 from pdcompile.runtime.transport import PeerLost
 from pdcompile.schedule import Instruction
 
-_WAIT_FOR_CAUSE_SECONDS = 1.0  # a peer writes its cause before it closes
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
 
 
@@ -82,11 +81,9 @@ class Failures:
         )
 
     def _read(self, peer: int) -> str | None:
-        deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            if self._store.check(["failure"]):
-                return str(self._store.get("failure"), "utf-8")
-            time.sleep(0.01)
+        # No need to wait: whoever closes its connections has written its cause before.
+        if self._store.check(["failure"]):
+            return str(self._store.get("failure"), "utf-8")
         if self._store.check([f"refused/{peer}"]):
             return str(self._store.get(f"refused/{peer}"), "utf-8")
         return None

@@ -33,9 +33,12 @@ Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
 
 
 class Loss:
-    """The loss of one minibatch on this rank: here already, or under way."""
+    """The loss of one minibatch on this rank: here already, or under way since a call."""
 
-    def __init__(self, handle: Handle | None = None, value: Tensor | None = None) -> None:
+    def __init__(
+        self, call: int, handle: Handle | None = None, value: Tensor | None = None
+    ) -> None:
+        self.call = call
         self._handle = handle
         self._value = value
 
@@ -79,6 +82,7 @@ class Worker:
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
         self.losses: dict[int, Loss] = {}
+        self._call = 0
         self._compute = compute
         self._tied = tied
         self._others = [rank for rank in range(num_ranks) if rank != transport.rank]
@@ -106,10 +110,17 @@ class Worker:
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
-    def end(self) -> None:
-        """A call ended.  Losses of earlier ones have long arrived, their microbatches are gone."""
-        for minibatch in [t for t in self.losses if t != self.base]:
-            self.losses.pop(minibatch).wait()
+    def settle(self, call: int | None = None) -> None:
+        """Call number `call` begins (None: the last one ended): finish what is two calls old.
+
+        The loss comes first: its sender waits in its own `settle` until it was received, also
+        when the user never asks for it.
+        """
+        for minibatch, loss in list(self.losses.items()):
+            if call is None or loss.call <= call - 2:
+                self.losses.pop(minibatch).wait()
+        self.transport.settle(call)
+        self._call = self._call if call is None else call
         for minibatch in [t for t in self.feeds if t < max(self.base - 2, 0)]:
             del self.feeds[minibatch]
 
@@ -264,10 +275,10 @@ class Worker:
         if ins.peer >= 0:
             channel = Channel(Kind.LOSS, 0, ins.peer)
             handle = self.transport.receive(channel, Expected((), self._loss_dtype, minibatch))
-            self.losses[minibatch] = Loss(handle)
+            self.losses[minibatch] = Loss(self._call, handle)
             return
         total = total_loss(self.feeds[minibatch].losses)
-        self.losses[minibatch] = Loss(value=total)
+        self.losses[minibatch] = Loss(self._call, value=total)
         for peer in self._others:
             channel = Channel(Kind.LOSS, 0, peer)
             self.transport.send(channel, total, minibatch, deferred=True)

@@ -30,11 +30,23 @@ _numbers: Counter[str] = Counter()  # names used so far, in the same order on ev
 class World:
     """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
 
-    def __init__(self, rank: int, ranks: list[int]) -> None:
+    def __init__(self, rank: int, ranks: list[int], agreed: str) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.store = _fresh_store("pipeline", ranks)
+        # Before anyone connects: one that leaves would disturb those that still do.
+        self._check_agreement(agreed)
         self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
+
+    def _check_agreement(self, agreed: str) -> None:
+        self.store.set(f"agreement/{self.rank}", agreed)
+        for rank in range(self.size):
+            theirs = str(self.store.get(f"agreement/{rank}"), "utf-8")
+            if theirs != agreed:
+                raise LaunchError(
+                    f"rank {rank} has {theirs}, rank {self.rank} has {agreed}",
+                    remedy="run the same program with the same packages on every rank",
+                )
 
     def close(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
@@ -56,14 +68,26 @@ def num_ranks(options: Options) -> int | None:
     return len(_members(options)[1]) if is_distributed(options) else None
 
 
-def connect(options: Options) -> World:
+def connect(options: Options, num_planned: int, agreed: str) -> World:
     """Connect the ranks of one pipeline; every one of them calls this at the same point.
 
-    Raises LaunchError when a variable of torchrun's is missing, or the ranks do not meet.
+    Args:
+        num_planned: ranks of the plan.
+        agreed: what has to be the same everywhere, as text (plan, torch version).
+
+    Raises:
+        LaunchError: not as many processes as ranks, unlike ranks, a variable of torchrun's is
+            missing, or the ranks do not meet.
     """
     rank, ranks = _members(options)
+    if num_planned != len(ranks):
+        raise LaunchError(
+            f"the plan has {num_planned} ranks, and {len(ranks)} processes are running",
+            remedy=f"start it with torchrun --nproc-per-node={num_planned}, or plan for "
+            f"stages={len(ranks)}",
+        )
     try:
-        return World(rank, ranks)
+        return World(rank, ranks, agreed)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} of {len(ranks)} cannot connect to the others: "
@@ -86,7 +110,8 @@ def _members(options: Options) -> tuple[int, list[int]]:
     if missing:
         raise LaunchError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
-            remedy="start the program with: torchrun --nproc-per-node=N program.py",
+            remedy="start it with torchrun --nproc-per-node=N, or run all stages in one process: "
+            "cluster=Cluster.local(N)",
         )
     return int(os.environ["RANK"]), list(range(int(os.environ["WORLD_SIZE"])))
 
@@ -113,33 +138,6 @@ def _store() -> Any:
                 remedy="start all ranks with one torchrun, and give it a free --master-port",
             ) from None
     return _stores[0]
-
-
-def check_ranks(num_planned: int, world: World | None) -> None:
-    """Raise LaunchError unless there are as many processes as the plan has ranks."""
-    running = 1 if world is None else world.size
-    if num_planned != running:
-        raise LaunchError(
-            f"the plan has {num_planned} ranks, and {running} "
-            f"{'process is' if running == 1 else 'processes are'} running"
-            + ("" if "RANK" in os.environ else " (RANK is not set)"),
-            remedy=f"start it with torchrun --nproc-per-node={num_planned}, or plan for "
-            f"{running}: stages={running}"
-            + (f", or run all in one process: cluster=Cluster.local({num_planned})"
-               if world is None else ""),
-        )  # fmt: skip
-
-
-def check_agreement(world: World, what: str) -> None:
-    """Raise LaunchError unless `what` (plan, torch version) is the same text on every rank."""
-    world.store.set(f"agreement/{world.rank}", what)
-    for rank in range(world.size):
-        theirs = world.store.get(f"agreement/{rank}").decode()
-        if theirs != what:
-            raise LaunchError(
-                f"rank {rank} has {theirs}, rank {world.rank} has {what}",
-                remedy="run the same program with the same packages on every rank",
-            )
 
 
 def from_rank0(options: Options, make: Callable[[], str]) -> str:

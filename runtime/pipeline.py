@@ -22,9 +22,10 @@ from pdcompile.results import LazyLoss, StepResult
 from pdcompile.runtime import launch
 from pdcompile.runtime.calls import loss_weights, microbatches, read_call, refuse_target
 from pdcompile.runtime.compute import Feed
+from pdcompile.runtime.failure import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.runtime.session import UPDATES, Session
+from pdcompile.runtime.session import UPDATES, Session, num_versions
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -65,26 +66,27 @@ class Pipeline:
     def _start(self, flat: FlatCall | None) -> None:
         if self._closed:
             raise ClosedError("this pipeline was closed", remedy="make a new one")
-        world = None
-        try:
-            prepared = self._prepare(flat)
-            if not prepared.in_process:
-                world = launch.connect(self._options)
-            if world is not None or not prepared.in_process:
-                launch.check_ranks(prepared.plan.num_ranks, world)
-            if self._options.keep_model:
-                self._model = copy.deepcopy(self._model)
-            self._session = Session(self._model, self._options, prepared, world)
-        except BaseException:
-            if world is not None:
-                world.close()
-            raise
-        if self._session.versions > 1 and self._session.optimizer is None:
+        prepared = self._prepare(flat)
+        plan, world = prepared.plan, None
+        if num_versions(prepared) > 1 and self._options.optimizer is None:
             raise ConfigError(
-                f"schedule={prepared.plan.training.schedule!r} computes gradients on older "
-                "weights, which means nothing without updates",
+                f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
+                "means nothing without updates",
                 remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
             )
+        if self._options.keep_model:
+            self._model = copy.deepcopy(self._model)
+        if not prepared.in_process:
+            agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
+            world = launch.connect(self._options, plan.num_ranks, agreed)
+        try:
+            self._session = Session(self._model, self._options, prepared, world)
+        except BaseException as error:
+            if world is not None:
+                cause = describe(world.rank, error, None, 0)
+                Failures(world.store, world.rank, world.size).report(cause)
+                world.close()
+            raise
         self._prepared, self._stream = prepared, prepared.stream
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)

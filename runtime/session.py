@@ -22,7 +22,7 @@ from pdcompile.runtime.agreement import Agreement
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure import Failures, describe, place
 from pdcompile.runtime.interpreter import Loss, Worker
-from pdcompile.runtime.launch import World, check_agreement
+from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater, make_optimizer
 from pdcompile.runtime.prepared import Prepared
@@ -56,11 +56,11 @@ class Session:
         self.failed: str | None = None
         self.stage_of_rank = _stage_of_rank(plan)
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
+        self._call = 0
         self.state = State(model, prepared, self.stage_of_rank, self.ranks)
         self._stale_copies = False
         self.agreement: Agreement | None = None
         if world is not None:
-            check_agreement(world, f"plan {plan.hash()[:16]} with torch {torch.__version__}")
             self._failures = Failures(world.store, world.rank, world.size)
         wires = Wires()
         streams = Streams(plan.training.seed)
@@ -104,9 +104,12 @@ class Session:
         )
         for training, signature, edges in modes:
             self.wirings[rank, training] = wire(stage, len(plan.stages), signature, edges, training)
-        lag = max(i.lag for c in prepared.stream.step(1)[0].columns for i in c)
         weights = StageWeights(
-            prepared.stage_classes[stage], interface, tensor, copies=copies, versions=lag + 1
+            prepared.stage_classes[stage],
+            interface,
+            tensor,
+            copies=copies,
+            versions=num_versions(prepared),
         )
         for module in weights.modules:
             streams.attach(module, interface)
@@ -133,9 +136,12 @@ class Session:
         self, call: str, minibatch: int, size: int | None = None, leaves: Any = None
     ) -> int | None:
         """Begin a call on every rank; returns its batch size where it has one."""
+        self._call += 1
+        for worker in self.workers:
+            worker.settle(self._call)
         if self.agreement is None:
             return size
-        return self.agreement.reach(call, minibatch, size, leaves or {})
+        return self.agreement.reach(call, self._call, minibatch, size, leaves or {})
 
     @property
     def last_rank(self) -> int:
@@ -173,8 +179,6 @@ class Session:
             columns = [tuple(i for i in column if i.action not in skip) for column in columns]
         with preserved_rng():
             _run_together(self.workers, columns)
-        for worker in self.workers:
-            worker.end()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -204,7 +208,7 @@ class Session:
         cause = self._failures.cause(lost, where)
         self.failed = cause.message
         self._abandon()
-        raise cause
+        raise cause from None
 
     def _place(self, error: BaseException) -> str:
         worker = self.workers[0]
@@ -250,7 +254,7 @@ class Session:
     def close(self) -> None:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
-            self.workers[0].transport.settle()
+            self.workers[0].settle()
             self.world.group.barrier().wait()
             for worker in self.workers:
                 worker.abandon()
@@ -263,6 +267,12 @@ class Session:
             self._failures.report(self.failed)
             self._abandon()
             self._failures.wait_for_peers()
+
+
+def num_versions(prepared: Prepared) -> int:
+    """How many versions of its weights every stage holds: the schedule's lag and the newest."""
+    columns = prepared.stream.step(1)[0].columns
+    return 1 + max(ins.lag for column in columns for ins in column)
 
 
 def _run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:

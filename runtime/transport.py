@@ -254,5 +254,5 @@ def _guarded(channel: Channel, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
+        text = str(error).splitlines()[0].partition(". ")[0].rpartition("] ")[2]
     raise PeerLost(channel.peer, text)

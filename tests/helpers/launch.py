@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -32,19 +33,43 @@ def torchrun(
     Every rank has one thread, and can import `tests.helpers`.  Ranks that still run after the
     time limit are killed, all of them.
     """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_ranks}", str(_write(script, folder)), *arguments]
+    return _finish(_start(command, folder, env or {}))
+
+
+def processes(script: str, num_ranks: int, folder: Path) -> Run:
+    """The same without torchrun, which would end the other ranks as soon as one has died."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(_write(script, folder))]
+    started = [_start(command, folder, {**common, "RANK": str(rank)}) for rank in range(num_ranks)]
+    runs = [_finish(process) for process in started]
+    failed = [run.code for run in runs if run.code]
+    return Run(failed[0] if failed else 0, "".join(run.output for run in runs))
+
+
+def _write(script: str, folder: Path) -> Path:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={num_ranks}", str(path), *arguments]
-    process = subprocess.Popen(
+    return path
+
+
+def _start(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
         start_new_session=True,
     )
+
+
+def _finish(process: subprocess.Popen[str]) -> Run:
     try:
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
