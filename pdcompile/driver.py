@@ -32,7 +32,7 @@ from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.start import given_plan, preparation
+from pdcompile.start import chosen_sources, given_plan, preparation
 from pdcompile.steps import Steps
 
 DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
@@ -62,15 +62,13 @@ def build(
     captured = step(
         "graph", lambda: capture(model, flat, layout, options.loss_fn, microbatch_size=size)
     )
-    if options.plan is None:
-        plan = make_plan(model, captured, options, chosen, step)
-    else:
-        plan = step("plan", lambda: given_plan(options.plan, chosen, captured.train))
+    given = given_plan(options, chosen, captured.train)
+    plan = given or make_plan(model, captured, options, chosen, step)
     proof = step("proof", lambda: check(plan))
     simulation = step("forecast", lambda: simulate(plan))
     plan = replace(plan, forecast=simulation.forecast)
     generated = step("sources", lambda: codegen.generate(captured, plan))
-    sources = generated if options.sources is None else codegen.read(options.sources, generated)
+    sources = chosen_sources(options, generated)
     verification = None
     if options.verify != "off":
         verification = step(

@@ -10,13 +10,14 @@ import base64
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.choices import Choices
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
-from pdcompile.errors import PlanError
+from pdcompile.errors import PlanError, SourceError
 from pdcompile.graph import OpGraph, fingerprint
 from pdcompile.options import Options
 from pdcompile.passes import codegen
@@ -25,6 +26,7 @@ from pdcompile.passes.schedules import make_stream
 from pdcompile.plan import Plan, check
 from pdcompile.runtime.launch import from_rank0, num_ranks
 from pdcompile.runtime.prepared import Prepared
+from pdcompile.stage import Sources
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,12 +63,19 @@ def preparation(
     return prepare
 
 
-def given_plan(given: Any, chosen: Choices, graph: OpGraph) -> Plan:
-    """A plan that the user gives (a `Plan` or the path of plan.json), if it fits.
+def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None:
+    """The plan that the user gives (a `Plan` or the path of plan.json), None without one.
+
+    A folder of sources brings its own plan: its stages are cut as that plan says.
 
     Raises:
         PlanError: it cannot be read, is of another model, or contradicts the other options.
     """
+    given = options.plan
+    if given is None:
+        if options.sources is None:
+            return None
+        given = Path(options.sources) / "plan.json"
     plan = given if isinstance(given, Plan) else _read_plan(given)
     training = plan.training
     wanted = {
@@ -93,12 +102,35 @@ def given_plan(given: Any, chosen: Choices, graph: OpGraph) -> Plan:
     return plan
 
 
+def chosen_sources(options: Options, generated: Sources) -> Sources:
+    """The folder that the user gives, or what was generated.
+
+    Raises:
+        SourceError: the folder cannot be read, or holds edited files without `allow_edited`.
+    """
+    if options.sources is None:
+        return generated
+    sources = codegen.read(options.sources, generated)
+    # The plan is not source: it was checked as a plan, and its times may be of another day.
+    sources = replace(sources, edited=tuple(n for n in sources.edited if n.endswith(".py")))
+    if sources.edited and not options.allow_edited:
+        raise SourceError(
+            f"{', '.join(sources.edited)} is not what this plan and model generate",
+            where=str(options.sources),
+            remedy="allow_edited=True runs it as it is, and explain() reports how it differs "
+            "from the model; or dump the folder anew",
+        )
+    return sources
+
+
 def _read_plan(given: Any) -> Plan:
     try:
         content = Path(given).read_bytes()
     except (OSError, TypeError) as error:
         raise PlanError(
-            f"cannot read the plan: {error}", where=str(given), remedy="give a Plan or a file"
+            f"cannot read the plan: {error}",
+            where=str(given),
+            remedy="give a Plan, the path of a plan.json, or a folder that dump wrote",
         ) from error
     return Plan.from_json(content, where=str(given))
 

@@ -1,0 +1,76 @@
+"""Generated source is there to be edited: it is loaded, verified anew, and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from pdcompile.errors import SourceError
+from tests.helpers import models
+
+
+def compiled(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = models.gpt()
+    x, y = models.batch_for(model, 8, 0)
+    settings: dict[str, Any] = {"stages": 2, "costs": "estimated", "microbatches": 4} | options
+    return pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), **settings)
+
+
+def losses(pipe: Any, steps: int = 3) -> list[float]:
+    x, y = models.batch_for(models.gpt(), 8, 0)
+    return [float(pipe.step(x, target=y).loss) for _ in range(steps)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    compiled().dump(str(tmp_path / "stages"))
+    return tmp_path / "stages"
+
+
+def test_an_untouched_folder_runs_as_generated(folder: Path) -> None:
+    pipe = compiled(sources=folder)
+    assert "edited" not in pipe.explain()
+    assert losses(pipe) == losses(compiled())
+
+
+def test_another_activation(folder: Path) -> None:
+    file = folder / "stage_1.py"
+    text = file.read_text()
+    assert "F.gelu" in text
+    file.write_text(text.replace("F.gelu", "F.relu"))
+    with pytest.raises(SourceError, match=r"stage_1\.py") as caught:
+        compiled(sources=folder)
+    assert "allow_edited=True" in str(caught.value)
+
+    pipe = compiled(sources=folder, allow_edited=True)
+    report = pipe.explain()
+    assert "stage_1.py" in report
+    assert "differ" in report
+    changed = losses(pipe)
+    assert changed != losses(compiled())
+    assert changed[2] < changed[0]
+
+
+def test_a_folder_without_a_stage(folder: Path) -> None:
+    (folder / "stage_1.py").unlink()
+    with pytest.raises(SourceError, match=r"stage_1\.py"):
+        compiled(sources=folder)
+
+
+def test_an_edit_that_is_no_python(folder: Path) -> None:
+    file = folder / "stage_0.py"
+    file.write_text(file.read_text() + "\ndef broken(:\n")
+    with pytest.raises(SourceError, match=r"stage_0\.py"):
+        compiled(sources=folder, allow_edited=True)
+
+
+def test_an_edit_that_cannot_run(folder: Path) -> None:
+    file = folder / "stage_1.py"
+    file.write_text(file.read_text().replace("F.gelu", "F.gelou"))
+    with pytest.raises(pdcompile.PdcompileError, match="gelou"):
+        compiled(sources=folder, allow_edited=True)
