@@ -2,34 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from pdcompile.batch import FlatCall, follow_batch, microbatch_sizes, split, weights
-from pdcompile.errors import ConfigError, InputError
+from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.graph import OpGraph, size_at
 from pdcompile.options import Options
+from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.prepared import Prepared
+from pdcompile.runtime.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A minibatch.  `size` is None on a rank that holds none of its inputs."""
+def begin_call(
+    session: Session, kind: str, number: int, flat: FlatCall, *, training: bool, with_loss: bool
+) -> list[Feed]:
+    """Check a call, agree on it with the other ranks, and cut it: one Feed for each worker.
 
-    flat: FlatCall
-    size: int | None
-
-
-def read_call(prepared: Prepared, graph: OpGraph, flat: FlatCall, needed: frozenset[str]) -> Call:
-    """Check a call before anything is sent.
-
-    `needed` are the paths that this rank reads; others may be None.  Raises InputError for a
-    missing input, another shape or dtype, or another constant than the captured one.
+    Raises InputError, before anything is sent, when it does not fit what was captured;
+    ContractError when the ranks make unlike calls.
     """
-    constants = dict(graph.constants)
-    for path, text in constants.items():
+    prepared, options = session.prepared, session.options
+    paths = needed_paths(session, training=training, with_loss=with_loss)
+    graph = prepared.capture.train if training else prepared.capture.eval
+    try:
+        size = check_call(prepared, graph, flat, paths)
+    except PdcompileError as error:
+        session.refuse(error)
+        raise
+    with session.guard():
+        size = session.agree(kind, number, size, flat.leaves)
+    if size is None:
+        raise InputError("no input tells the batch size", remedy="pass the model's inputs")
+    layout = replace(prepared.layout, size=size)
+    count = prepared.plan.training.num_microbatches
+    sizes = microbatch_sizes(size, count) if layout.splits else [size]
+    feeds = []
+    for rank in session.ranks:
+        wiring = session.wirings[rank, training]
+        leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
+        feed = Feed(number, split(leaves, layout, count), sizes, [], wiring, with_loss)
+        if wiring.is_last:
+            feed.keep_outputs = session.world is None or options.outputs != "none"
+            if with_loss:
+                feed.weights = weights(options.loss_reduction, flat, layout, count)
+        feeds.append(feed)
+    return feeds
+
+
+def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:
+    """Paths of the call's leaves that this process reads."""
+    found: dict[str, None] = {}
+    for rank in session.ranks:
+        wiring = session.wirings[rank, training]
+        found.update(dict.fromkeys(wiring.paths(with_loss)))
+        if with_loss and wiring.is_last and callable(session.options.loss_reduction):
+            found.update(dict.fromkeys(session.prepared.layout.dims))  # it may count anything
+    return tuple(found)
+
+
+def check_call(
+    prepared: Prepared, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
+) -> int | None:
+    """The batch size, None where this process holds nothing that tells it.
+
+    Raises InputError for a missing input, another shape or dtype, or another constant than
+    the captured one.
+    """
+    for path, text in graph.constants:
         if path in flat.leaves and repr(flat.leaves[path]) != text:
             raise InputError(
                 f"this input is {flat.leaves[path]!r} now, and was {text} when the model was "
@@ -47,17 +89,14 @@ def read_call(prepared: Prepared, graph: OpGraph, flat: FlatCall, needed: frozen
                 "pass it: a stage on this rank reads it (pipe.needs lists what this rank needs)",
             )  # fmt: skip
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
-    known = {item.path: item for item in graph.inputs}
-    present = FlatCall(
-        {p: leaf if p in tensors else None for p, leaf in flat.leaves.items()}, flat.spec
-    )
-    splits = prepared.layout.splits
-    layout = follow_batch(present, prepared.layout) if splits else prepared.layout
-    for path, leaf in tensors.items():
-        if path in known:
-            _check_leaf(graph, known[path].name, path, leaf, known[path].batch_dim)
-    told = not splits or any(layout.dims[path] is not None for path in tensors)
-    return Call(flat, layout.size if told else None)
+    for item in graph.inputs:
+        if item.path in tensors:
+            _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
+    if not prepared.layout.splits:
+        return prepared.layout.size
+    present = FlatCall({p: tensors.get(p) for p in flat.leaves}, flat.spec)
+    layout = follow_batch(present, prepared.layout)
+    return layout.size if any(layout.dims[path] is not None for path in tensors) else None
 
 
 def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: int | None) -> None:
@@ -75,24 +114,6 @@ def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: i
         where=path,
         remedy="pad or convert it to the captured shape and dtype, or make another pipeline",
     )
-
-
-def microbatches(
-    prepared: Prepared, flat: FlatCall, size: int, paths: tuple[str, ...]
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """The leaves of each microbatch, only the given paths, and the samples of each."""
-    layout = replace(prepared.layout, size=size)
-    count = prepared.plan.training.num_microbatches
-    chosen = {path: flat.leaves[path] for path in paths}
-    sizes = microbatch_sizes(size, count) if layout.splits else [size]
-    return split(chosen, layout, count), sizes
-
-
-def loss_weights(prepared: Prepared, options: Options, flat: FlatCall, size: int) -> list[float]:
-    """What each microbatch's loss counts."""
-    layout = replace(prepared.layout, size=size)
-    count = prepared.plan.training.num_microbatches
-    return weights(options.loss_reduction, flat, layout, count)
 
 
 def refuse_target(options: Options, target: Any) -> None:

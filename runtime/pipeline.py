@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, flatten_call
-from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared, PdcompileError
+from pdcompile.errors import ClosedError, ConfigError, NotPrepared
 from pdcompile.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.schedules import evaluation
@@ -20,7 +19,7 @@ from pdcompile.plan import Plan
 from pdcompile.randomness import evaluation_minibatch
 from pdcompile.results import LazyLoss, StepResult
 from pdcompile.runtime import launch
-from pdcompile.runtime.calls import loss_weights, microbatches, read_call, refuse_target
+from pdcompile.runtime.calls import begin_call, needed_paths, refuse_target
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure import Failures, describe
 from pdcompile.runtime.outputs import join, share
@@ -46,7 +45,6 @@ class Pipeline:
         self._model = model
         self._options = options
         self._prepare = prepare
-        self._prepared: Prepared | None = None
         self._session: Session | None = None
         self._stream: Any = None
         self._num_minibatches = 0
@@ -58,7 +56,7 @@ class Pipeline:
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Pipeline:
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
-        if self._prepared is None:
+        if self._session is None:
             given = bool(args or kwargs)
             self._start(flatten_call(self._model, args, kwargs, target) if given else None)
         return self
@@ -87,13 +85,13 @@ class Pipeline:
                 Failures(world.store, world.rank, world.size).report(cause)
                 world.close()
             raise
-        self._prepared, self._stream = prepared, prepared.stream
+        self._stream = prepared.stream
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
 
     @property
-    def _ready(self) -> tuple[Prepared, Session]:
-        if self._prepared is None or self._session is None:
+    def _running(self) -> Session:
+        if self._session is None:
             if self._closed:
                 raise ClosedError("this pipeline was closed", remedy="make a new one")
             raise NotPrepared(
@@ -101,41 +99,41 @@ class Pipeline:
                 remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "
                 "example_inputs= to compile",
             )
-        return self._prepared, self._session
+        return self._session
 
     @property
     def plan(self) -> Plan:
         """The plan; raises NotPrepared before there is one, as everything here that needs it."""
-        return self._ready[0].plan
+        return self._running.plan
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of this process's parameters (None: gradients only)."""
-        return self._ready[1].optimizer
+        return self._running.optimizer
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that run in this process: one under torchrun, all of them otherwise."""
-        return tuple(self._ready[1].ranks)
+        return tuple(self._running.ranks)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of these ranks."""
-        session = self._ready[1]
+        session = self._running
         return tuple(session.stage_of_rank[rank] for rank in session.ranks)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Paths of the inputs and targets that this process reads; others may be None."""
-        return self._paths(training=True, loss=True)
+        return needed_paths(self._running, training=True, with_loss=True)
 
     def explain(self) -> str:
         """The plan as a table: stages, time, memory, traffic, proof."""
-        return self._ready[0].explain()
+        return self._running.prepared.explain()
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""
-        self._ready[0].dump(folder)
+        self._running.prepared.dump(folder)
 
     # -- training ----------------------------------------------------------------------------
 
@@ -162,7 +160,8 @@ class Pipeline:
 
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
-        prepared, session = self._ready
+        session = self._running
+        prepared = session.prepared
         schedule = prepared.plan.training.schedule
         if kind == "forward_backward" and session.versions > 1:
             raise ConfigError(
@@ -178,7 +177,7 @@ class Pipeline:
                 remedy="give loss_fn=(output, target) -> scalar, or return a scalar, an output "
                 "with .loss or a dict with 'loss'",
             )
-        feeds = self._feeds(kind, graph, flat, number, training=True, with_loss=True)
+        feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
         self._num_minibatches += 1
         with session.guard():
             session.refresh(number)
@@ -194,10 +193,10 @@ class Pipeline:
 
     def flush(self) -> None:
         """Drain what is in flight; changes no result."""
-        if self._prepared is None:
+        if self._session is None:
             return
         self._check_open()
-        session = self._ready[1]
+        session = self._running
         with session.guard():
             session.agree("flush", self._num_minibatches)
             self._drain(session)
@@ -227,12 +226,13 @@ class Pipeline:
 
     def _evaluate(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
-        prepared, session = self._ready
+        session = self._running
+        prepared = session.prepared
         graph = prepared.capture.eval
         own = prepared.interfaces[-1].eval.loss_inputs == ()
         with_loss = graph.loss is not None and (kind == "eval_step" or own)
         number = evaluation_minibatch(self._num_evaluations)
-        feeds = self._feeds(kind, graph, flat, number, training=False, with_loss=with_loss)
+        feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
         self._num_evaluations += 1
         with session.guard():
             self._drain(session)
@@ -250,57 +250,20 @@ class Pipeline:
         self._check_open()
         refuse_target(self._options, target)
         flat = flatten_call(self._model, args, kwargs, target)
-        if self._prepared is None:
+        if self._session is None:
             self._start(flat)
         return flat
 
-    def _paths(self, *, training: bool, loss: bool) -> tuple[str, ...]:
-        prepared, session = self._ready
-        found: dict[str, None] = {}
-        for rank in session.ranks:
-            wiring = session.wirings[rank, training]
-            found.update(dict.fromkeys(wiring.paths(loss)))
-            if loss and wiring.is_last and callable(self._options.loss_reduction):
-                found.update(dict.fromkeys(prepared.layout.dims))
-        return tuple(found)
-
-    def _feeds(
-        self, kind: str, graph: OpGraph, flat: FlatCall, number: int, *, training: bool,
-        with_loss: bool,
-    ) -> list[Feed]:  # fmt: skip
-        """Check the call, agree on it with the other ranks, and cut it: a Feed for each worker."""
-        prepared, session = self._ready
-        paths = self._paths(training=training, loss=with_loss)
-        try:
-            call = read_call(prepared, graph, flat, frozenset(paths))
-        except PdcompileError as error:
-            session.refuse(error)
-            raise
-        with session.guard():
-            size = session.agree(kind, number, call.size, flat.leaves)
-        if size is None:
-            raise InputError("no input tells the batch size", remedy="pass the model's inputs")
-        is_last = session.wirings[session.ranks[-1], training].is_last
-        scales = loss_weights(prepared, self._options, flat, size) if with_loss and is_last else []
-        feeds = []
-        for rank in session.ranks:
-            wiring = session.wirings[rank, training]
-            parts, sizes = microbatches(prepared, flat, size, wiring.paths(with_loss))
-            keep = wiring.is_last and (session.world is None or self._options.outputs != "none")
-            feeds.append(
-                Feed(number, parts, sizes, scales, wiring, with_loss=with_loss, keep_outputs=keep)
-            )
-        return feeds
-
     @property
     def _has_outputs(self) -> bool:
-        session = self._ready[1]
+        session = self._running
         is_last = session.wirings[session.ranks[-1], True].is_last
         chosen = self._options.outputs
         return session.world is None or chosen == "all" or (chosen == "last" and is_last)
 
     def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
-        prepared, session = self._ready
+        session = self._running
+        prepared = session.prepared
         if self._options.outputs == "all" and session.world is not None:
             with session.guard():
                 ports = prepared.interfaces[-1]
@@ -325,7 +288,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters with the model's names: tied ones on their owner only."""
-        return self._ready[1].state.named_parameters()
+        return self._running.state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters."""
@@ -341,7 +304,7 @@ class Pipeline:
 
         For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
         """
-        session = self._ready[1]
+        session = self._running
         self._check_open()
         with session.guard():
             session.agree("clip_grad_norm_", self._num_minibatches)
@@ -353,14 +316,14 @@ class Pipeline:
         Flushes first, so every rank calls it.
         """
         self.flush()
-        return self._ready[1].state.part()
+        return self._running.state.part()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
 
         Flushes first, so every rank calls it; {} on the others.
         """
-        session = self._ready[1]
+        session = self._running
         self._check_open()
         with session.guard():
             session.agree("full_state_dict", self._num_minibatches)
@@ -374,12 +337,12 @@ class Pipeline:
         model does not have.
         """
         self.flush()
-        session = self._ready[1]
+        session = self._running
         session.state.load(state, [worker.weights for worker in session.workers])
 
     def to_model(self) -> nn.Module | None:
         """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
-        session = self._ready[1]
+        session = self._running
         if session.world is None:
             self.flush()
             return self._model
@@ -408,12 +371,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         elif not self._closed:

@@ -56,13 +56,14 @@ class Norms:
 
     def wait(self, minibatch: int) -> Tensor:
         """The total norm over all ranks: a scalar, the same everywhere."""
-        norms, handles = self.posted.pop(minibatch)
-        for peer, handle in handles:
+        norms = self.posted[minibatch][0]
+        for peer, handle in self.posted[minibatch][1]:
             vector = handle.wait()
             assert vector is not None
             for fqn, norm in zip(self._owned[peer], vector.tolist(), strict=False):
                 if norm != ABSENT:
                     norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
+        del self.posted[minibatch]
         stacked = [norms[fqn] for fqn in self._dtypes if fqn in norms]
         if not stacked:
             return torch.tensor(0.0)

@@ -50,6 +50,8 @@ class Session:
         self, model: nn.Module, options: Options, prepared: Prepared, world: World | None
     ) -> None:
         plan = prepared.plan
+        self.prepared = prepared
+        self.options = options
         self.plan = plan
         self.world = world
         self.model = model

@@ -13,8 +13,7 @@ is copied, and its completion is awaited two calls later (`settle`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +35,9 @@ class PeerLost(RuntimeError):
     """The connection to a rank broke: it died, or it closed because of an error somewhere."""
 
     def __init__(self, peer: int, text: str) -> None:
-        super().__init__(f"lost the connection to rank {peer}: {text}")
+        # gloo: "[its own source file] what happened [address]. advice"
+        said = text.splitlines()[0].partition(". ")[0].rpartition("] ")[2]
+        super().__init__(f"lost the connection to rank {peer}: {said}")
         self.peer = peer
 
 
@@ -99,21 +100,21 @@ class GroupTransport:
         self._call = 0
         self._outgoing: dict[Channel, _Outgoing] = {}
         self._incoming: dict[Channel, _Incoming] = {}
-        self._deferred: deque[tuple[int, _Sent]] = deque()
+        self._deferred: deque[tuple[int, _Transfer]] = deque()
 
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
         state = self._outgoing.get(channel)
         if state is None:
-            state = _Outgoing(memory_order(tensor), self._call)
-            self._outgoing[channel] = state
+            state = self._outgoing[channel] = _Outgoing(memory_order(tensor), self._call)
             if channel.kind is not Kind.CALL:
                 header = header_of(channel, tensor, state.order, minibatch, self._plan)
-                self._defer(_Sent(channel, to_bytes(header, (0,)), self._isend))
+                self._defer(_Transfer(self, to_bytes(header, (0,)), channel, sending=True))
         payload = to_bytes(tensor, state.order)
         opening = state.opened == self._call
-        sent = _Sent(channel, payload.clone() if opening else payload, self._isend)
+        memory = payload.clone() if opening else payload
+        sent = _Transfer(self, memory, channel, sending=True)
         if not (deferred or opening):
             return sent
         self._defer(sent)
@@ -122,8 +123,8 @@ class GroupTransport:
     def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
         state = self._incoming.get(channel)
         if state is None:
-            state = self._incoming[channel] = _Incoming(channel, self._irecv, self._plan)
-        return state.post(expected, pooled)
+            state = self._incoming[channel] = _Incoming(self, channel, self._plan)
+        return _Received(state, expected, pooled)
 
     def settle(self, call: int | None = None) -> None:
         if call is not None:
@@ -133,75 +134,88 @@ class GroupTransport:
 
     def abandon(self) -> None:
         self._group = None
+        for state in self._incoming.values():
+            state.waiting.clear()
         self._deferred.clear()
         self._outgoing.clear()
         self._incoming.clear()
 
-    def _defer(self, sent: _Sent) -> None:
+    def _defer(self, sent: _Transfer) -> None:
         self._deferred.append((self._call, sent))
 
-    def _isend(self, flat: Tensor, channel: Channel) -> Any:
-        return self._group.send([flat], channel.peer, channel.tag)
-
-    def _irecv(self, flat: Tensor, channel: Channel) -> Any:
-        return self._group.recv([flat], channel.peer, channel.tag)
-
-
-class _Outgoing:
-    def __init__(self, order: tuple[int, ...], opened: int) -> None:
-        self.order = order
-        self.opened = opened  # the call that sent the first message
+    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+        """Hand the memory to gloo; returns its Work."""
+        post = self._group.send if sending else self._group.recv
+        try:
+            return post([flat], channel.peer, channel.tag)
+        finally:
+            del post  # see _Transfer
 
 
-class _Sent(Handle):
-    """Holds the bytes until they are gone: isend does not copy."""
+class _Transfer(Handle):
+    """A message in the hands of gloo, and its memory, which is gloo's until `wait`.
+
+    No other place holds the Work, and no frame does while an error passes: connections close
+    only when the last Work is gone, and a traceback may live long.
+    """
 
     def __init__(
-        self, channel: Channel, flat: Tensor, isend: Callable[[Tensor, Channel], Any]
+        self, transport: GroupTransport, flat: Tensor, channel: Channel, *, sending: bool
     ) -> None:
         self._flat: Tensor | None = flat
         self._channel = channel
-        self._work = _guarded(channel, lambda: isend(flat, channel))
+        self._work: Any = None
+        try:
+            self._work = transport.start(flat, channel, sending=sending)
+            return
+        except RuntimeError as error:
+            text = str(error)
+        raise PeerLost(channel.peer, text)
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        _guarded(self._channel, work.wait)
-        self._flat = None
+        try:
+            self._work.wait()
+            self._work = self._flat = None
+            return
+        except RuntimeError as error:
+            text = str(error)
+        self._work = None
+        raise PeerLost(self._channel.peer, text)
+
+
+class _Outgoing(NamedTuple):
+    """The sending end of a channel: its memory order, and the call that opened it."""
+
+    order: tuple[int, ...]
+    opened: int
 
 
 class _Incoming:
     """The receiving end of a channel: its slots, and its header until that was read."""
 
-    def __init__(
-        self, channel: Channel, irecv: Callable[[Tensor, Channel], Any], plan: int
-    ) -> None:
-        self.channel = channel
-        self.irecv = irecv
+    def __init__(self, transport: GroupTransport, channel: Channel, plan: int) -> None:
         self.order: tuple[int, ...] | None = (0,) if channel.kind is Kind.CALL else None
         self.slots: list[Tensor] = []
+        self.waiting: list[_Received] = []  # posted when the header has been read
+        self._transport = transport
+        self._channel = channel
         self._plan = plan
-        self._waiting: list[_Received] = []
         if self.order is None:
             self._header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
-            self._work = _guarded(channel, lambda: irecv(self._header.view(torch.uint8), channel))
+            self._arriving = self.transfer(self._header.view(torch.uint8))
 
-    def post(self, expected: Expected, pooled: bool) -> Handle:
-        received = _Received(self, expected, pooled)
+    def transfer(self, flat: Tensor) -> _Transfer:
+        return _Transfer(self._transport, flat, self._channel, sending=False)
+
+    def opened(self) -> tuple[int, ...]:
+        """The memory order; waits for the header, compares it, posts what was held back."""
         if self.order is None:
-            self._waiting.append(received)
-        else:
-            received.post()
-        return received
-
-    def open(self) -> None:
-        """Wait for the header, compare it, and post what was held back."""
-        work, self._work = self._work, None
-        _guarded(self.channel, work.wait)
-        first = self._waiting[0].expected
-        self.order = read_header(self.channel, self._header, first, self._plan)
-        for received in self._waiting:
-            received.post()
-        self._waiting.clear()
+            self._arriving.wait()
+            first = self.waiting[0].expected
+            self.order = read_header(self._channel, self._header, first, self._plan)
+            while self.waiting:
+                self.waiting.pop(0).post()
+        return self.order
 
     def slot(self, num_bytes: int) -> Tensor:
         """A buffer that no live message uses; the pool grows to what is in flight at once."""
@@ -218,41 +232,28 @@ class _Received(Handle):
         self._source = source
         self._pooled = pooled
         self._flat: Tensor | None = None
-        self._work: Any = None
+        if source.order is None:
+            source.waiting.append(self)
+        else:
+            self.post()
 
     def post(self) -> None:
-        num_bytes = max(1, self.expected.num_bytes)
-        # Autograd may keep a gradient's memory as a parameter's .grad: those get memory of
+        # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
         # their own, only activations use slots.
-        flat = (
-            self._source.slot(num_bytes)
-            if self._pooled
-            else torch.empty(num_bytes, dtype=torch.uint8)
+        size = max(1, self.expected.num_bytes)
+        self._flat = (
+            self._source.slot(size) if self._pooled else torch.empty(size, dtype=torch.uint8)
         )
-        self._flat = flat
-        self.memory = flat.untyped_storage().data_ptr()
-        channel = self._source.channel
-        self._work = _guarded(channel, lambda: self._source.irecv(flat[:num_bytes], channel))
+        self.memory = self._flat.untyped_storage().data_ptr()
+        self._transfer = self._source.transfer(self._flat[:size])
 
     def wait(self) -> Tensor:
-        if self._source.order is None:
-            self._source.open()
+        order = self._source.opened()
+        self._transfer.wait()
         assert self._flat is not None
-        assert self._source.order is not None
-        work, self._work = self._work, None
-        _guarded(self._source.channel, work.wait)
-        return from_bytes(self._flat, self.expected, self._source.order)
+        return from_bytes(self._flat, self.expected, order)
 
     def free(self) -> None:
         if self._pooled and self._flat is not None:
             self._source.slots.append(self._flat)
             self._flat = None
-
-
-def _guarded(channel: Channel, call: Callable[[], Any]) -> Any:
-    """Run a call into gloo; a broken connection becomes PeerLost without a trace of the Work."""
-    try:
-        return call()
-    except RuntimeError as error:
-        text = str(error).splitlines()[0].partition(". ")[0].rpartition("] ")[2]
-    raise PeerLost(channel.peer, text)

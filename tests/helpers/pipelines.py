@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, resolve_batch
+from pdcompile.cluster import Cluster
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import boundaries, codegen
@@ -80,7 +81,7 @@ def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: i
             max_grad_norm=options.max_grad_norm,
             seed=options.seed,
         ),
-        cluster="",
+        cluster=Cluster.local(stages).to_toml(),
         certificate=Certificate(0.0, 0.0, "feasible", "by hand", 0.0, "exact graph"),
     )
 
