@@ -35,7 +35,7 @@ import gpt
 
 RANKS = 2
 MICROBATCHES = 8
-MEMORY = "24 MB"
+MEMORY = "32 MB"
 SCHEDULES = ("1f1b", "2bw")
 WARM_UP = 2  # first steps, which throughput leaves out
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)

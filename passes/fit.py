@@ -81,7 +81,7 @@ def by_excess(
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
-    """Bytes by which the worst ledger of a stage exceeds its limit; stages that fit are left out."""
+    """Bytes by which the worst ledger of a stage exceeds its limit, where it does."""
     assert plan.forecast is not None
     found = {}
     for stage in plan.stages:

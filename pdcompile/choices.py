@@ -176,7 +176,7 @@ def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
     if isinstance(given, Cluster):
         return given
     if given == "auto":
-        return Cluster.local(stages) if in_process else Cluster.parse(str(stages))
+        return Cluster.local(stages) if in_process else _auto(stages)
     if isinstance(given, str | Path):
         text = str(given)
         return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
@@ -184,6 +184,14 @@ def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
         f"cluster={given!r} is not a cluster",
         remedy="'auto', Cluster.local(4), '2x4' (hosts x devices), or the path of a cluster.toml",
     )
+
+
+def _auto(num_ranks: int) -> Cluster:
+    """The cluster that torchrun started; a group of some of its ranks counts as one host."""
+    cluster = Cluster.auto()
+    if len(cluster.devices) == num_ranks:
+        return cluster
+    return Cluster.auto({"WORLD_SIZE": str(num_ranks)})
 
 
 def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) -> int:

@@ -45,6 +45,13 @@ BARE_NOTE = (
     "cluster {text!r} says nothing of memory and links: assumed no memory limit, "
     "100 GB/s inside a host and 12.5 GB/s between hosts, full duplex"
 )
+# What gloo does between two processes of one host (benchmarks/links.py measures it here).
+GLOO_BYTES_PER_SECOND = 1e9
+GLOO_SECONDS = 100e-6
+AUTO_NOTE = (
+    "cluster 'auto' says nothing of memory and links: assumed no memory limit, and 1 GB/s and "
+    "100 us a message between ranks, about what gloo does on one host; cluster= describes others"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,12 @@ class Cluster:
                 f"WORLD_SIZE={world!r} and LOCAL_WORLD_SIZE={local!r} describe no cluster",
                 remedy="start with torchrun, with equally many processes on every host",
             )
-        return Cluster.parse(f"{int(world) // int(local)}x{local}")
+        cluster = Cluster.parse(f"{int(world) // int(local)}x{local}")
+        levels = tuple(
+            replace(level, bytes_per_second=GLOO_BYTES_PER_SECOND, latency_seconds=GLOO_SECONDS)
+            for level in cluster.levels
+        )
+        return replace(cluster, levels=levels, notes=(AUTO_NOTE,))
 
     @staticmethod
     def load(path: str) -> Cluster:

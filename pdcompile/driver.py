@@ -136,7 +136,8 @@ def make_plan(
 
     plan = step("plan", lambda: fit(problem, solve))
     check_plan(plan, graph, chosen.cluster)
-    return replace(plan, notes=(*plan.notes, assumed)) if assumed else plan
+    notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
+    return replace(plan, notes=notes)
 
 
 def compile(

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pdcompile.errors import ConfigError
-
 SCHEDULES = ("gpipe", "1f1b", "2bw", "stash", "vsync", "interleaved", "zb-h1", "auto")
 
 

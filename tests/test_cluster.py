@@ -66,7 +66,10 @@ def test_local_wants_a_count(n: object) -> None:
 
 def test_auto_reads_what_torchrun_set() -> None:
     started = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    assert [level.size for level in Cluster.auto(started).levels] == [4, 2]
+    cluster = Cluster.auto(started)
+    assert [level.size for level in cluster.levels] == [4, 2]
+    assert all(level.latency_seconds > 0 for level in cluster.levels)
+    assert "gloo" in cluster.notes[0]
     assert Cluster.auto({}).in_process
     with pytest.raises(ClusterError, match="torchrun"):
         Cluster.auto({"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4"})
