@@ -31,6 +31,7 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.start import chosen_sources, given_plan, preparation
 from pdcompile.steps import Steps
@@ -104,7 +105,11 @@ def make_plan(
     graph = step(
         "costs",
         lambda: profile(
-            captured.train, model, microbatch_size=chosen.microbatch_size, costs=options.costs
+            captured.train,
+            model,
+            microbatch_size=chosen.microbatch_size,
+            costs=options.costs,
+            progress=step.listener.part,
         ),
     )
     problem = step(
@@ -130,7 +135,12 @@ def make_plan(
     )
 
     def solve(problem: PartitionProblem) -> tuple[Plan, Partition]:
-        answer, certificate = partition(problem, time_limit=options.time_limit, seed=options.seed)
+        answer, certificate = partition(
+            problem,
+            time_limit=options.time_limit,
+            seed=options.seed,
+            progress=step.listener.found,
+        )
         plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
         return replace(plan, forecast=simulate(plan).forecast), answer
 
@@ -219,7 +229,8 @@ def compile(
     def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
         if flat is None:
             flat = example_call(model, example_inputs, example_target)
-        return build(model, flat, options, num_ranks=num_ranks)
+        with compiling(lines=False) as listener:
+            return build(model, flat, options, num_ranks=num_ranks, step=Steps(listener))
 
     pipe = Pipeline(model, options, preparation(model, options, build_from))
     if example_inputs is not None and (loss_fn is None or example_target is not None):

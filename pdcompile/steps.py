@@ -16,30 +16,43 @@ from typing import Any, TypeVar
 from pdcompile.errors import ConfigError
 
 Form = TypeVar("Form")
-Listener = Callable[[str, float], None]
+
+
+class Listener:
+    """Told of a compilation's progress; this one says nothing."""
+
+    def starts(self, name: str) -> None:
+        """A pass starts."""
+
+    def ended(self, name: str, seconds: float) -> None:
+        """A pass has ended."""
+
+    def part(self, done: int, total: int, what: str) -> None:
+        """The running pass has done so many of its parts and turns to the next."""
+
+    def found(self, text: str) -> None:
+        """The running search has found something better."""
 
 
 class Steps:
     """Runs passes by name: ``graph = step("graph", lambda: trace(model, inputs))``.
 
-    `listener(name, seconds)` is told when a pass starts (seconds < 0) and when it has ended.
-    `seconds` holds the duration of each pass, in order.
+    `listener` is told when a pass starts and ends; `seconds` holds the duration of each pass,
+    in order.
     """
 
     def __init__(self, listener: Listener | None = None, folder: str | None = None):
-        self.listener = listener
+        self.listener = listener or Listener()
         self.seconds: dict[str, float] = {}
         chosen = folder if folder is not None else os.environ.get("PDCOMPILE_DUMP")
         self.folder = Path(chosen) if chosen else None
 
     def __call__(self, name: str, run: Callable[[], Form]) -> Form:
-        if self.listener:
-            self.listener(name, -1.0)
+        self.listener.starts(name)
         began = time.perf_counter()
         form = run()
         self.seconds[name] = time.perf_counter() - began
-        if self.listener:
-            self.listener(name, self.seconds[name])
+        self.listener.ended(name, self.seconds[name])
         if self.folder:
             self._write(name, form)
         return form

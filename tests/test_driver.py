@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import pdcompile
+from pdcompile.batch import example_call
+from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
-from pdcompile.steps import Steps
+from pdcompile.options import Options
+from pdcompile.steps import Listener, Steps
 from tests.helpers import models
 
 
@@ -82,12 +85,43 @@ def test_forms_that_cannot_be_written_say_where(tmp_path: Path) -> None:
 
 
 def test_steps_tell_what_runs_and_how_long() -> None:
-    told: list[tuple[str, float]] = []
-    step = Steps(lambda name, seconds: told.append((name, seconds)))
+    told: list[str] = []
+
+    class Ear(Listener):
+        def starts(self, name: str) -> None:
+            told.append(f"{name} starts")
+
+        def ended(self, name: str, seconds: float) -> None:
+            told.append(f"{name} ended")
+            assert seconds >= 0
+
+    step = Steps(Ear())
     assert step("one", lambda: 41) == 41
-    assert [name for name, _ in told] == ["one", "one"]
-    assert told[0][1] < 0 <= told[1][1]
+    assert told == ["one starts", "one ended"]
     assert list(step.seconds) == ["one"]
+
+
+def test_measuring_and_searching_tell_how_far_they_are() -> None:
+    model = models.mlp()
+    x, y = models.batch_for(model, 8, 0)
+    parts: list[tuple[int, int]] = []
+    found: list[str] = []
+
+    class Ear(Listener):
+        def part(self, done: int, total: int, what: str) -> None:
+            parts.append((done, total))
+
+        def found(self, text: str) -> None:
+            found.append(text)
+
+    build(
+        model,
+        example_call(model, x, y),
+        Options(loss_fn=models.loss_for(model), stages=3, microbatches=4),
+        step=Steps(Ear()),
+    )
+    assert [done for done, _ in parts] == list(range(parts[-1][1] + 1))
+    assert found
 
 
 def test_an_edited_plan_says_what_is_wrong_where(tmp_path: Path) -> None:

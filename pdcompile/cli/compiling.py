@@ -30,10 +30,10 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     # The compiler is imported last: a mistake in the target is told at once.
     from pdcompile import driver
     from pdcompile.batch import example_call
-    from pdcompile.cli.output import passes_progress
+    from pdcompile.report.progress import compiling
     from pdcompile.steps import Steps
 
-    with passes_progress("compiling") as listener:
+    with compiling(lines=True) as listener:
         flat = example_call(workload.model, inputs, wanted)
         return workload, driver.build(workload.model, flat, options, step=Steps(listener))
 

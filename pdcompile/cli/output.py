@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from pdcompile.errors import InfeasibleError, PdcompileError
@@ -82,33 +79,3 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     # soft_wrap: a path or a command that can be pasted is never broken.
     stderr().print(text, soft_wrap=True)
     return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
-
-
-@contextmanager
-def passes_progress(title: str) -> Iterator[Any]:
-    """A listener for `Steps`: a spinner with the running pass on a terminal, else one line each.
-
-    Yields ``listener(name, seconds)``; seconds < 0 means that the pass starts.
-    """
-    console = stderr()
-    if not is_first_rank():
-        yield lambda name, seconds: None
-        return
-    if not console.is_terminal:
-
-        def listen(name: str, seconds: float) -> None:
-            if seconds >= 0:
-                console.print(f"{title}: {name} {seconds:.2f} s", soft_wrap=True)
-
-        yield listen
-        return
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-        console=console, transient=True,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(title, total=None)
-
-        def show(name: str, seconds: float) -> None:
-            bar.update(task, description=f"{title}: {name}" if seconds < 0 else title)
-
-        yield show

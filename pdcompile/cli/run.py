@@ -46,7 +46,7 @@ def run(
     """
     import pdcompile
     from pdcompile.cli.compiling import read_plan
-    from pdcompile.cli.output import emit_json, is_first_rank, passes_progress, stdout
+    from pdcompile.cli.output import emit_json, is_first_rank, stdout
     from pdcompile.workload import load_target
 
     workload = load_target(target)
@@ -57,9 +57,8 @@ def run(
     )
     inputs, wanted = workload.example()
     pipe = pdcompile.compile(workload.model, **_keywords(options))
-    with passes_progress("compiling"):
-        args, kwargs = call_of(inputs)
-        pipe.prepare(*args, target=wanted, **kwargs)
+    args, kwargs = call_of(inputs)
+    pipe.prepare(*args, target=wanted, **kwargs)
     if is_first_rank() and not as_json:
         stdout().print(pipe.explain(), markup=False)
 
