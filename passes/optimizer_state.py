@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdcompile.named import NamedParameters
+from pdcompile.optimizers import NamedParameters
 
 DEFAULT_FACTOR = 2.0
 PROBE_SHAPE = (32, 32)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, resolve_batch
@@ -15,6 +13,7 @@ from pdcompile.choices import Choices, check_model, check_options, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
 from pdcompile.graph import Capture
+from pdcompile.optimizers import default_optimizer
 from pdcompile.options import Options
 from pdcompile.passes import boundaries, codegen
 from pdcompile.passes.assemble import assemble
@@ -35,8 +34,6 @@ from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.start import chosen_sources, given_plan, preparation
 from pdcompile.steps import Steps
-
-DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
 
 
 def build(
@@ -156,7 +153,7 @@ def compile(
     *,
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    optimizer: Callable[..., Any] | None = DEFAULT_OPTIMIZER,
+    optimizer: Callable[..., Any] | None = default_optimizer,
     cluster: Any = "auto",
     stages: int | None = None,
     schedule: str = "1f1b",
@@ -194,7 +191,7 @@ def compile(
         loss_fn: (output, target) -> scalar; None: the model returns its loss (a scalar, an
             output with ``.loss``, or a dict with ``"loss"``).
         optimizer: called with this rank's parameters (``.named`` has their names), returns a
-            torch Optimizer; None: gradients only.
+            torch Optimizer; default AdamW at 3e-4; None: gradients only.
         cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
         stages: how many; None: one a device.
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never

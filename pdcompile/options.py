@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pdcompile.optimizers import default_optimizer
+
 SCHEDULES = ("gpipe", "1f1b", "2bw", "stash", "vsync", "interleaved", "zb-h1", "auto")
 
 
@@ -14,7 +16,7 @@ class Options:
     """See `pdcompile.compile` for what each means; names and defaults are the same."""
 
     loss_fn: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = default_optimizer
     cluster: Any = "auto"
     stages: int | None = None
     schedule: str = "1f1b"

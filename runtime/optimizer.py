@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from pdcompile.errors import ConfigError
-from pdcompile.named import NamedParameters
 
 
 class Updater:
@@ -51,38 +47,6 @@ class Updater:
         for group, now, then in zip(groups, present, self._snapshots[minibatch], strict=False):
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
-
-
-def make_optimizer(
-    make: Any, named: list[tuple[str, nn.Parameter]]
-) -> torch.optim.Optimizer | None:
-    """Call the user's factory; None without one.
-
-    A rank without parameters gets an optimizer of one empty parameter, so that learning-rate
-    schedulers work alike on every rank.  Raises ConfigError for what is no optimizer, or one
-    that needs a closure.
-    """
-    if make is None:
-        return None
-    if not callable(make) or isinstance(make, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is {type(make).__name__}, not a callable that makes one",
-            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
-        )
-    optimizer = make(NamedParameters(named or [("", nn.Parameter(torch.empty(0)))]))
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, "
-            "which a pipeline cannot do in the middle of an update",
-            remedy="use an optimizer that steps on given gradients",
-        )
-    return optimizer
 
 
 def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:

@@ -15,6 +15,7 @@ from pdcompile.errors import (
     DeadlockError,
     PdcompileError,
 )
+from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
@@ -24,9 +25,10 @@ from pdcompile.runtime.failure import Failures, describe, place
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
-from pdcompile.runtime.optimizer import Updater, make_optimizer
+from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import Norms, clip
+from pdcompile.runtime.same_start import refuse_meta, same_start
 from pdcompile.runtime.state import State, dtype_of
 from pdcompile.runtime.streams import Streams
 from pdcompile.runtime.transport import GroupTransport, PeerLost, Transport
@@ -60,6 +62,9 @@ class Session:
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
         self._call = 0
         self.state = State(model, prepared, self.stage_of_rank, self.ranks)
+        refuse_meta(self.state.tensors)
+        if world is not None:
+            same_start(world, self.state.tensors)
         self._stale_copies = False
         self.agreement: Agreement | None = None
         if world is not None:

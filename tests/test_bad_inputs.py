@@ -201,6 +201,14 @@ def test_a_target_without_a_loss_function() -> None:
         compiled(models.ReturnsLoss(models.mlp()), loss_fn=None).step(x, y, target=y)
 
 
+def test_a_model_without_weights_can_be_planned_but_not_run() -> None:
+    x, y = xy()
+    with torch.device("meta"):
+        model = models.mlp()
+    with pytest.raises(ConfigError, match="meta device"):
+        compiled(model, stages=2).step(x, target=y)
+
+
 def test_a_plan_of_another_model() -> None:
     x, y = xy()
     pipe = compiled(models.mlp(), stages=2)

@@ -114,6 +114,31 @@ def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
     assert run.output.count("with loss") == 2, str(run)
 
 
+def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path: Path) -> None:
+    run = torchrun(
+        """
+        import copy, os, torch, pdcompile
+        from tests.helpers import models
+        model = models.gpt(seed=int(os.environ["RANK"]))
+        twin = copy.deepcopy(model)
+        x, y = models.batch_for(model, 8, 0)
+        common = dict(loss_fn=models.loss_for(model), microbatches=4)
+        pipe = pdcompile.compile(model, costs="estimated", **common)
+        losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
+        if 0 in pipe.ranks:
+            expected = pdcompile.reference(twin, **common)
+            theirs = [float(expected.step(x, target=y).loss) for _ in range(3)]
+            print("as rank 0 alone:", losses == theirs, losses, theirs, flush=True)
+        pipe.close()
+        """,
+        2,
+        tmp_path,
+    )
+    assert run.code == 0, str(run)
+    assert "as rank 0 alone: True" in run.output, str(run)
+    assert run.output.count("the ranks built different weights") == 1, str(run)
+
+
 def test_wrong_number_of_processes(tmp_path: Path) -> None:
     run = torchrun(
         """

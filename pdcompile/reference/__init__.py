@@ -24,7 +24,9 @@ from pdcompile.reference.pipeline import Reference
 __all__ = ["Reference", "reference"]
 
 
-def reference(model: nn.Module, example_inputs: Any = None, **options: Any) -> Reference:
+def reference(
+    model: nn.Module, example_inputs: Any = None, *, example_target: Any = None, **options: Any
+) -> Reference:
     """Train `model` in this process exactly as `pdcompile.compile` with the same arguments means.
 
     Arguments that say where something runs (cluster, stages, memory, costs, verify, …) are
@@ -42,5 +44,7 @@ def reference(model: nn.Module, example_inputs: Any = None, **options: Any) -> R
         raise ConfigError(f"an argument of reference is not known: {error}") from None
     made = Reference(model, chosen)
     if example_inputs is not None:
-        resolve_batch(example_call(made.to_model(), example_inputs), chosen.batch_dims)
+        resolve_batch(
+            example_call(made.to_model(), example_inputs, example_target), chosen.batch_dims
+        )
     return made

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from pdcompile.errors import ConfigError
-from pdcompile.named import NamedParameters
 from pdcompile.options import Options
 
 
@@ -82,28 +80,3 @@ def check_options(options: Options) -> int:
             remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
         )
     return microbatches
-
-
-def make_optimizer(model: nn.Module, make: Any) -> torch.optim.Optimizer | None:
-    """The user's optimizer over all parameters; None without one, or without parameters."""
-    parameters = NamedParameters(model.named_parameters())
-    if make is None or not parameters:
-        return None
-    if not callable(make) or isinstance(make, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is {type(make).__name__}, not a callable that makes one",
-            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
-        )
-    optimizer = make(parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            remedy="optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)",
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again",
-            remedy="use an optimizer that steps on given gradients",
-        )
-    return optimizer

@@ -23,9 +23,10 @@ from pdcompile.batch import (
     weights,
 )
 from pdcompile.errors import ClosedError, ConfigError, InputError
+from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
 from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
-from pdcompile.reference.checks import check_model, check_options, make_optimizer
+from pdcompile.reference.checks import check_model, check_options
 from pdcompile.reference.versions import Versions, weight_lags
 from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
@@ -44,7 +45,7 @@ class Reference:
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         self._passed_in_training = self._model.training
         self._passed_modes = {module: module.training for module in self._model.modules()}
-        self.optimizer = make_optimizer(self._model, options.optimizer)
+        self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
         self._versions = Versions(self._model, weight_lags(self._model, options))
         if self._versions.stale and self.optimizer is None:
             raise ConfigError(

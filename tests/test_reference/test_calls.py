@@ -50,7 +50,7 @@ def test_modes_are_kept() -> None:
 
     model.eval()
     model.bn2.train()  # a model that is evaluated with statistics of the batch
-    pipe = pdcompile.reference(model, loss_fn=loss_for(model), microbatches=2)
+    pipe = pdcompile.reference(model, loss_fn=loss_for(model), optimizer=None, microbatches=2)
     pipe.predict(x)
     assert tracked(model) == [0, 4]
     pipe.step(x, target=y)
@@ -107,7 +107,7 @@ class OwnLoss(nn.Module):
 def test_models_with_their_own_loss(kind: type) -> None:
     model = OwnLoss(kind)
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
-    pipe = pdcompile.reference(model, {"x": x, "target": y}, microbatches=2)
+    pipe = pdcompile.reference(model, {"x": x, "target": y}, optimizer=None, microbatches=2)
     result = pipe.step_call((x,), {"target": y})
     loss = F.cross_entropy(model.linear(x), y)
     assert result.loss is not None
@@ -128,7 +128,7 @@ def test_a_model_that_returns_the_loss() -> None:
     inner = mlp()
     model = returns_loss(copy.deepcopy(inner))
     x, y = batch_for(model, 5)
-    pipe = pdcompile.reference(model, microbatches=2)
+    pipe = pdcompile.reference(model, optimizer=None, microbatches=2)
     result = pipe.step(x, y)
     expected = accumulate(inner, x, y, 2)
     assert result.loss is not None
@@ -143,7 +143,7 @@ def test_gradients_only() -> None:
     model = mlp()
     x, y = batch_for(model, 4)
     expected = copy.deepcopy(model)
-    pipe = pdcompile.reference(model, loss_fn=loss_for(model), microbatches=2)
+    pipe = pdcompile.reference(model, loss_fn=loss_for(model), optimizer=None, microbatches=2)
     for call in (pipe.forward_backward, pipe.step):  # without optimizer, step is the same
         call(x, target=y)
         accumulate(expected, x, y, 2)
@@ -190,7 +190,8 @@ def test_frozen_and_unused_parameters_stay() -> None:
 
 def test_a_model_without_parameters() -> None:
     pipe = pdcompile.reference(nn.ReLU(), loss_fn=F.mse_loss, optimizer=ADAMW, microbatches=2)
-    assert pipe.optimizer is None
+    assert pipe.optimizer is not None  # a learning-rate scheduler works all the same
+    assert sum(p.numel() for group in pipe.optimizer.param_groups for p in group["params"]) == 0
     result = pipe.step(torch.ones(4, 2), target=torch.zeros(4, 2))
     assert result.loss is not None
     assert float(result.loss) == 1.0
@@ -206,7 +207,9 @@ def test_autocast_is_around_forward_and_loss() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     for chosen in (torch.bfloat16, "bfloat16"):
         model.zero_grad()
-        pipe = pdcompile.reference(model, loss_fn=F.mse_loss, microbatches=1, autocast=chosen)
+        pipe = pdcompile.reference(
+            model, loss_fn=F.mse_loss, optimizer=None, microbatches=1, autocast=chosen
+        )
         result = pipe.forward_backward(x, target=y)
         assert result.outputs.dtype == torch.bfloat16
         assert torch.equal(result.outputs, output)

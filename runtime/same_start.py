@@ -1,0 +1,68 @@
+"""All ranks start from the weights of rank 0, as after one process had built the model.
+
+A program that does not seed its initialisation builds another model on every rank.  The stages
+would then be parts of models that never existed together, tied copies would disagree, and
+nothing would say so.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ConfigError
+from pdcompile.runtime.launch import World
+
+
+def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for a model without weights: it can be planned, but not run."""
+    empty = [fqn for fqn, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of the model have no values, they are on the meta device: "
+            f"{', '.join(empty[:3])}{', …' if len(empty) > 3 else ''}",
+            remedy="give them values before compile: model.to_empty(device='cpu') and load a "
+            "state_dict; `pdcompile plan` plans without",
+        )
+
+
+def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Compare checksums of all tensors; where ranks differ, everyone takes rank 0's values.
+
+    Every rank of the pipeline calls this with the same names in the same order.
+    """
+    world.store.set(f"weights/{world.rank}", str(_checksum(tensors)))
+    sums = {bytes(world.store.get(f"weights/{rank}")) for rank in range(world.size)}
+    if len(sums) == 1:
+        return
+    for tensor in tensors.values():
+        flat = _bytes(tensor)
+        if flat.numel() == 0:
+            continue
+        world.group.broadcast(flat, 0).wait()
+        if world.rank != 0:
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+    if world.rank == 0:
+        warnings.warn(
+            "the ranks built different weights: all continue with those of rank 0; call "
+            "torch.manual_seed before building the model",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for tensor in tensors.values():
+        total = zlib.crc32(_bytes(tensor).numpy().data, total)
+    return total
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The values as a flat run of bytes on the CPU (a copy unless they already are one)."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
