@@ -26,6 +26,11 @@ _HOME = {
     "Cluster": "pdcompile.cluster",
     "Device": "pdcompile.cluster",
     "Level": "pdcompile.cluster",
+    "Pin": "pdcompile.constraints",
+    "Together": "pdcompile.constraints",
+    "Apart": "pdcompile.constraints",
+    "CutBefore": "pdcompile.constraints",
+    "Profile": "pdcompile.passes.profile",
     "OpGraph": "pdcompile.graph",
     "Plan": "pdcompile.plan",
     "Certificate": "pdcompile.plan",
@@ -51,6 +56,7 @@ _HOME = {
 
 if _TYPE_CHECKING:
     from pdcompile.cluster import Cluster, Device, Level
+    from pdcompile.constraints import Apart, CutBefore, Pin, Together
     from pdcompile.driver import compile
     from pdcompile.errors import (
         ClosedError,
@@ -72,6 +78,7 @@ if _TYPE_CHECKING:
         VerifyError,
     )
     from pdcompile.graph import OpGraph
+    from pdcompile.passes.profile import Profile
     from pdcompile.passes.trace import trace
     from pdcompile.plan import Certificate, Plan
     from pdcompile.reference import reference
@@ -79,6 +86,7 @@ if _TYPE_CHECKING:
     from pdcompile.workload import Workload, load_target
 
 __all__ = [
+    "Apart",
     "Certificate",
     "ClosedError",
     "Cluster",
@@ -86,6 +94,7 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "CostError",
+    "CutBefore",
     "DeadlockError",
     "Device",
     "InfeasibleError",
@@ -95,12 +104,15 @@ __all__ = [
     "NotPrepared",
     "OpGraph",
     "PdcompileError",
+    "Pin",
     "Plan",
     "PlanError",
+    "Profile",
     "RankError",
     "Schedule",
     "ScheduleError",
     "SourceError",
+    "Together",
     "TraceError",
     "VerifyError",
     "Workload",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import models
 from tests.helpers.launch import torchrun
 
 # Each rank trains through the pipeline; rank 0 then trains the reference on the same minibatches.
@@ -79,6 +80,44 @@ def test_two_ranks(tmp_path: Path, name: str, schedule: str, clip: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_more_ranks(tmp_path: Path, num_ranks: int, name: str, schedule: str) -> None:
     assert_equal(tmp_path, num_ranks, name, schedule, "0.1", "8,8,3,8,8,8")
+
+
+GRADIENTS = """
+    import copy, sys
+    import torch
+    import pdcompile
+    from tests.helpers import models
+
+    name, schedule = sys.argv[1:]
+    model = getattr(models, name)()
+    twin = copy.deepcopy(model)
+    x, y = models.batch_for(model, 8, 0)
+    loss_fn = models.loss_for(model)
+    with pdcompile.compile(
+        model, loss_fn=loss_fn, optimizer=None, schedule=schedule, microbatches=4,
+        costs="estimated",
+    ) as pipe:
+        for _ in range(2):  # gradients of several calls add up
+            pipe.forward_backward(x, target=y)
+            for a, b in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+                (loss_fn(twin(a), b) * (len(a) / 8)).backward()
+        theirs = dict(twin.named_parameters())
+        for fqn, parameter in pipe.named_parameters():
+            assert torch.equal(parameter.grad, theirs[fqn].grad), fqn
+            print("equal", fqn, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("name", "schedule"), [("gpt", "1f1b"), ("convnet", "gpipe"),
+                                                ("unet", "1f1b"), ("mlp", "gpipe")])  # fmt: skip
+def test_gradients(tmp_path: Path, name: str, schedule: str, num_ranks: int) -> None:
+    run = torchrun(GRADIENTS, num_ranks, tmp_path, name, schedule)
+    assert run.code == 0, str(run)
+    expected = {fqn for fqn, _ in getattr(models, name)().named_parameters()}
+    equal = {line.split()[1] for line in run.output.splitlines() if line.startswith("equal ")}
+    assert equal == expected, str(run)
 
 
 def test_a_gpt_with_tied_weights_and_dropout_on_two_ranks(tmp_path: Path) -> None:
