@@ -188,8 +188,7 @@ def _eager(
             with scope.loss(), autocast(plan):
                 loss = loss_fn(output, target)
         if graph.training and loss is not None and loss.requires_grad:
-            scope.replay()
-            loss.backward()
+            scope.backward(loss)
     return named, loss
 
 
@@ -263,6 +262,7 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None, exact: bool)
         # A parameter that got no gradient and one that got zeros update alike in most optimizers,
         # but not in all: it is a difference.
         return None if one is other else float("inf")
+    one, other = (t.to_dense() if t.layout != torch.strided else t for t in (one, other))
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if one.numel() == 0 or torch.equal(one, other):
@@ -290,7 +290,8 @@ def _kept(model: nn.Module, training: bool) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it rounds otherwise, and stages have none
-    model.train(training)
+    if model.training != training:  # else modules that were switched apart stay so
+        model.train(training)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pdcompile.passes.codegen import stage_classes
 from tests.helpers.generated import check, mean_square
@@ -204,6 +205,58 @@ class Tied(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class Operators(nn.Module):
+    """Operators that reach torch under names of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.one(x) ** 2
+        y **= 2
+        y = y.pow(exponent=0.5) + (x == y) + 2**x + abs(x)
+        return self.two(y) ** 2.0
+
+
+class Checkpointed(nn.Module):
+    """Dropout in regions that run again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        def region(y):
+            return F.dropout(self.two(y), 0.3, self.training)
+
+        y = checkpoint(region, self.one(x), use_reentrant=False)
+        return checkpoint(region, y, use_reentrant=True)
+
+
+class Switched(nn.Module):
+    """Submodules that stay in eval mode while the model trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.dropout = nn.BatchNorm1d(4).eval(), nn.Dropout(0.5).eval()
+
+    def forward(self, x):
+        return self.two(self.dropout(self.norm(self.one(x))))
+
+
+class Sparse(nn.Module):
+    """A parameter whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.two = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.two(self.embed(ids))
+
+
 CASES = {
     "custom function": (Custom, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2]),
     "autocast": (Autocast, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3]),
@@ -218,6 +271,12 @@ CASES = {
     "sequential": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4)),
         torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3],
+    ),
+    "operators": (Operators, torch.rand(4, 4), torch.randn(4, 4), mean_square, [2, 5]),
+    "checkpointed": (Checkpointed, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 3]),
+    "switched": (Switched, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 3]),
+    "sparse": (
+        Sparse, torch.randint(10, (4,)), torch.randn(4, 4), mean_square, [1],
     ),
     "shared": (SharedWeight, torch.randn(4, 4), torch.randn(4, 4), mean_square, [1, 2, 3, 4]),
     "keywords": (

@@ -201,6 +201,24 @@ def test_wrapped_and_unusable_models() -> None:
         _capture_without_checks(make(lambda self, x: self.s(x), s=scripted))
 
 
+def test_hooks_on_backward() -> None:
+    model = make(lambda self, x: self.lin(x))
+    model.lin.register_full_backward_hook(lambda module, given, got: (given[0] * 2,))
+    with pytest.raises(TraceError, match="lin has a hook on its backward"):
+        captured(model)
+    model = make(lambda self, x: self.lin(x))
+    model.register_full_backward_pre_hook(lambda module, got: (got[0] * 2,))
+    with pytest.raises(TraceError, match="the model has a hook on its backward"):
+        captured(model)
+
+
+def test_a_submodule_that_a_method_hides() -> None:
+    model = make(lambda self, x: self._modules["type"](self.lin(x)))
+    model.type = nn.Linear(8, 8)
+    with pytest.raises(TraceError, match="'type' is hidden"):
+        captured(model)
+
+
 def _capture_without_checks(model: nn.Module) -> None:
     from pdcompile.passes.trace import trace
 

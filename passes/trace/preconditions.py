@@ -40,6 +40,14 @@ def check_model(model: Any) -> None:
                 where=where,
                 remedy="pass the model before module.compile()",
             )
+        _refuse_hidden(path, module)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(
+                f"{where} has a hook on its backward, which the stages would not run",
+                where=where,
+                remedy="remove it; gradients of parameters can be changed by "
+                "Parameter.register_hook, or between forward_backward and the update",
+            )
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -58,6 +66,19 @@ def check_model(model: Any) -> None:
                 remedy="store it dense: tensor.to_dense()",
             )
     _refuse_shared_memory(dict(tensors))
+
+
+def _refuse_hidden(path: str, module: nn.Module) -> None:
+    """A child that is called like a method cannot be reached by its name, in torch neither."""
+    for name, child in module.named_children():
+        if getattr(module, name, None) is not child:
+            fqn = f"{path}.{name}" if path else name
+            raise TraceError(
+                f"the submodule {fqn!r} is hidden by the attribute {name!r} of "
+                f"{type(module).__name__}",
+                where=fqn,
+                remedy="give it another name",
+            )
 
 
 def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:
