@@ -240,6 +240,19 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Microbatch sizes for which a capture was found to be the model; None: no upper end.
+
+    `below` and `above` say what is different outside, "" where nothing larger was tried.
+    """
+
+    smallest: int = 1
+    largest: int | None = None
+    below: str = ""
+    above: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class OpGraph:
     """One capture of a model in one mode (training or not), ops in topological order.
 
@@ -249,6 +262,7 @@ class OpGraph:
     `constants` are non-tensor leaves of the call, path to repr: a later call must pass equal.
     `classes` maps module paths to (qualified class name, "file.py:12").
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
+    `sizes` are the microbatch sizes that it may run at (known after a capture; not saved).
     `origin` remembers the captured model and the other mode's graph (`graph_module.Origin`).
     """
 
@@ -265,6 +279,7 @@ class OpGraph:
     notes: tuple[str, ...] = ()  # intended differences that verify lists (batch norm, …)
     output_spec: Any = field(default=None, compare=False, repr=False)
     tensor_values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    sizes: SizeRange = field(default=SizeRange(), compare=False, repr=False)
     origin: Any = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -273,7 +288,7 @@ class OpGraph:
         return format_graph(self)
 
     def to_json(self) -> str:
-        """Readable JSON without `output_spec`, `tensor_values` and `origin`."""
+        """Readable JSON without `output_spec`, `tensor_values`, `sizes` and `origin`."""
         from pdcompile.graph_json import to_json
 
         return to_json(self)

@@ -96,7 +96,30 @@ def check_call(
         return prepared.layout.size
     present = FlatCall({p: tensors.get(p) for p in flat.leaves}, flat.spec)
     layout = follow_batch(present, prepared.layout)
-    return layout.size if any(layout.dims[path] is not None for path in tensors) else None
+    if all(layout.dims[path] is None for path in tensors):
+        return None
+    _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
+    return layout.size
+
+
+def _check_sizes(graph: OpGraph, size: int, count: int) -> None:
+    """The model may be another computation for fewer or more samples than were captured."""
+    sizes = microbatch_sizes(size, count)
+    largest, smallest = sizes[0], sizes[-1]
+    known = graph.sizes
+    if smallest < known.smallest:
+        wrong, reason, remedy = smallest, known.below, "leave out, pad or enlarge short minibatches"
+    elif known.largest is not None and largest > known.largest:
+        remedy = "smaller minibatches, or another pipeline, prepared with one of this size"
+        wrong, reason = largest, known.above or "larger ones were not tried when it was captured"
+    else:
+        return
+    raise InputError(
+        f"a minibatch of {size} samples in {len(sizes)} microbatches makes one of {wrong}, and "
+        f"the captured model is right for {known.smallest} to {known.largest}: {reason}",
+        where="the batch size",
+        remedy=remedy,
+    )
 
 
 def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: int | None) -> None:

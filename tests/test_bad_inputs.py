@@ -220,3 +220,29 @@ def test_a_plan_of_another_model() -> None:
         compiled(models.mlp(layers=5), stages=2, plan=pipe.plan).step(x, target=y)
     with pytest.raises(PlanError, match="stages"):
         compiled(models.mlp(), stages=3, plan=pipe.plan).step(x, target=y)
+
+
+class Few(nn.Module):
+    """Another computation for one sample, and for more than 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.one(x).squeeze())
+        return y * min(len(x), 16)
+
+
+def test_minibatches_for_which_the_model_is_another() -> None:
+    def data(size: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(size, 4), "target": torch.ones(size, 4)}
+
+    pipe = compiled(Few(), loss_fn=nn.functional.mse_loss, microbatches=2)
+    pipe.step(**data(6))
+    with pytest.raises(InputError, match="makes one of 1, and the captured model is right for 2"):
+        pipe.step(**data(3))
+    with pytest.raises(InputError, match="makes one of 30, and the captured model is right for 2"):
+        pipe.eval_step(**data(60))
+    pipe.step(**data(5 * 2))
+    pipe.close()

@@ -286,3 +286,21 @@ def test_hostile_numbers_and_names_are_harmless(tmp_path: Any) -> None:
     module = found.train.to_module()
     assert torch.equal(module(rows()), model(rows()))
     assert list(module.state_dict()) == list(model.state_dict())
+
+
+def test_sizes_at_which_the_model_is_another() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if len(x) == 1:
+            return y
+        return self.lin(y) * min(len(x), 20)
+
+    graph = captured(make(forward)).train
+    assert (graph.sizes.smallest, graph.sizes.largest) == (2, 17)
+    assert "other operators for other batch sizes" in graph.sizes.below
+    assert "not linearly" in graph.sizes.above
+
+
+def test_sizes_of_a_model_that_is_the_same_at_all() -> None:
+    sizes = captured(make(lambda self, x: self.lin(x).t().reshape(8, -1).t())).train.sizes
+    assert (sizes.smallest, sizes.largest, sizes.below, sizes.above) == (1, 65, "", "")

@@ -25,6 +25,7 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
+from pdcompile.passes.trace.size_range import size_range
 from pdcompile.passes.trace.sizes import probe_sizes
 
 __all__ = ["capture", "trace"]
@@ -91,11 +92,16 @@ def _capture_mode(
     sizes: tuple[int, ...] = (microbatch_size,) * 2  # twice: a call must not change the next
     if any(dim is not None for dim in dims):
         sizes = probe_sizes(microbatch_size, list(tensors.values()), dims)
-    recordings: list[Recording] = []
-    for size in sizes:
+
+    def recorded(size: int) -> Recording:
         call = resize(flat, layout, size)
-        recordings.append(_record(model, table, call, layout, loss_fn, training))
-    return assemble(model, recordings, sizes, training=training)
+        return _record(model, table, call, layout, loss_fn, training)
+
+    recordings = [recorded(size) for size in sizes]
+    graph = assemble(model, recordings, sizes, training=training)
+    if layout.splits:
+        graph = replace(graph, sizes=size_range(recorded, recordings, sizes))
+    return graph
 
 
 def _record(

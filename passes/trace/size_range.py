@@ -1,0 +1,66 @@
+"""For which microbatch sizes a capture is the model: both ends of the range are tried.
+
+A capture is made at a few sizes near the one that will run; later minibatches may be shorter or
+longer.  Python in a forward that asks for the number of samples almost always compares it with a
+limit (`if len(x) > 16`, `min(len(x), 16)`, a table of 512 positions, `squeeze()` at one sample).
+What is the same computation at the sizes of the capture and at both ends is the same between
+them, unless it depends on more than limits (`len(x) % 7`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Affine, SizeRange
+from pdcompile.passes.trace.session import Recording
+from pdcompile.passes.trace.sizes import Fit
+
+_FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
+
+
+def size_range(
+    record: Callable[[int], Recording], recordings: Sequence[Recording], sizes: tuple[int, ...]
+) -> SizeRange:
+    """The range of sizes around `sizes`, where `recordings` were made.
+
+    Args:
+        record: makes a further recording, at a size that has not been tried.
+    """
+    smallest, below = 1, ""
+    if 1 not in sizes:
+        below = _misfit(record, recordings, sizes, 1)
+        smallest = min(sizes) if below else 1
+    above = ""
+    for factor in _FACTORS:
+        largest = factor * sizes[0] + 1
+        if largest <= max(sizes):
+            break
+        reason = _misfit(record, recordings, sizes, largest)
+        if not reason:
+            return SizeRange(smallest, largest, below, above)
+        above = reason
+    return SizeRange(smallest, max(sizes), below, above)
+
+
+def _misfit(
+    record: Callable[[int], Recording],
+    recordings: Sequence[Recording],
+    sizes: tuple[int, ...],
+    size: int,
+) -> str:
+    """Why the model is something else at this size; "" when it is the same."""
+    fit = Fit((*sizes, size))
+    try:
+        further = [*recordings, record(size)]
+        fit.ops([recording.ops for recording in further])
+        fit.any([recording.output for recording in further], "the model's output")
+        fit.any([_shapes(recording) for recording in further], "the shape of a result")
+    except TraceError as error:
+        return f"{error.message} ({error.where})" if error.where else error.message
+    return ""
+
+
+def _shapes(recording: Recording) -> tuple[tuple[int | Affine, ...], ...]:
+    # Strides and storages are left out: a dimension of one sample is contiguous either way.
+    return tuple(value.shape for value in recording.values.values())
