@@ -228,3 +228,57 @@ def test_simulate_into_a_place_that_cannot_be_written(plan_file: Path, call: Cal
     code, _, err = call("simulate", str(plan_file), "--html", f"{plan_file}/r.html")
     assert code == 2
     assert "cannot write" in err
+
+
+SMALL = """
+import torch
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
+    batch = (torch.ones(8, 4), torch.zeros(8, 4))
+    return model, batch[0], torch.nn.functional.mse_loss, lambda: [batch]
+"""
+
+
+def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "cli_small.py").write_text(SMALL, encoding="utf-8")
+    target = f"{tmp_path}/cli_small.py:build"
+    plan_path, folder = str(tmp_path / "plan.json"), str(tmp_path / "stages")
+    made_with = ("--cluster", "1x2", "--seed", "5", "--max-grad-norm", "1", "--costs", "estimated")
+    assert call("plan", target, *made_with, "-o", plan_path)[0] == 0
+    # What the plan was made with need not be said again.
+    assert call("dump", target, "--plan", plan_path, "-o", folder)[0] == 0
+    code, out, _ = call("verify", target, "--sources", folder)
+    assert (code, "bit for bit" in out) == (0, True)
+    # What contradicts it is refused.
+    code, _, err = call("dump", target, "--plan", plan_path, "--stages", "1", "-o", folder)
+    assert code == 2
+    assert "made for stages 2, and 1 is asked for" in err
+
+    stage = next(file for file in Path(folder).glob("stage_*.py") if "nn.GELU" in file.read_text())
+    text = stage.read_text(encoding="utf-8")
+    stage.write_text(text.replace("nn.GELU", "nn.ReLU"), encoding="utf-8")
+    code, _, err = call("verify", target, "--sources", folder)
+    assert code == 2
+    assert "is not what this plan and model generate" in err
+    code, out, _ = call("verify", target, "--sources", folder, "--allow-edited", "--json")
+    assert code == 1
+    assert json.loads(out)["differences"] > 0
+    code, out, _ = call(
+        "run", target, "--sources", folder, "--allow-edited", "--steps", "2", "--json"
+    )
+    assert (code, json.loads(out)["steps"]) == (0, 2)
+
+
+def test_times_are_taken_with_the_threads_of_a_run(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    for given, expected in ((None, "1"), ("3", "3")):
+        if given is None:
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        else:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        call("plan", "nothing.py:build")
+        assert os.environ["OMP_NUM_THREADS"] == expected

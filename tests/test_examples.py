@@ -99,6 +99,14 @@ def test_train_prints_the_same_losses_in_one_process_and_in_two(tmp_path: Path) 
     assert logs == [alone, alone]
 
 
+def test_own_loop_ends_with_the_weights_of_a_plain_model() -> None:
+    lines = run("examples/own_loop.py").splitlines()
+    losses = [float(line.split()[3].rstrip(",")) for line in lines[:10]]
+    assert losses[-1] < losses[0]
+    assert [line.split(": ")[0] for line in lines[10:]] == ["evaluated", "plain PyTorch"]
+    assert lines[10].split()[-1] == lines[11].split()[-1]
+
+
 @pytest.mark.slow
 def test_demo_passes(tmp_path: Path) -> None:
     out = run("examples/demo.py", "--steps", "3", "--out", str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     """
     from pdcompile.workload import load_target
 
+    # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
+    # torch is imported, which the target does.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     workload = load_target(target)
     options: Options = flags.to_options(workload, **more)
     inputs, wanted = workload.example()
@@ -53,6 +57,17 @@ def read_plan(path: Path) -> Plan:
             remedy="make one with: pdcompile plan TARGET --cluster 1x2 -o plan.json",
         ) from error
     return Plan.from_json(content, where=str(path))
+
+
+def plan_given(plan: Path | None, sources: Path | None = None) -> Plan | None:
+    """The plan of ``--plan``, else the one in the folder of ``--sources``, else None.
+
+    Raises:
+        PlanError: no such file, or not a plan.
+    """
+    if plan is None and sources is not None:
+        plan = sources / "plan.json"
+    return None if plan is None else read_plan(plan)
 
 
 def write_text(path: Path, text: str) -> None:

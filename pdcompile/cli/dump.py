@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, GivenPlan, Target, takes_flags
 
 
 @app.command()
@@ -19,25 +19,24 @@ def dump(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("stages"),
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
-    ] = None,
+    plan: GivenPlan = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
 
-    Read them, edit them, and run the folder: pdcompile run TARGET --sources stages/
+    Read them, edit them, and run the folder:
+
+      pdcompile run TARGET --sources stages/ --allow-edited
 
     Example:
 
       pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
     """
-    from pdcompile.cli.compiling import compiled, read_plan
+    from pdcompile.cli.compiling import compiled, plan_given
     from pdcompile.cli.output import emit_json, stdout
 
-    given = None if plan is None else read_plan(plan)
-    workload, result = compiled(target, flags, plan=given, verify="auto")
+    given = plan_given(plan)
+    workload, result = compiled(target, flags.following(given), plan=given, verify="auto")
     result.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,6 +14,7 @@ import typer
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.plan import Plan
 from pdcompile.workload import Workload
 
 Target = Annotated[
@@ -26,6 +27,19 @@ Target = Annotated[
 ]
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", show_default=False, help="plan.json, made by `plan -o`.")
+]
+GivenPlan = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
+]
+GivenSources = Annotated[
+    Path | None,
+    typer.Option(
+        "--sources", metavar="FOLDER", help="Use the stages in this folder, with its plan.json."
+    ),
+]
+AllowEdited = Annotated[
+    bool, typer.Option("--allow-edited", help="Use --sources also where they were edited.")
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
@@ -107,6 +121,22 @@ class Flags:
             help="Stop the search then, with the best plan so far and its gap.",
         ),
     ] = None  # fmt: skip
+
+    def following(self, plan: Plan | None) -> Flags:
+        """With a plan given, what is left at its default is what the plan was made for."""
+        if plan is None:
+            return self
+        default = Flags()
+        training = plan.training
+        here = self.cluster == default.cluster and self.stages is None
+        return replace(
+            self,
+            stages=len(plan.stages) if here else self.stages,
+            seed=training.seed if self.seed == default.seed else self.seed,
+            max_grad_norm=training.max_grad_norm
+            if self.max_grad_norm is None
+            else self.max_grad_norm,
+        )
 
     def to_options(self, workload: Workload, **more: Any) -> Options:
         """`Options` for a workload; `more` are options that only one verb has.

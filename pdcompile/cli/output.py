@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdcompile.errors import InfeasibleError, PdcompileError
 
+EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
 

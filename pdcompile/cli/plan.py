@@ -30,7 +30,7 @@ def plan(
 
     Examples:
 
-      pdcompile plan examples/gpt.py:build --cluster 1x2 --memory "20 MB" -o plan.json
+      pdcompile plan examples/gpt.py:build --cluster 1x2 --memory "32 MB" -o plan.json
 
       pdcompile plan examples/unet.py:build --cluster cluster.toml --schedule 2bw --json
     """

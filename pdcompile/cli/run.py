@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import (
+    AllowEdited,
+    AsJson,
+    Flags,
+    GivenPlan,
+    GivenSources,
+    Target,
+    takes_flags,
+)
 from pdcompile.errors import ConfigError
 
 
@@ -24,14 +31,9 @@ def run(
     every: Annotated[
         int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
     ] = 10,
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
-    ] = None,
-    sources: Annotated[
-        Path | None,
-        typer.Option("--sources", metavar="FOLDER", help="Run these stages, edited perhaps."),
-    ] = None,
+    plan: GivenPlan = None,
+    sources: GivenSources = None,
+    allow_edited: AllowEdited = False,
     as_json: AsJson = False,
 ) -> None:
     """Train TARGET as a pipeline.
@@ -45,15 +47,17 @@ def run(
       torchrun --nproc-per-node=2 -m pdcompile run examples/gpt.py:build --schedule 2bw
     """
     import pdcompile
-    from pdcompile.cli.compiling import read_plan
+    from pdcompile.cli.compiling import plan_given
     from pdcompile.cli.output import emit_json, is_first_rank, stdout
     from pdcompile.workload import load_target
 
     workload = load_target(target)
-    options = flags.to_options(
+    given = plan_given(plan, sources)
+    options = flags.following(given).to_options(
         workload,
-        plan=None if plan is None else read_plan(plan),
+        plan=given,
         sources=None if sources is None else str(sources),
+        allow_edited=allow_edited,
     )
     inputs, wanted = workload.example()
     pipe = pdcompile.compile(workload.model, **_keywords(options))
