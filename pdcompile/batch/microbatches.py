@@ -121,7 +121,7 @@ def concatenate(
     microbatch.  A single microbatch's output is returned as it is.
 
     Raises:
-        InputError: microbatches returned unlike structures.
+        InputError: microbatches returned unlike structures, or tensors that do not fit.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     tree = flat[0][1]
@@ -139,9 +139,22 @@ def concatenate(
         elif len(parts) == 1 or not all(isinstance(part, Tensor) for part in parts):
             joined.append(parts[0])
         else:
-            dim = _sample_dim(parts, sizes, batch_dim)
-            joined.append(torch.stack(parts) if dim is None else torch.cat(parts, dim))
+            joined.append(_join(number, parts, _sample_dim(parts, sizes, batch_dim)))
     return pytree.tree_unflatten(joined, tree)
+
+
+def _join(number: int, parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    if dim is not None:
+        return torch.cat(list(parts), dim)
+    if len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+        raise InputError(
+            f"leaf {number} of the output has no dimension that counts samples, and unlike shapes "
+            f"in the microbatches: {shapes}",
+            remedy="return tensors with one row for each sample, or use minibatches that the "
+            "number of microbatches divides",
+        )
+    return torch.stack(list(parts))
 
 
 def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int | None:

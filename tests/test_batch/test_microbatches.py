@@ -113,3 +113,8 @@ def test_the_batch_dimension_of_the_inputs_is_tried_first() -> None:
 def test_unlike_structures_are_refused() -> None:
     with pytest.raises(InputError, match="microbatch 1 returned another structure"):
         concatenate([(rows(1), rows(1)), (rows(1),)], [1, 1])
+
+
+def test_outputs_that_do_not_fit_together() -> None:
+    with pytest.raises(InputError, match=r"leaf 1 of the output .* \(16,\), \(8,\)"):
+        concatenate([(torch.ones(n, 8), torch.ones(8 * n)) for n in (2, 1, 1)], [2, 1, 1])
