@@ -19,6 +19,7 @@ if not (_Path(__file__).parent / "passes").is_dir():
 # Public name -> the module that defines it.
 _HOME = {
     "compile": "pdcompile.driver",
+    "Pipeline": "pdcompile.runtime.pipeline",
     "reference": "pdcompile.reference",
     "trace": "pdcompile.passes.trace",
     "Workload": "pdcompile.workload",
@@ -82,6 +83,7 @@ if _TYPE_CHECKING:
     from pdcompile.passes.trace import trace
     from pdcompile.plan import Certificate, Plan
     from pdcompile.reference import reference
+    from pdcompile.runtime.pipeline import Pipeline
     from pdcompile.schedule import Schedule
     from pdcompile.workload import Workload, load_target
 
@@ -105,6 +107,7 @@ __all__ = [
     "OpGraph",
     "PdcompileError",
     "Pin",
+    "Pipeline",
     "Plan",
     "PlanError",
     "Profile",

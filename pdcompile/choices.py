@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -90,7 +91,9 @@ def check_options(options: Options) -> None:
     """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
     _callable("loss_fn", options.loss_fn, "(output, target) -> scalar, or None")
     _callable("optimizer", options.optimizer, "partial(torch.optim.AdamW, lr=3e-4), or None")
-    _number("seed", options.seed, integer=True)
+    _number("seed", options.seed, integer=True, least=0)
+    if options.seed is None:
+        raise ConfigError("seed=None names no seed", remedy="a number; 0 is the default")
     _number("time_limit", options.time_limit, least=0)
     _number("max_grad_norm", options.max_grad_norm)
     _one_of("verify", options.verify, ("auto", "full", "off"))
@@ -98,15 +101,31 @@ def check_options(options: Options) -> None:
     _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
     if not callable(options.loss_reduction):
         _one_of("loss_reduction", options.loss_reduction, ("mean", "sum"))
+    for name in ("keep_model", "allow_edited"):
+        _one_of(name, getattr(options, name), (False, True))
+    if not isinstance(options.constraints, Sequence) or isinstance(options.constraints, str):
+        raise ConfigError(
+            f"constraints={options.constraints!r} is not a list",
+            remedy="a list of Pin, Together, Apart and CutBefore; () without any",
+        )
+    if options.allow_edited and options.sources is None:
+        raise ConfigError(
+            "allow_edited=True without sources= would have no effect",
+            remedy="give sources=, the folder that was edited",
+        )
     clip = options.max_grad_norm
-    if clip is not None and not clip > 0:
-        raise ConfigError(f"max_grad_norm={clip!r} is not positive", remedy="for example 1.0")
+    if clip is not None and not 0 < clip < float("inf"):
+        raise ConfigError(
+            f"max_grad_norm={clip!r} is not a positive, finite number",
+            remedy="for example 1.0; None for no clipping",
+        )
     if options.schedule == "stash" and clip is not None:
         raise ConfigError(
             "max_grad_norm needs the gradients of all stages at one time, which schedule "
             "'stash' never has",
             remedy="use schedule='2bw', or clip per stage in the optimizer",
         )
+    _group(options.group)
     for name in ("autocast", "grad_scaler"):
         if getattr(options, name) is not None:
             raise ConfigError(
@@ -114,12 +133,30 @@ def check_options(options: Options) -> None:
                 remedy=f"leave {name} out; a torch.autocast region inside the model's forward "
                 "is captured as it is",
             )
+    if options.memory is not None:
+        parse_bytes(options.memory, what="memory")
     _schedule(options)
 
 
 def _callable(name: str, given: Any, wanted: str) -> None:
     if given is not None and not callable(given):
-        raise ConfigError(f"{name}={given!r} cannot be called", remedy=f"give {wanted}")
+        shown = repr(given) if len(repr(given)) < 60 else f"a {type(given).__name__}"
+        raise ConfigError(f"{name} is {shown}, which cannot be called", remedy=f"give {wanted}")
+
+
+def _group(given: Any) -> None:
+    if given is None:
+        return
+    import torch.distributed as dist
+
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "this process is not a member of group", remedy="compile on the group's ranks only"
+        )
+    if not isinstance(given, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={given!r} is not a process group", remedy="torch.distributed.new_group([0, 1])"
+        )
 
 
 def _number(name: str, given: Any, *, integer: bool = False, least: float | None = None) -> None:

@@ -42,15 +42,15 @@ from pdcompile.units import (
 
 MAX_DEVICES = 65_536
 BARE_NOTE = (
-    "cluster {text!r} says nothing of memory and links: assumed no memory limit, "
-    "100 GB/s inside a host and 12.5 GB/s between hosts, full duplex"
+    "cluster {text!r} says nothing of links: assumed 100 GB/s inside a host and 12.5 GB/s between "
+    "hosts, full duplex; and no memory limit but the one that memory= gives"
 )
 # What gloo does between two processes of one host (benchmarks/links.py measures it here).
 GLOO_BYTES_PER_SECOND = 1e9
 GLOO_SECONDS = 100e-6
 AUTO_NOTE = (
-    "cluster 'auto' says nothing of memory and links: assumed no memory limit, and 1 GB/s and "
-    "100 us a message between ranks, about what gloo does on one host; cluster= describes others"
+    "cluster 'auto' says nothing of links: assumed 1 GB/s and 100 us a message between ranks, "
+    "about what gloo does on one host; and no memory limit but the one that memory= gives"
 )
 
 

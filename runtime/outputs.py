@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pdcompile.batch import BatchLayout, concatenate
-from pdcompile.graph import Attr, OpGraph, Ref, leaves
+from pdcompile.graph import Affine, Attr, OpGraph, Ref, leaves
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.contract import Channel, Kind
 from pdcompile.runtime.transport import Transport
@@ -50,14 +50,16 @@ def join(
     """
     parts = leaves(graph.output)
 
-    def leaf(part: Any, values: Mapping[str, Tensor]) -> Any:
+    def leaf(part: Any, values: Mapping[str, Tensor], size: int) -> Any:
         if isinstance(part, Ref):
             return values[part.name]
+        if isinstance(part, Affine):
+            return part.at(size)
         return tensors[part.fqn].detach() if isinstance(part, Attr) else part
 
     outputs = [
-        pytree.tree_unflatten([leaf(part, values) for part in parts], graph.output_spec)
-        for values in feed.outputs
+        pytree.tree_unflatten([leaf(part, values, size) for part in parts], graph.output_spec)
+        for values, size in zip(feed.outputs, feed.sizes, strict=True)
     ]
     names = [part.name if isinstance(part, Ref) else None for part in parts]
     place = names.index(graph.loss) if loss is not None and graph.loss in names else None

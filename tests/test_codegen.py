@@ -254,3 +254,11 @@ def test_a_wide_call_is_folded_and_still_means_the_same():
     *_, sources = small_gpt([53])
     text = sources.files["stage_0.py"]
     assert "        mixed = F.scaled_dot_product_attention(\n" in text
+
+
+def test_attention_without_dropout_says_nothing_of_draws():
+    for dropout, drawn in ((0.0, False), (0.1, True)):
+        *_, sources = small_gpt([53], dropout=dropout)
+        text = sources.files["stage_0.py"]
+        assert "scaled_dot_product_attention" in text
+        assert ("draw(self, 0)" in text) == drawn

@@ -165,3 +165,35 @@ def test_a_model_and_a_loss_function_and_nothing_else() -> None:
     losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
     assert losses[2] < losses[0]
     pipe.close()
+
+
+class ReturnsItsOwn(nn.Module):
+    """Returns a parameter, a buffer and a number beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.mlp()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.count.add_(1)
+        y = self.inner(x) * self.scale
+        return {"y": y, "scale": self.scale, "count": self.count, "size": x.shape[0]}
+
+
+def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward() -> None:
+    model, twin = pair(ReturnsItsOwn)
+    x, y = models.batch_for(models.mlp(), 8, 0)
+    common: dict[str, Any] = {
+        "loss_fn": lambda out, target: ((out["y"] - target) ** 2).mean(),
+        "optimizer": MOMENTUM,
+        "microbatches": 2,
+    }
+    expected = pdcompile.reference(twin, **common)
+    with pdcompile.compile(model, costs="estimated", stages=3, **common) as pipe:
+        for _ in range(2):
+            ours, theirs = (each.step(x, target=y).outputs for each in (pipe, expected))
+            assert ours["size"] == theirs["size"] == 4
+            for key in ("y", "scale"):
+                assert torch.equal(ours[key], theirs[key]), key

@@ -138,7 +138,7 @@ class Body:
 
     def _op(self, op: Op, twin: Op | None, items: Sequence[str] = ()) -> list[Line]:
         done = []
-        if op.draw is not None and op.kind not in ("module", "opaque"):
+        if _may_draw(op) or (twin is not None and _may_draw(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
         scope = self._scope()
         scope_eval = self._scope_eval()
@@ -307,3 +307,17 @@ def _in_place_on(piece: Piece) -> str | None:
         first = item.args[0]
         return first.name if isinstance(first, Ref) else None
     return None
+
+
+def _may_draw(op: Op) -> bool:
+    """Whether a function needs `draw` before it; leaf modules are seeded by the runtime's hooks.
+
+    Attention counts as a draw in every model, but without dropout it never looks at the stream.
+    """
+    if op.draw is None or op.kind in ("module", "opaque"):
+        return False
+    if op.target.endswith(".scaled_dot_product_attention"):
+        place = 4  # of dropout_p
+        dropout = op.args[place] if len(op.args) > place else dict(op.kwargs).get("dropout_p", 0.0)
+        return dropout != 0.0
+    return True

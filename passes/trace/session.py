@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import PdcompileError, TraceError
-from pdcompile.graph import Argument, GraphInput, Op, TensorInfo, Value
+from pdcompile.graph import Argument, Attr, GraphInput, Op, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.mode import Recorder
@@ -107,7 +108,7 @@ def run(
 ) -> tuple[Any, Any]:
     """(output, loss) of the model's own Python; failures of it become TraceErrors."""
     try:
-        output = model(*args, **kwargs)
+        output = _own_tensors_cloned(model(*args, **kwargs), recorder.fakes)
         loss = None
         if loss_fn is not None:
             recorder.enter_loss()
@@ -123,6 +124,17 @@ def run(
             remedy="run the model once on the example inputs without pdcompile",
         ) from error
     return output, loss
+
+
+def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
+    """A parameter or buffer that the model returns has the value of this moment: an update that
+    comes before anyone looks must not change it."""
+    leaves, spec = pytree.tree_flatten(output)
+    own = [isinstance(leaf, torch.Tensor) and isinstance(fakes.name(leaf), Attr) for leaf in leaves]
+    if not any(own):
+        return output
+    cloned = [leaf.clone() if mine else leaf for leaf, mine in zip(leaves, own, strict=True)]
+    return pytree.tree_unflatten(cloned, spec)
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
