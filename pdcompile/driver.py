@@ -32,7 +32,7 @@ from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.start import chosen_sources, given_plan, preparation
+from pdcompile.start import check_memory, chosen_sources, following, given_plan, preparation
 from pdcompile.steps import Steps
 
 
@@ -53,6 +53,7 @@ def build(
         PdcompileError: one of its children, which names the cause, the place and the remedy.
     """
     step = step or Steps()
+    options = following(options)
     layout = resolve_batch(flat, options.batch_dims)
     chosen = choose(options, batch_size=layout.size, splits=layout.splits, num_ranks=num_ranks)
     size = chosen.microbatch_size
@@ -65,6 +66,8 @@ def build(
     proof = step("proof", lambda: check(plan))
     simulation = step("forecast", lambda: simulate(plan))
     plan = replace(plan, forecast=simulation.forecast)
+    if given is not None:
+        check_memory(options, plan)
     generated = step("sources", lambda: codegen.generate(captured, plan))
     sources = chosen_sources(options, generated)
     verification = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pdcompile.choices import Choices
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
-from pdcompile.errors import PlanError, SourceError
+from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.graph import OpGraph, fingerprint
 from pdcompile.options import Options
 from pdcompile.passes import codegen
@@ -27,6 +27,7 @@ from pdcompile.plan import Plan, check
 from pdcompile.runtime.launch import from_rank0, num_ranks
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.stage import Sources
+from pdcompile.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,15 +72,14 @@ def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None
     Raises:
         PlanError: it cannot be read, is of another model, or contradicts the other options.
     """
-    given = options.plan
-    if given is None:
-        if options.sources is None:
-            return None
-        given = Path(options.sources) / "plan.json"
-    plan = given if isinstance(given, Plan) else _read_plan(given)
+    plan = _plan_of(options)
+    if plan is None:
+        return None
     training = plan.training
     wanted = {
+        "schedule": (training.schedule, chosen.schedule),
         "stages": (len(plan.stages), chosen.num_stages),
+        "microbatches": (training.num_microbatches, chosen.num_microbatches),
         "batch size": (training.batch_size, chosen.batch_size),
         "max_grad_norm": (training.max_grad_norm, chosen.max_grad_norm),
         "loss_reduction": (training.loss_reduction, chosen.loss_reduction),
@@ -102,6 +102,27 @@ def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None
     return plan
 
 
+def following(options: Options) -> Options:
+    """With a plan given, its number of microbatches is what "auto" means.
+
+    Raises:
+        PlanError: the plan cannot be read.
+        ConfigError: options that a given plan would leave without effect.
+    """
+    plan = _plan_of(options)
+    if plan is None:
+        return options
+    for name in ("constraints", "time_limit"):
+        if getattr(options, name) not in (None, (), []):
+            raise ConfigError(
+                f"{name} is for the search, and a plan is given: it would have no effect",
+                remedy=f"leave {name} out, or plan again with it",
+            )
+    if options.microbatches == "auto":
+        options = replace(options, microbatches=plan.training.num_microbatches)
+    return options if options.plan is None else replace(options, plan=plan)
+
+
 def chosen_sources(options: Options, generated: Sources) -> Sources:
     """The folder that the user gives, or what was generated.
 
@@ -121,6 +142,30 @@ def chosen_sources(options: Options, generated: Sources) -> Sources:
             "from the model; or dump the folder anew",
         )
     return sources
+
+
+def _plan_of(options: Options) -> Plan | None:
+    given = options.plan
+    if given is None:
+        if options.sources is None:
+            return None
+        given = Path(options.sources) / "plan.json"
+    return given if isinstance(given, Plan) else _read_plan(given)
+
+
+def check_memory(options: Options, plan: Plan) -> None:
+    """Raise PlanError when a given plan's forecast exceeds the limit that is asked for."""
+    if options.memory is None or plan.forecast is None:
+        return
+    limit = parse_bytes(options.memory, what="memory")
+    for rank, ledger in enumerate(plan.forecast.ledgers):
+        if ledger.total_bytes > limit:
+            raise PlanError(
+                f"rank {rank} needs {format_bytes(ledger.total_bytes)} by this plan, and memory "
+                f"is limited to {format_bytes(limit)}",
+                where="plan",
+                remedy="plan again with this limit",
+            )
 
 
 def _read_plan(given: Any) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ def begin_call(
     graph = prepared.capture.train if training else prepared.capture.eval
     try:
         size = check_call(prepared, graph, flat, paths)
+        session.check_held(training=training)
     except PdcompileError as error:
         session.refuse(error)
         raise
@@ -39,15 +42,21 @@ def begin_call(
     layout = replace(prepared.layout, size=size)
     count = prepared.plan.training.num_microbatches
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
+    scales: list[float] = []
+    if with_loss and session.wirings[session.ranks[-1], training].is_last:
+        with session.guard() if session.world is not None else nullcontext():
+            scales = weights(options.loss_reduction, flat, layout, count)
     feeds = []
     for rank in session.ranks:
         wiring = session.wirings[rank, training]
         leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
+        if training and session.versions > 1:
+            # Backward comes in a later call, when the caller may have filled its buffers anew.
+            leaves = {p: x.clone() if isinstance(x, Tensor) else x for p, x in leaves.items()}
         feed = Feed(number, split(leaves, layout, count), sizes, [], wiring, with_loss)
         if wiring.is_last:
             feed.keep_outputs = session.world is None or options.outputs != "none"
-            if with_loss:
-                feed.weights = weights(options.loss_reduction, flat, layout, count)
+            feed.weights = scales
         feeds.append(feed)
     return feeds
 
@@ -79,6 +88,13 @@ def check_call(
                 where=path,
                 remedy="make another pipeline for the other value, or pass it as a tensor",
             )
+        if path not in flat.leaves and repr(_default(flat, path)) != text:
+            raise InputError(
+                f"this input was left out, and was {text} when the model was captured; its value "
+                "is part of the plan",
+                where=path,
+                remedy="pass it as before, or make another pipeline without it",
+            )
     for path in needed:
         if flat.leaves.get(path) is None:
             target = path == "target" or path.startswith(("target[", "target."))
@@ -89,6 +105,14 @@ def check_call(
                 "pass it: a stage on this rank reads it (pipe.needs lists what this rank needs)",
             )  # fmt: skip
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
+    for path, leaf in tensors.items():
+        if leaf.grad_fn is not None and graph is prepared.capture.train:
+            raise InputError(
+                "this input is the result of a computation that waits for gradients, which "
+                "would be computed once a microbatch",
+                where=path,
+                remedy="detach() it, or make that computation a part of the model",
+            )
     for item in graph.inputs:
         if item.path in tensors:
             _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
@@ -137,6 +161,12 @@ def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: i
         where=path,
         remedy="pad or convert it to the captured shape and dtype, or make another pipeline",
     )
+
+
+def _default(flat: FlatCall, path: str) -> Any:
+    """What forward takes for an argument that is not passed."""
+    parameter = flat.spec.signature.parameters.get(path)
+    return inspect.Parameter.empty if parameter is None else parameter.default
 
 
 def refuse_target(options: Options, target: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.plan import TiedParameter
-from pdcompile.results import check_loss
+from pdcompile.results import check_loss, scaled_loss
 from pdcompile.runtime.contract import Kind, check_tensor
 from pdcompile.runtime.streams import Streams
 from pdcompile.runtime.weights import StageWeights
@@ -100,7 +100,7 @@ class Compute:
             }
             if wiring.is_last and feed.with_loss:
                 loss = self._loss(module, wiring, values, leaves)
-                flight.loss = loss * feed.weights[microbatch]
+                flight.loss = scaled_loss(loss, feed.weights[microbatch])
                 feed.losses.append(flight.loss.detach())
         for port, edge in wiring.outputs:
             value = values[port.value]

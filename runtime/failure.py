@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from pdcompile.errors import RankError
@@ -50,17 +51,21 @@ class Failures:
 
     def refuse(self, text: str) -> None:
         """This rank refused a call before anything was sent; peers read it if it ends there."""
-        self._store.set(f"refused/{self._rank}", text)
+        with suppress(RuntimeError):
+            self._store.set(f"refused/{self._rank}", text)
 
     def report(self, text: str) -> None:
         """Record a cause, unless there is one."""
-        self._store.compare_set("failure", "", text)
+        with suppress(RuntimeError):  # must not hide the error that is being reported
+            self._store.compare_set("failure", "", text)
 
     def wait_for_peers(self) -> None:
         """Stay until all others have read the cause, or for a few seconds."""
         deadline = time.monotonic() + _WAIT_FOR_PEERS_SECONDS
-        while self._store.add("seen", 0) < self._size - 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # Without the store there is nobody to wait for: the process that held it has ended.
+        with suppress(RuntimeError):
+            while self._store.add("seen", 0) < self._size - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def cause(self, lost: PeerLost, where: str) -> RankError:
         """The error to raise when the connection to a peer broke."""

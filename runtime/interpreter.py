@@ -65,6 +65,7 @@ class Worker:
 
     def __init__(
         self,
+        stage: int,
         compute: Compute,
         tied: tuple[TiedParameter, ...],
         weights: StageWeights,
@@ -75,6 +76,7 @@ class Worker:
         loss_dtype: torch.dtype,
         max_norm: float | None,
     ) -> None:
+        self.stage = stage
         self.weights = weights
         self.norms = norms
         self.transport = transport
@@ -256,8 +258,11 @@ class Worker:
         self.weights.advance(minibatch)
         assert self.updater is not None
         self.updater.apply(
-            minibatch, [(self.weights.master(fqn), g) for fqn, g in gradients.items()]
+            minibatch,
+            [(self.weights.master(fqn), g) for fqn, g in gradients.items()],
+            stage=self.stage,
         )
+        self.weights.adopt()
         del self.weights.gradients[minibatch]
 
     def _post_norms(self, ins: Instruction) -> None:

@@ -9,17 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]
+_SHARED = frozenset(("params", "param_groups", "state"))
+_NOTHING = object()
+
 
 class Updater:
     """The optimizer of one process, applied stage by stage and minibatch by minibatch.
 
     Learning rates and the like are those of the moment when the minibatch's `step` was called
     (`snapshot`), however much later the update runs.
+
+    In one process an update is one `optimizer.step()` a stage.  What the optimizer itself counts,
+    in attributes or in its param_groups, is kept for each stage, as if each had an optimizer of
+    its own (as under torchrun); only values that are replaced are noticed, not written ones.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._snapshots: dict[int, list[dict[str, Any]]] = {}
+        self._before: dict[_Place, Any] = {}  # what was there before any stage's first update
+        self._made: dict[int, dict[_Place, Any]] = {}  # by stage: what its updates left
+        self._shown: dict[_Place, Any] = {}  # what the user sees: the last update's
 
     def snapshot(self, minibatch: int) -> None:
         """Remember every param_group value for the update of this minibatch."""
@@ -31,8 +42,11 @@ class Updater:
             for group in self.optimizer.param_groups
         ]
 
-    def apply(self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """One optimizer step with these gradients alone; clears them."""
+    def apply(
+        self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int = 0
+    ) -> None:
+        """One optimizer step of a stage with these gradients alone; clears them."""
+        self._notice()
         groups = self.optimizer.param_groups
         hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         present = [dict(group) for group in groups]
@@ -41,12 +55,49 @@ class Updater:
         _set_gradients((parameter, None) for parameter, _ in hidden)
         given = list(gradients)
         _set_gradients(given)
+        self._enter(stage)
+        before = [dict(values) for values in self._values()]
         self.optimizer.step()
+        self._leave(stage, before)
         _set_gradients((parameter, None) for parameter, _ in given)
         _set_gradients(hidden)
         for group, now, then in zip(groups, present, self._snapshots[minibatch], strict=False):
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
+        self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [vars(self.optimizer), *self.optimizer.param_groups]
+
+    def _notice(self) -> None:
+        """What the user has set since the last update holds for every stage."""
+        values = self._values()
+        for place, shown in self._shown.items():
+            n, key = place
+            if n < len(values) and values[n].get(key, _NOTHING) is not shown:
+                self._before[place] = values[n].get(key, _NOTHING)
+                for made in self._made.values():
+                    made.pop(place, None)
+
+    def _enter(self, stage: int) -> None:
+        """Put back what this stage's last update left."""
+        values = self._values()
+        for place, first in self._before.items():
+            n, key = place
+            value = self._made.get(stage, {}).get(place, first)
+            if n < len(values) and value is not _NOTHING:
+                values[n][key] = value
+            elif n < len(values):
+                values[n].pop(key, None)
+
+    def _leave(self, stage: int, before: list[dict[str, Any]]) -> None:
+        made = self._made.setdefault(stage, {})
+        for n, (now, then) in enumerate(zip(self._values(), before, strict=True)):
+            for key, value in now.items():
+                old = then.get(key, _NOTHING)
+                if key not in _SHARED and (value is not old or (n, key) in self._before):
+                    self._before.setdefault((n, key), old)
+                    made[n, key] = value
 
 
 def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:

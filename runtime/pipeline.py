@@ -24,7 +24,8 @@ from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.runtime.session import UPDATES, Session, num_versions
+from pdcompile.runtime.reduce import check_max_norm
+from pdcompile.runtime.session import UPDATES, Session, flush_before_state, num_versions
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -49,7 +50,6 @@ class Pipeline:
         self._stream: Any = None
         self._num_minibatches = 0
         self._num_evaluations = 0
-        self._in_flight = False
         self._closed = False
 
     # -- what it is --------------------------------------------------------------------------
@@ -86,6 +86,7 @@ class Pipeline:
                 world.close()
             raise
         self._stream = prepared.stream
+        flush_before_state(self._session, self)
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
 
@@ -188,7 +189,7 @@ class Pipeline:
             size = len(feeds[0].sizes)
             program, self._stream = self._stream.step(size)
             session.run(program, number, frozenset() if updates else UPDATES, feeds)
-            self._in_flight = session.versions > 1
+            session.in_flight = session.versions > 1
         return self._result(graph, feeds[-1], session.workers[-1].losses[number])
 
     def flush(self) -> None:
@@ -202,10 +203,10 @@ class Pipeline:
             self._drain(session)
 
     def _drain(self, session: Session) -> None:
-        if self._in_flight:
+        if session.in_flight:
             program, self._stream = self._stream.flush()
             session.run(program, self._num_minibatches)
-            self._in_flight = False
+            session.in_flight = False
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -304,6 +305,7 @@ class Pipeline:
 
         For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
         """
+        check_max_norm(max_norm)
         session = self._running
         self._check_open()
         with session.guard():
@@ -337,8 +339,7 @@ class Pipeline:
         model does not have.
         """
         self.flush()
-        session = self._running
-        session.state.load(state, [worker.weights for worker in session.workers])
+        self._running.load(state)
 
     def to_model(self) -> nn.Module | None:
         """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
@@ -382,7 +383,7 @@ class Pipeline:
 
     def __del__(self) -> None:
         session = getattr(self, "_session", None)
-        if session is not None and self._in_flight and not self._closed and not session.failed:
+        if session is not None and session.in_flight and not self._closed and not session.failed:
             warnings.warn(
                 "a pipeline ended with microbatches in flight, whose updates are lost; call "
                 "pipe.flush() or pipe.close() after the last step",

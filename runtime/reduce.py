@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pdcompile.errors import ConfigError
 from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.transport import Handle, Transport
 
@@ -69,6 +70,13 @@ class Norms:
             return torch.tensor(0.0)
         total: Tensor = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
         return total
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise ConfigError for what is no norm."""
+    number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+    if not number or not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm!r} is not a positive number", remedy="such as 1.0")
 
 
 def clip(gradients: Iterable[Tensor], total: Tensor, max_norm: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ from pdcompile.randomness import preserved_rng
 from pdcompile.runtime.agreement import Agreement
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure import Failures, describe, place
+from pdcompile.runtime.held import Held
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
@@ -66,6 +68,7 @@ class Session:
         if world is not None:
             same_start(world, self.state.tensors)
         self._stale_copies = False
+        self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None
         if world is not None:
             self._failures = Failures(world.store, world.rank, world.size)
@@ -90,6 +93,8 @@ class Session:
                 worker.updater = self.updater
         if world is not None:
             self.state.discard_others()
+        copied = (tied.fqn for tied in plan.tied if tied.stages[0] == self.workers[0].stage)
+        self._held = Held(model, frozenset(copied if world is not None else ()))
 
     def _worker(
         self, prepared: Prepared, rank: int, transport: Transport, streams: Streams,
@@ -123,6 +128,7 @@ class Session:
         loss = prepared.capture.train.loss
         values = prepared.capture.train.values
         return Worker(
+            stage,
             Compute(stage, plan.tied, weights, streams, _autocast(plan)),
             plan.tied,
             weights,
@@ -186,6 +192,7 @@ class Session:
             columns = [tuple(i for i in column if i.action not in skip) for column in columns]
         with preserved_rng():
             _run_together(self.workers, columns)
+        self._held.remember()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -235,6 +242,25 @@ class Session:
 
     # -- tied copies, norms, state --------------------------------------------------------------
 
+    def check_held(self, *, training: bool) -> None:
+        """A call is about to begin: take over what the user did to the parameters since the
+        last one.  Raises ConfigError for what cannot be taken over."""
+        fresh = not self._stale_copies
+        self._held.check(training=training, in_flight=self.in_flight, fresh_copies=fresh)
+        if self.in_flight:
+            return
+        of_stage = {worker.stage: worker.weights for worker in self.workers}
+        for weights in of_stage.values():
+            weights.adopt()
+        for tied in self.plan.tied if self.world is None else ():
+            for stage in tied.stages[1:]:
+                of_stage[stage].follow(tied.fqn, of_stage[tied.stages[0]])
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite what this process holds; older versions of all weights are forgotten."""
+        self.state.load(state, [worker.weights for worker in self.workers])
+        self._held.remember()
+
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date when the user has had the gradients in between."""
         if not self._stale_copies:
@@ -274,6 +300,21 @@ class Session:
             self._failures.report(self.failed)
             self._abandon()
             self._failures.wait_for_peers()
+
+
+def flush_before_state(session: Session, pipe: Any) -> None:
+    """The optimizer's state is saved and loaded with all updates done, as the pipeline's is."""
+    if session.optimizer is None:
+        return
+    whole = weakref.ref(pipe)
+
+    def flush(*_: Any) -> None:
+        running = whole()
+        if running is not None and session.in_flight:
+            running.flush()
+
+    session.optimizer.register_state_dict_pre_hook(flush)
+    session.optimizer.register_load_state_dict_pre_hook(flush)
 
 
 def num_versions(prepared: Prepared) -> int:

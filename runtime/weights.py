@@ -144,6 +144,29 @@ class StageWeights:
         if self.versions > 1:
             self._masters[fqn].data = slot.data
 
+    def adopt(self) -> None:
+        """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
+        for fqn in self.owned if self.versions > 1 else ():
+            newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
+            if newest.data_ptr() != master.data_ptr():
+                newest.data = master.data
+
+    def follow(self, fqn: str, owner: StageWeights) -> None:
+        """A tied copy takes the newest values of its owner in this process."""
+        copy, newest = self.parameter(self.newest, fqn), owner.master(fqn)
+        if self.versions == 1:
+            copy.data = newest.data
+        else:
+            copy.data.copy_(newest.data)
+
+    def forget(self) -> None:
+        """A new history begins: every version is the newest."""
+        for slots in self._slots.values():
+            newest = slots[self.newest % self.versions]
+            for slot in slots:
+                if slot is not newest:
+                    slot.data.copy_(newest.data)
+
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""
         for slot in self._slots.get(fqn, ()):

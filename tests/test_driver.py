@@ -11,6 +11,7 @@ import torch
 
 import pdcompile
 from pdcompile.batch import example_call
+from pdcompile.constraints import CutBefore
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
@@ -140,9 +141,20 @@ def test_an_edited_plan_says_what_is_wrong_where(tmp_path: Path) -> None:
 
 def test_a_plan_for_other_options_is_refused() -> None:
     plan = compiled("mlp").plan
-    for options in ({"max_grad_norm": 1.0}, {"seed": 3}, {"loss_reduction": "sum"}):
+    for options in (
+        {"max_grad_norm": 1.0},
+        {"seed": 3},
+        {"loss_reduction": "sum"},
+        {"schedule": "2bw"},
+        {"microbatches": 2},
+        {"memory": "1 kB"},
+    ):
         with pytest.raises(PlanError, match=next(iter(options))):
             compiled("mlp", plan=plan, **options)
+    for options in ({"time_limit": 1.0}, {"constraints": [CutBefore("layers.1")]}):
+        with pytest.raises(ConfigError, match="would have no effect"):
+            compiled("mlp", plan=plan, **options)
+    assert compiled("mlp", plan=plan, microbatches="auto").plan.stages == plan.stages
 
 
 def test_microbatches_are_chosen_from_the_minibatch() -> None:

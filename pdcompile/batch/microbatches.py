@@ -88,7 +88,7 @@ def weights(
             remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
         )
     parts = split(flat.leaves, layout, num_microbatches)
-    items = [float(reduction(*flat.unflatten(part))) for part in parts]
+    items = [_count(reduction(*flat.unflatten(part))) for part in parts]
     total = sum(items)
     if not all(math.isfinite(count) and count >= 0 for count in items) or total == 0:
         raise InputError(
@@ -97,6 +97,16 @@ def weights(
             "minibatch has to contain at least one",
         )
     return [count / total for count in items]
+
+
+def _count(items: Any) -> float:
+    try:
+        return float(items)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"loss_reduction returned {type(items).__name__}, which is not one number: {error}",
+            remedy="return the number of items, as (target != -100).sum()",
+        ) from None
 
 
 def concatenate(

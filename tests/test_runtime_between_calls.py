@@ -1,0 +1,228 @@
+"""What users do between two calls: it counts as for the reference, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError, InputError
+from pdcompile.reference import Reference, reference
+from pdcompile.runtime.pipeline import Pipeline
+from tests.helpers import models
+from tests.helpers.pipelines import by_hand, states_equal
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+
+
+def pair(
+    model: nn.Module, schedule: str, loss_fn: Any = None, **given: Any
+) -> tuple[Pipeline, Reference]:
+    options = {
+        "loss_fn": loss_fn or models.loss_for(model),
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "schedule": schedule,
+        "microbatches": 4,
+        **given,
+    }
+    twin = copy.deepcopy(model)
+    inputs, target = models.batch_for(model, 8)
+    return by_hand(model, 3, inputs, target, **options).prepare(), reference(twin, **options)
+
+
+def same_steps(pipe: Pipeline, eager: Reference, model: nn.Module, *, first: int = 0) -> None:
+    results = []
+    for t in range(first, first + 3):
+        inputs, target = models.batch_for(model, 8, t)
+        results.append([p.step(inputs, target=target).loss for p in (pipe, eager)])
+    assert all(float(ours) == float(theirs) for ours, theirs in results)
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+@SCHEDULES
+@pytest.mark.parametrize("replace", [False, True])
+def test_values_that_the_user_changes_count(schedule: str, replace: bool) -> None:
+    model = models.gpt(layers=1)  # tied: the copy on the last stage has to follow
+    pipe, eager = pair(model, schedule)
+    same_steps(pipe, eager, model)
+    for runner in (pipe, eager):
+        for parameter in runner.parameters():
+            if replace:
+                parameter.data = parameter.data * 0.9
+            else:
+                parameter.data.mul_(0.9)
+    same_steps(pipe, eager, model, first=3)
+
+
+def test_values_of_weights_in_flight_are_not_changed() -> None:
+    model = models.mlp()
+    pipe, _ = pair(model, "2bw")
+    inputs, target = models.batch_for(model, 8)
+    pipe.step(inputs, target=target)
+    with torch.no_grad():
+        model.layers[0].weight.mul_(0.5)
+    with pytest.raises(ConfigError, match=r"in flight(.|\n)*layers.0.weight(.|\n)*pipe.flush"):
+        pipe.step(inputs, target=target)
+    pipe.close()
+
+
+def _freeze(model: Any) -> None:
+    model.layers[0].weight.requires_grad_(False)
+
+
+def _replace(model: Any) -> None:
+    model.layers[0].weight = nn.Parameter(torch.zeros_like(model.layers[0].weight))
+
+
+@SCHEDULES
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(_freeze, "frozen"), (_replace, "replaced"), (nn.Module.double, "is torch.float64")],
+)
+def test_another_model_after_compile_is_refused(
+    schedule: str, change: Callable[[Any], None], words: str
+) -> None:
+    model = models.mlp()
+    pipe, _ = pair(model, schedule)
+    change(model)
+    inputs, target = models.batch_for(model, 8)
+    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*layers.0.weight"):
+        pipe.step(inputs, target=target)
+
+
+@SCHEDULES
+def test_a_part_of_the_weights_starts_a_new_history_of_all(schedule: str) -> None:
+    model = models.mlp()
+    pipe, eager = pair(model, schedule)
+    same_steps(pipe, eager, model)
+    part = {"layers.0.weight": torch.ones(16, 16)}
+    pipe.load_state_dict(part), eager.load_state_dict(part)
+    same_steps(pipe, eager, model, first=3)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in an attribute and in its groups, and gives parameters new storage."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = group["lr"] / (self.count + group["k"])
+                    parameter.data = parameter.data - rate * parameter.grad
+
+
+@SCHEDULES
+def test_an_optimizer_that_counts_its_steps(schedule: str) -> None:
+    model = models.mlp()
+    pipe, eager = pair(model, schedule, optimizer=Counting)
+    same_steps(pipe, eager, model)
+    assert pipe.optimizer.count == eager.optimizer.count == 3
+    for runner in (pipe, eager):
+        runner.optimizer.count, runner.optimizer.param_groups[0]["k"] = 0, 7
+    same_steps(pipe, eager, model, first=3)
+
+
+@SCHEDULES
+def test_the_state_of_an_optimizer_is_complete(schedule: str) -> None:
+    model = models.mlp()
+    pipe, eager = pair(model, schedule)
+    for t in range(3):
+        inputs, target = models.batch_for(model, 8, t)
+        pipe.step(inputs, target=target), eager.step(inputs, target=target)
+    ours, theirs = pipe.optimizer.state_dict(), eager.optimizer.state_dict()
+    for index, values in theirs["state"].items():
+        for key, value in values.items():
+            assert torch.equal(ours["state"][index][key], value)
+
+
+@SCHEDULES
+def test_buffers_that_are_filled_anew_after_each_step(schedule: str) -> None:
+    model = models.mlp()
+    pipe, eager = pair(model, schedule)
+    x, y = torch.empty(8, 16), torch.empty(8, 16)
+    for t in range(3):
+        inputs, target = models.batch_for(model, 8, t)
+        x.numpy()[:], y.numpy()[:] = inputs.numpy(), target.numpy()  # autograd cannot notice
+        pipe.step(x, target=y), eager.step(inputs, target=target)
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+def test_inputs_that_wait_for_gradients_are_refused() -> None:
+    model = models.mlp()
+    pipe, _ = pair(model, "1f1b")
+    inputs, target = models.batch_for(model, 8)
+    scaled = inputs * torch.ones(1, requires_grad=True)
+    with pytest.raises(InputError, match="detach"):
+        pipe.step(scaled, target=target)
+    assert torch.equal(pipe.predict(scaled), pipe.predict(inputs))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.last(F.relu(self.first(x)) * scale)
+
+
+def test_a_constant_that_is_left_out_is_not_the_captured_one() -> None:
+    options = {"loss_fn": F.mse_loss, "microbatches": 4}
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = by_hand(Scaled(), 2, None, **options)
+    pipe.step(x, 2.0, target=y)
+    with pytest.raises(InputError, match=r"left out, and was 2.0(.|\n)*scale"):
+        pipe.step(x, target=y)
+    pipe = by_hand(Scaled(), 2, None, **options)
+    pipe.step(x, 1.0, target=y)
+    pipe.step(x, target=y)  # the default is the same
+
+
+def _ignoring(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+@SCHEDULES
+def test_microbatches_without_items_count_nothing(schedule: str) -> None:
+    model = models.gpt(layers=1)
+    count = lambda args, kwargs, target: (target != -1).sum()  # noqa: E731
+    pipe, eager = pair(model, schedule, loss_fn=_ignoring, loss_reduction=count)
+    inputs, target = models.batch_for(model, 8)
+    empty = torch.full_like(target, -1)
+    with pytest.raises(InputError, match="at least one"):
+        pipe.step(inputs, target=empty)
+    target[:3] = -1  # all of the first microbatch and half of the second
+    for _ in range(3):
+        ours, theirs = (float(p.step(inputs, target=target).loss) for p in (pipe, eager))
+        assert ours == theirs
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+
+
+def test_a_count_that_is_no_number() -> None:
+    model = models.mlp()
+    pipe, _ = pair(model, "1f1b", loss_reduction=lambda args, kwargs, target: target)
+    inputs, target = models.batch_for(model, 8)
+    with pytest.raises(ConfigError, match="not one number"):
+        pipe.step(inputs, target=target)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan"), "1", True])
+def test_norms_that_are_none(norm: Any) -> None:
+    model = models.mlp()
+    pipe, _ = pair(model, "1f1b", optimizer=None)
+    with pytest.raises(ConfigError, match="max_norm"):
+        pipe.clip_grad_norm_(norm)
+    assert float(pipe.clip_grad_norm_(1.0)) == 0
