@@ -188,7 +188,14 @@ def _eager(
             with scope.loss(), autocast(plan):
                 loss = loss_fn(output, target)
         if graph.training and loss is not None and loss.requires_grad:
-            scope.backward(loss)
+            try:
+                scope.backward(loss)
+            except RuntimeError as error:
+                raise VerifyError(
+                    f"the model's own backward fails without pdcompile: {error}",
+                    where=f"{type(model).__module__}.{type(model).__qualname__}",
+                    remedy="run loss.backward() on the model itself and mend it first",
+                ) from error
     return named, loss
 
 

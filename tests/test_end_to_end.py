@@ -197,3 +197,37 @@ def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward() -> N
             assert ours["size"] == theirs["size"] == 4
             for key in ("y", "scale"):
                 assert torch.equal(ours[key], theirs[key]), key
+
+
+class RunningNorm(nn.Module):
+    """Writes buffers in forward and uses them in differentiable ops, whole and as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.scale.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.shift[2:].add_(1)
+        return y * self.scale + y * self.shift[None]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_buffers_that_later_microbatches_write_before_the_backward(schedule: str) -> None:
+    model, twin = pair(lambda: nn.Sequential(RunningNorm(), RunningNorm(), nn.Linear(16, 16)))
+    batches = batches_for(models.mlp(), [8, 8, 3, 8])
+    common: dict[str, Any] = {
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": MOMENTUM,
+        "schedule": schedule,
+        "microbatches": 4,
+    }
+    with pdcompile.compile(model, costs="estimated", stages=3, **common) as pipe:
+        ours = train(pipe, batches, schedule_lr=False, flush_at=None)
+        state = pipe.full_state_dict()
+    expected = pdcompile.reference(twin, **common)
+    assert ours == train(expected, batches, schedule_lr=False, flush_at=None)
+    assert_equal_states(state, expected.full_state_dict())

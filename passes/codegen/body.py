@@ -140,8 +140,8 @@ class Body:
         done = []
         if _may_draw(op) or (twin is not None and _may_draw(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
-        scope = self._scope()
-        scope_eval = self._scope_eval()
+        scope = self._scope(copied=copied_buffers(op, self.graph))
+        scope_eval = replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
         name = self.variables.names.get(op.name, "")
         comment = value_text(self.graph.values.get(op.name))
         target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
@@ -205,19 +205,15 @@ class Body:
 
     # Parts of expressions
 
-    def _scope(self) -> Scope:
+    def _scope(self, copied: frozenset[str] = frozenset()) -> Scope:
         return Scope(
             value=self._value,
-            tensor=self._tensor,
+            tensor=lambda fqn: self._tensor(fqn) + (".clone()" if fqn in copied else ""),
             size=self._size,
             device=self._device,
             module=lambda path: access.module(self.place.layout.root, self.call.path, path),
             function=self.place.imports.function,
         )
-
-    def _scope_eval(self) -> Scope:
-        scope = self._scope()
-        return replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
 
     def _value(self, name: str) -> str:
         return self.inlined.get(name) or self.variables.names[name]
@@ -321,3 +317,33 @@ def _may_draw(op: Op) -> bool:
         dropout = op.args[place] if len(op.args) > place else dict(op.kwargs).get("dropout_p", 0.0)
         return dropout != 0.0
     return True
+
+
+def copied_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
+    """Buffers that an op has to read as a copy, by FQN.
+
+    Autograd may keep what the op reads until the microbatch's backward, and in a pipeline the
+    next microbatches' forwards, which write the buffer, come first.  Eager runs the backward
+    before them.  Where the op writes itself, or makes a view that is written later, the buffer is
+    what is meant.
+    """
+    if not graph.training or not op.grad_enabled or op.mutates or op.buffers_written:
+        return frozenset()
+    written = {fqn for other in graph.ops for fqn in other.buffers_written}
+    read = written.intersection(op.attributes)
+    if not read:
+        return frozenset()
+    return frozenset() if _is_written_later(op, graph) else frozenset(read)
+
+
+def _is_written_later(op: Op, graph: OpGraph) -> bool:
+    """Whether something writes into the op's result or a view of it."""
+    written = {name for other in graph.ops for name in other.mutates}
+    views = [op.name]
+    for name in views:
+        if name in written:
+            return True
+        value = graph.values[name]
+        same = (n for n in value.consumers if graph.values[n].storage == value.storage)
+        views.extend(name for name in same if name not in views)
+    return False
