@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pdcompile.batch import FlatCall, follow_batch, microbatch_sizes, split, weights
@@ -104,8 +105,15 @@ def check_call(
                 remedy="pass target=... to step: loss_fn needs it" if target else
                 "pass it: a stage on this rank reads it (pipe.needs lists what this rank needs)",
             )  # fmt: skip
+    refuse_modes()
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
     for path, leaf in tensors.items():
+        if leaf.is_inference() and graph is prepared.capture.train:
+            raise InputError(
+                "this input was made under torch.inference_mode, and cannot be trained on",
+                where=path,
+                remedy="clone() it outside",
+            )
         if leaf.grad_fn is not None and graph is prepared.capture.train:
             raise InputError(
                 "this input is the result of a computation that waits for gradients, which "
@@ -161,6 +169,17 @@ def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: i
         where=path,
         remedy="pad or convert it to the captured shape and dtype, or make another pipeline",
     )
+
+
+def refuse_modes() -> None:
+    """Raise ConfigError inside a mode that would change what the stages compute."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("torch.inference_mode is on", remedy="use torch.no_grad, or nothing")
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise ConfigError(
+            "torch.autocast is on around this call, and was not captured",
+            remedy="put the autocast region inside the model's forward",
+        )
 
 
 def _default(flat: FlatCall, path: str) -> Any:

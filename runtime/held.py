@@ -1,8 +1,8 @@
 """What the user may have done to the model between two calls.
 
 The pipeline trains the model's own Parameters, so their values may be changed in place between
-calls.  Another Parameter in their place, another dtype, or freezing and thawing would be passed
-over in silence by stages that were made before: these are refused.
+calls.  Another Parameter or module in their place, hooks, another dtype, or freezing and thawing
+would be passed over in silence by stages that were made before: these are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ class Held:
     """
 
     def __init__(self, model: nn.Module, copied: frozenset[str]) -> None:
+        self._modules = [
+            (module, name, dict(module._modules), _hooks(module))
+            for name, module in model.named_modules()
+        ]
         self._places: list[tuple[dict[str, Any], str, str, Tensor, torch.dtype, bool]] = []
         for path, module in model.named_modules():
             home: dict[str, Any] = module._parameters
@@ -44,6 +48,11 @@ class Held:
         `in_flight`: microbatches are under way that were computed on the present values;
         `fresh_copies`: copies of tied parameters on other ranks are not renewed by this call.
         """
+        for module, name, children, hooks in self._modules:
+            if module._modules != children:
+                _refuse(name, "got other submodules", "a module")
+            if _hooks(module) != hooks:
+                _refuse(name, "got other hooks", "a module")
         for home, leaf, name, tensor, dtype, trained in self._places:
             if home.get(leaf) is not tensor:
                 _refuse(name, "was replaced by another tensor")
@@ -76,10 +85,14 @@ def _state(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, 0 if tensor.is_meta else tensor.data_ptr()
 
 
-def _refuse(name: str, what: str) -> None:
+def _hooks(module: nn.Module) -> tuple[int, int]:
+    return len(module._forward_hooks), len(module._backward_hooks)
+
+
+def _refuse(name: str, what: str, thing: str = "a parameter") -> None:
     raise ConfigError(
-        f"a parameter {what} after the pipeline was prepared, which has its stages made already",
-        where=name,
+        f"{thing} {what} after the pipeline was prepared, which has its stages made already",
+        where=name or "the model",
         remedy="change values in place (p.copy_ under torch.no_grad, or load_state_dict), or "
         "compile the changed model anew",
     )

@@ -190,7 +190,7 @@ class Session:
         columns = [schedule.columns[rank] for rank in self.ranks]
         if skip:
             columns = [tuple(i for i in column if i.action not in skip) for column in columns]
-        with preserved_rng():
+        with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
             _run_together(self.workers, columns)
         self._held.remember()
 
@@ -255,6 +255,8 @@ class Session:
         for tied in self.plan.tied if self.world is None else ():
             for stage in tied.stages[1:]:
                 of_stage[stage].follow(tied.fqn, of_stage[tied.stages[0]])
+        for weights in of_stage.values():
+            weights.renew()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite what this process holds; older versions of all weights are forgotten."""
@@ -288,7 +290,10 @@ class Session:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
             self.workers[0].settle()
-            self.world.group.barrier().wait()
+            try:
+                self.world.group.barrier().wait()
+            except RuntimeError as error:  # gloo does not say who it was: ask the next rank
+                raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
             for worker in self.workers:
                 worker.abandon()
             self.world.close()

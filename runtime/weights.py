@@ -55,6 +55,7 @@ class StageWeights:
             for v in range(versions)
         ]
         self._accumulating: tuple[int, int] | None = None  # minibatch, instance
+        self._starts_anew = False  # all versions are the newest until there is another
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -129,6 +130,7 @@ class StageWeights:
     def advance(self, minibatch: int) -> None:
         """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch."""
         self.newest = minibatch + 1
+        self._starts_anew = False
         if self.versions == 1:
             return
         for fqn in self.owned:
@@ -139,6 +141,7 @@ class StageWeights:
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
         """The owner's weights after the update of `minibatch`, for a tied copy."""
         self.newest = minibatch + 1
+        self._starts_anew = False
         slot = self.parameter(minibatch + 1, fqn)
         slot.data.copy_(value)
         if self.versions > 1:
@@ -161,11 +164,17 @@ class StageWeights:
 
     def forget(self) -> None:
         """A new history begins: every version is the newest."""
+        self._starts_anew = True
         for slots in self._slots.values():
             newest = slots[self.newest % self.versions]
             for slot in slots:
                 if slot is not newest:
                     slot.data.copy_(newest.data)
+
+    def renew(self) -> None:
+        """Changes that the user makes before a new history has begun are part of its start."""
+        if self._starts_anew:
+            self.forget()
 
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""

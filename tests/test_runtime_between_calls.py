@@ -80,10 +80,24 @@ def _replace(model: Any) -> None:
     model.layers[0].weight = nn.Parameter(torch.zeros_like(model.layers[0].weight))
 
 
+def _replace_module(model: Any) -> None:
+    model.layers[0] = nn.Linear(16, 16)
+
+
+def _hook(model: Any) -> None:
+    model.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
 @SCHEDULES
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(_freeze, "frozen"), (_replace, "replaced"), (nn.Module.double, "is torch.float64")],
+    [
+        (_freeze, "frozen"),
+        (_replace, "replaced"),
+        (nn.Module.double, "is torch.float64"),
+        (_replace_module, "other submodules"),
+        (_hook, "other hooks"),
+    ],
 )
 def test_another_model_after_compile_is_refused(
     schedule: str, change: Callable[[Any], None], words: str
@@ -92,7 +106,7 @@ def test_another_model_after_compile_is_refused(
     pipe, _ = pair(model, schedule)
     change(model)
     inputs, target = models.batch_for(model, 8)
-    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*layers.0.weight"):
+    with pytest.raises(ConfigError, match=rf"{words}(.|\n)*where: layers"):
         pipe.step(inputs, target=target)
 
 
@@ -102,7 +116,10 @@ def test_a_part_of_the_weights_starts_a_new_history_of_all(schedule: str) -> Non
     pipe, eager = pair(model, schedule)
     same_steps(pipe, eager, model)
     part = {"layers.0.weight": torch.ones(16, 16)}
-    pipe.load_state_dict(part), eager.load_state_dict(part)
+    for runner in (pipe, eager):
+        runner.load_state_dict(part)
+        for parameter in runner.parameters():  # a part of the start of that history
+            parameter.data.mul_(0.9)
     same_steps(pipe, eager, model, first=3)
 
 
@@ -168,6 +185,24 @@ def test_inputs_that_wait_for_gradients_are_refused() -> None:
     with pytest.raises(InputError, match="detach"):
         pipe.step(scaled, target=target)
     assert torch.equal(pipe.predict(scaled), pipe.predict(inputs))
+
+
+@SCHEDULES
+def test_modes_around_a_call(schedule: str) -> None:
+    model = models.mlp()
+    pipe, eager = pair(model, schedule)
+    with torch.no_grad():
+        same_steps(pipe, eager, model)
+    inputs, target = models.batch_for(model, 8)
+    with torch.inference_mode():
+        made_there = inputs.clone()
+        with pytest.raises(ConfigError, match="inference_mode"):
+            pipe.step(inputs, target=target)
+    with pytest.raises(InputError, match="inference_mode"):
+        pipe.step(made_there, target=target)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
+        pipe.predict(inputs)
+    same_steps(pipe, eager, model, first=3)
 
 
 class Scaled(nn.Module):
