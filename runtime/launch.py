@@ -60,7 +60,7 @@ def is_distributed(options: Options) -> bool:
         return False
     if options.group is not None or dist.is_initialized():
         return dist.get_world_size(options.group) > 1
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return "WORLD_SIZE" in os.environ and _number("WORLD_SIZE", least=1) > 1
 
 
 def num_ranks(options: Options) -> int | None:
@@ -113,7 +113,23 @@ def _members(options: Options) -> tuple[int, list[int]]:
             remedy="start it with torchrun --nproc-per-node=N, or run all stages in one process: "
             "cluster=Cluster.local(N)",
         )
-    return int(os.environ["RANK"]), list(range(int(os.environ["WORLD_SIZE"])))
+    rank, size = _number("RANK", least=0), _number("WORLD_SIZE", least=1)
+    if rank >= size:
+        raise LaunchError(
+            f"RANK is {rank}, and WORLD_SIZE is {size}",
+            remedy="ranks count from 0 to WORLD_SIZE - 1; torchrun sets both",
+        )
+    return rank, list(range(size))
+
+
+def _number(name: str, *, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(
+            f"{name} is {text!r}, not a number from {least} up",
+            remedy=f"start it with torchrun, which sets it, or unset {name}",
+        )
+    return int(text)
 
 
 def _fresh_store(purpose: str, ranks: list[int]) -> Any:
@@ -157,7 +173,14 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
         store.set("text", text)
         store.set("done", "1")
         return text
-    store.wait(["done"], _WAIT)
+    try:
+        store.wait(["done"], _WAIT)
+    except RuntimeError as error:
+        raise RankError(
+            f"the store went away while rank {rank} waited for rank 0's plan: "
+            f"{str(error).splitlines()[0]}",
+            remedy="look at the error of the process that held it (rank 0, or torchrun)",
+        ) from None
     if store.check(["failure"]):
         cause = str(store.get("failure"), "utf-8")
         raise RankError(f"rank 0 could not prepare the pipeline: {cause}")

@@ -14,6 +14,7 @@ from pdcompile.errors import (
     ConfigError,
     InfeasibleError,
     InputError,
+    LaunchError,
     NotPrepared,
     PdcompileError,
     PlanError,
@@ -206,6 +207,28 @@ def test_a_target_without_a_loss_function() -> None:
     x, y = xy()
     with pytest.raises(PdcompileError, match="target"):
         compiled(models.ReturnsLoss(models.mlp()), loss_fn=None).step(x, y, target=y)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        ("", "2", "RANK"),
+        ("zero", "2", "RANK is 'zero'"),
+        ("2", "2", "RANK is 2, and WORLD_SIZE is 2"),
+        ("0", "two", "WORLD_SIZE is 'two'"),
+        ("0", "0", "WORLD_SIZE is '0'"),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make(
+    rank: str, size: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    x, y = xy()
+    with pytest.raises(LaunchError, match=message):
+        compiled(models.mlp()).step(x, target=y)
 
 
 def test_a_model_without_weights_can_be_planned_but_not_run() -> None:
