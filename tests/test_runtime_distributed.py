@@ -215,3 +215,48 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "[0] RankError another rank failed first: rank 0" in run.output, run
     assert "lost the connection to rank 1" in run.output, run
     assert "rank 1 ended without an error of its own" in run.output, run
+
+
+EARLY = (
+    COMMON
+    + """
+pipe, _ = pair(models.gpt(layers=1), "1f1b")
+inputs, target = models.batch_for("gpt", 8)
+pipe.step(inputs, target=target)
+try:
+    pipe.close() if rank == 0 else pipe.step(inputs, target=target)
+except (RankError, ContractError) as error:
+    say(type(error).__name__, error.message)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_rank_that_closes_early(tmp_path: Path) -> None:
+    run = torchrun(EARLY, 2, tmp_path)
+    assert "[0] RankError another rank failed first: rank 1: ContractError" in run.output, run
+    assert "[1] ContractError rank 0 is in call 2, close" in run.output, run
+
+
+TIED = (
+    COMMON
+    + """
+pipe, _ = pair(models.gpt(layers=1), "1f1b")
+inputs, target = models.batch_for("gpt", 8)
+pipe.step(inputs, target=target)
+with torch.no_grad():
+    for parameter in pipe.parameters():
+        parameter.mul_(0.9)
+try:
+    pipe.step(inputs, target=target)
+except (RankError, ConfigError) as error:
+    say(type(error).__name__, error.message)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_changed_parameter_that_other_ranks_copied(tmp_path: Path) -> None:
+    run = torchrun(TIED, 2, tmp_path)
+    assert "[0] ConfigError a parameter was changed that other ranks hold copies of" in run.output
+    assert "[1] RankError another rank failed first: rank 0 refused the call" in run.output, run
