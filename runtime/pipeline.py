@@ -57,8 +57,8 @@ class Pipeline:
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Pipeline:
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
         if self._session is None:
-            given = bool(args or kwargs)
-            self._start(flatten_call(self._model, args, kwargs, target) if given else None)
+            flat = flatten_call(self._model, args, kwargs, target) if args or kwargs else None
+            self._start(flat)
         return self
 
     def _start(self, flat: FlatCall | None) -> None:
@@ -162,8 +162,7 @@ class Pipeline:
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        prepared = session.prepared
-        schedule = prepared.plan.training.schedule
+        prepared, schedule = session.prepared, session.plan.training.schedule
         if kind == "forward_backward" and session.versions > 1:
             raise ConfigError(
                 f"forward_backward is not possible under schedule={schedule!r}: it computes a "
