@@ -48,6 +48,7 @@ def preparation(
             compiled = build(flat, None)
         else:
             compiled = _decode(from_rank0(options, lambda: _encode(build(flat, ranks))))
+        refuse_devices(compiled.plan)
         return Prepared(
             capture=compiled.capture,
             plan=compiled.plan,
@@ -62,6 +63,19 @@ def preparation(
         )
 
     return prepare
+
+
+def refuse_devices(plan: Plan) -> None:
+    """Plans may be for any machine; what runs here runs on the CPU.  Raises ConfigError."""
+    cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
+    others = sorted({device.kind for device in cluster.devices} - {"cpu"})
+    if others:
+        raise ConfigError(
+            f"the plan is for {', '.join(others)} devices, and this version runs on cpu only",
+            where="cluster",
+            remedy='describe the machines that it is to run on now, with kind = "cpu"; '
+            "`pdcompile plan`, `simulate` and `dump` work for any kind",
+        )
 
 
 def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None:

@@ -196,3 +196,13 @@ def refuse_target(options: Options, target: Any) -> None:
             remedy="give loss_fn=, or pass it to the model under its own name "
             "(step_call(args, kwargs) for an argument called target)",
         )
+
+
+def refuse_blind_start(options: Options, target: Any, *, started: bool) -> None:
+    """Raise InputError where an evaluation would be the first call: loss_fn is captured too."""
+    if not started and options.loss_fn is not None and target is None:
+        raise InputError(
+            "the first call captures the model with its loss_fn, and that needs a target",
+            remedy="call pipe.prepare(inputs, target=target) or pipe.step(...) first, or give "
+            "example_inputs= and example_target= to compile",
+        )

@@ -19,7 +19,7 @@ from pdcompile.plan import Plan
 from pdcompile.randomness import evaluation_minibatch
 from pdcompile.results import LazyLoss, StepResult
 from pdcompile.runtime import launch
-from pdcompile.runtime.calls import begin_call, needed_paths, refuse_target
+from pdcompile.runtime.calls import begin_call, needed_paths, refuse_blind_start, refuse_target
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure import Failures, describe
 from pdcompile.runtime.outputs import join, share
@@ -225,6 +225,7 @@ class Pipeline:
         return result.outputs if self._has_outputs else None
 
     def _evaluate(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
+        refuse_blind_start(self._options, target, started=self._session is not None)
         flat = self._flatten(args, kwargs, target)
         session = self._running
         prepared = session.prepared

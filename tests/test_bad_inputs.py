@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -237,6 +238,23 @@ def test_a_model_without_weights_can_be_planned_but_not_run() -> None:
         model = models.mlp()
     with pytest.raises(ConfigError, match="meta device"):
         compiled(model, stages=2).step(x, target=y)
+
+
+def test_devices_that_cannot_run_here_can_be_planned_for_only() -> None:
+    x, y = xy()
+    devices = (pdcompile.Device("cuda"),) * 2
+    cluster = dataclasses.replace(pdcompile.Cluster.local(2), devices=devices)
+    with pytest.raises(ConfigError, match="cuda"):
+        compiled(models.mlp(), cluster=cluster).step(x, target=y)
+
+
+def test_evaluation_before_there_is_a_target() -> None:
+    x, y = xy()
+    pipe = compiled(models.mlp(), stages=2)
+    with pytest.raises(InputError, match="target"):
+        pipe.predict(x)
+    pipe.prepare(x, target=y)
+    assert pipe.predict(x).shape == (4, 16)
 
 
 def test_a_plan_of_another_model() -> None:
