@@ -5,6 +5,7 @@
 #   PIP_ARGS=...           further arguments of pip install (an index that offers torch for CPU)
 #   ARGS=...               further arguments of pytest, the demo or the benchmarks
 #   SLOW=1                 make test runs the slow tests too
+#   WORKERS=2              processes that share the tests; 0: all in one, for a debugger
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -13,11 +14,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+WORKERS ?= 2
 SELECTION := $(if $(SLOW),,-m "not slow")
 
 .PHONY: help venv demo test lint format docs bench clean
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 venv: $(READY)
 
@@ -40,7 +42,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(SELECTION) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(SELECTION) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
