@@ -9,8 +9,8 @@ that a wrong edge is noticed too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.graph import Capture, OpGraph, Ref, leaves
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.chain import Chain
+from pdcompile.passes.untouched import untouched, write_buffers
 from pdcompile.plan import Plan
 from pdcompile.randomness import DrawScope, preserved_rng
 from pdcompile.stage import Sources
@@ -123,7 +124,7 @@ def verify(
         crossing = edges(graph, placed, len(plan.stages), graph.batch_size)
         chain = Chain(graph, crossing, plan.tied, sources, model, plan.training.seed)
         eager = partial(_eager, model, graph, small, loss_fn, plan)
-        with preserved_rng(device), _kept(model, graph.training):
+        with preserved_rng(device), untouched(model, graph.training):
             expected, got = (
                 _run(model, graph, call) for call in (eager, partial(_stages, chain, small, plan))
             )
@@ -163,7 +164,7 @@ def _run(model: nn.Module, graph: OpGraph, call: Callable[[], tuple[Values, Loss
         gradients={name: copied(p.grad) for name, p in model.named_parameters()},
         buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
     )
-    _write_buffers(model, buffers)
+    write_buffers(model, buffers)
     return outcome
 
 
@@ -281,30 +282,3 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None, exact: bool)
         return None
     gap = (one - other).abs()
     return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
-
-
-def _write_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-
-
-@contextmanager
-def _kept(model: nn.Module, training: bool) -> Iterator[None]:
-    """Afterwards modes, gradients and buffers are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it rounds otherwise, and stages have none
-    if model.training != training:  # else modules that were switched apart stay so
-        model.train(training)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        _write_buffers(model, buffers)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode

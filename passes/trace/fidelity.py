@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from pdcompile.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.session import device_of
+from pdcompile.passes.untouched import untouched, write_buffers
 from pdcompile.randomness import preserved_rng
 
 
@@ -50,7 +50,7 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
             remedy="compare a smaller model of the same classes, with real parameters",
         )
     for graph in (capture.train, capture.eval):
-        with preserved_rng(device_of(model, flat)), _kept(model, graph.training):
+        with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
             _compare_mode(model, graph, flat, layout)
 
 
@@ -60,7 +60,7 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
 
     def run(call: Callable[[], tuple[list[Any], torch.Tensor | None]]) -> Outcome:
         torch.default_generator.set_state(start)
-        _write_buffers(model, buffers)
+        write_buffers(model, buffers)
         model.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(graph.training):
             outputs, loss = call()
@@ -81,7 +81,7 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
     if problem is None:
         return
     torch.default_generator.set_state(start)
-    _write_buffers(model, buffers)
+    write_buffers(model, buffers)
     what, fqn = problem
     mode = "train" if graph.training else "eval"
     op = _first_difference(model, graph, flat, layout, buffers, start)
@@ -197,7 +197,7 @@ def _first_difference(
         call = FlatCall(_fresh(flat), flat.spec)
         expected = observe(model, call, layout, loss_fn)
         torch.default_generator.set_state(start)
-        _write_buffers(model, buffers)
+        write_buffers(model, buffers)
         found: dict[str, torch.Tensor] = {}
 
         def watch(name: str, value: Any) -> None:
@@ -218,32 +218,3 @@ def _reader(graph: OpGraph, fqn: str | None) -> Op | None:
         if fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
             return op
     return None
-
-
-def _write_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-
-
-@contextmanager
-def _kept(model: nn.Module, training: bool) -> Iterator[None]:
-    """Afterwards buffers, gradients, modes and the fast path of attention are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
-    # operators that it replaces, and a recorded model runs those.
-    torch.backends.mha.set_fastpath_enabled(False)
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        _write_buffers(model, buffers)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode

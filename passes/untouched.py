@@ -1,0 +1,42 @@
+"""Running a model without leaving a trace on it: what comparisons with eager have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module, training: bool) -> Iterator[None]:
+    """In the given mode; afterwards buffers, gradients and modes are as before.
+
+    A model in that mode already is left alone, so that modules switched apart stay so.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
+    # operators that it replaces, and a recorded model runs those.
+    torch.backends.mha.set_fastpath_enabled(False)
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        write_buffers(model, buffers)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+
+
+def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Put values into the model's buffers, by name."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
