@@ -117,7 +117,7 @@ def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None
 
 
 def following(options: Options) -> Options:
-    """With a plan given, its number of microbatches is what "auto" means.
+    """With a plan given, it decides what the options leave open: stages and microbatches.
 
     Raises:
         PlanError: the plan cannot be read.
@@ -134,6 +134,8 @@ def following(options: Options) -> Options:
             )
     if options.microbatches == "auto":
         options = replace(options, microbatches=plan.training.num_microbatches)
+    if options.stages is None:
+        options = replace(options, stages=len(plan.stages))
     return options if options.plan is None else replace(options, plan=plan)
 
 

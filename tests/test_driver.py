@@ -137,6 +137,7 @@ def test_an_edited_plan_says_what_is_wrong_where(tmp_path: Path) -> None:
     assert caught.value.where
     path.write_text(plan.to_json())
     assert compiled("mlp", plan=path).plan.stages == plan.stages
+    assert compiled("mlp", plan=path, stages=None).plan.stages == plan.stages
 
 
 def test_a_plan_for_other_options_is_refused() -> None:
