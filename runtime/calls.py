@@ -27,6 +27,7 @@ def begin_call(
     Raises InputError, before anything is sent, when it does not fit what was captured;
     ContractError when the ranks make unlike calls.
     """
+    session.check_running()
     prepared, options = session.prepared, session.options
     paths = needed_paths(session, training=training, with_loss=with_loss)
     graph = prepared.capture.train if training else prepared.capture.eval

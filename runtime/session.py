@@ -194,13 +194,17 @@ class Session:
             _run_together(self.workers, columns)
         self._held.remember()
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Around everything that runs: an error ends the pipeline on every rank."""
+    def check_running(self) -> None:
+        """Raise ClosedError, with the cause, once an error has ended the pipeline."""
         if self.failed is not None:
             raise ClosedError(
                 f"the pipeline ended with an error: {self.failed}", remedy="make a new one"
             )
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around everything that runs: an error ends the pipeline on every rank."""
+        self.check_running()
         lost: PeerLost | None = None
         try:
             yield
