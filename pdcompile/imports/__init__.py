@@ -1,0 +1,1 @@
+"""Problems that other people published, read as they are: device placement, PipeDream, Piper."""
