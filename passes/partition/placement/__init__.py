@@ -1,0 +1,1 @@
+"""Contiguous device placement: the smallest largest load, with its proof."""
