@@ -11,6 +11,7 @@ from tests.helpers.launch import processes, torchrun
 COMMON = r"""
 import copy, os, signal, sys, time
 from functools import partial
+from pathlib import Path
 import torch
 from pdcompile.errors import *
 from pdcompile.reference import reference
@@ -29,6 +30,11 @@ def pair(model, schedule, stages=world, **given):
 def say(*words):
     sys.stdout.write(" ".join((f"[{rank}]", *map(str, words))) + "\n")  # one write a line
     sys.stdout.flush()
+
+def meet(place):  # all ranks have left the pipeline's calls before one of them fails in the next
+    Path(f"{place}.{rank}").touch()
+    while not all(Path(f"{place}.{r}").exists() for r in range(world)):
+        time.sleep(0.01)
 """
 
 BITWISE = (
@@ -122,6 +128,7 @@ def case(name, act):
     pipe, _ = pair(models.gpt(layers=1), "2bw" if name == "target" else "1f1b")
     inputs, target = models.batch_for("gpt", 8)
     pipe.step(inputs, target=target)
+    meet(name)
     try:
         act(pipe, inputs, target)
         say(name, "no error")
@@ -198,6 +205,7 @@ pipe, _ = pair(models.mlp(), "1f1b")
 inputs, target = models.batch_for("mlp", 8)
 pipe.step(inputs, target=target)
 pipe.flush()
+meet("stepped")
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
@@ -223,6 +231,7 @@ EARLY = (
 pipe, _ = pair(models.gpt(layers=1), "1f1b")
 inputs, target = models.batch_for("gpt", 8)
 pipe.step(inputs, target=target)
+meet("stepped")
 try:
     pipe.close() if rank == 0 else pipe.step(inputs, target=target)
 except (RankError, ContractError) as error:
@@ -244,6 +253,7 @@ TIED = (
 pipe, _ = pair(models.gpt(layers=1), "1f1b")
 inputs, target = models.batch_for("gpt", 8)
 pipe.step(inputs, target=target)
+meet("stepped")
 with torch.no_grad():
     for parameter in pipe.parameters():
         parameter.mul_(0.9)
