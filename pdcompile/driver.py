@@ -147,7 +147,7 @@ def make_plan(
     plan = step("plan", lambda: fit(problem, solve))
     check_plan(plan, graph, chosen.cluster)
     notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
-    return replace(plan, notes=notes)
+    return replace(plan, notes=notes, problem=problem)
 
 
 def compile(

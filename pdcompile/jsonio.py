@@ -11,13 +11,20 @@ import json
 import math
 import types
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pdcompile.errors import PdcompileError, PlanError
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 64
+#: metadata of a dataclass field that is written without defaults, its rows on one line each
+COMPACT = {"compact": True}
 T = TypeVar("T")
+
+
+class _Row(dict[str, Any]):
+    """An object that is written on one line."""
 
 
 class _Refused(ValueError):
@@ -70,9 +77,20 @@ def decode(kind: type[T], data: Any, *, where: str, error: type[PdcompileError] 
 
 
 def encode(value: Any) -> Any:
-    """Dataclasses to dicts (fields in order), tuples to lists; the inverse of `decode`."""
+    """Dataclasses to dicts (fields in order), tuples to lists; the inverse of `decode`.
+
+    A field with the metadata `COMPACT` is left out where it has its default, and so are the
+    fields below it: an infinite default, which JSON has no number for, is never written.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        result = {}
+        for field in fields(value):
+            part = getattr(value, field.name)
+            if not field.metadata.get("compact"):
+                result[field.name] = encode(part)
+            elif part != field.default:
+                result[field.name] = _compact(part, dict)
+        return result
     if isinstance(value, tuple | list):
         return [encode(part) for part in value]
     if isinstance(value, dict):
@@ -89,6 +107,13 @@ def canonical(value: Any) -> bytes:
     """One line, keys sorted: what hashes are taken of."""
     text = json.dumps(encode(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8")
+
+
+def _compact(value: Any, kind: type[dict[str, Any]] = _Row) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        own = ((field, getattr(value, field.name)) for field in fields(value))
+        return kind({f.name: _compact(part) for f, part in own if part != f.default})
+    return [_compact(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -140,6 +165,11 @@ def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> An
     if origin is tuple:
         if not isinstance(data, list):
             raise _mismatch(data, "a list", where, error)
+        if args[-1] is not Ellipsis:
+            if len(data) != len(args):
+                raise _mismatch(data, f"a list of {len(args)}", where, error)
+            pairs = zip(args, data, strict=True)
+            return tuple(_decode(k, v, f"{where}[{i}]", error) for i, (k, v) in enumerate(pairs))
         return tuple(_decode(args[0], item, f"{where}[{i}]", error) for i, item in enumerate(data))
     if origin is Literal:
         if data not in args or not isinstance(data, str):
@@ -158,7 +188,7 @@ def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> An
 def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> Any:
     if not isinstance(data, dict):
         raise _mismatch(data, "an object", where, error)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     known = {field.name: field for field in fields(kind)}
     for key in data:
         if key not in known:
@@ -172,6 +202,7 @@ def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileErr
     return kind(**parts)
 
 
+_hints = cache(get_type_hints)  # evaluating them takes longer than decoding a row
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -190,7 +221,7 @@ def _short(data: Any) -> str:
 
 def _dump(value: Any, indent: int) -> str:
     inner = " " * (indent + 1)
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and not isinstance(value, _Row):
         rows = [f"{json.dumps(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
         return "{\n" + ",\n".join(inner + row for row in rows) + "\n" + " " * indent + "}"
     if not isinstance(value, list) or not value:

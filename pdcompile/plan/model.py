@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pdcompile.errors import PlanError
-from pdcompile.jsonio import canonical, decode, dumps, loads
+from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
 from pdcompile.plan.validate import validate
+from pdcompile.problem import PartitionProblem
 
 SCHEMA = "pdcompile.plan/1"
 
@@ -125,7 +126,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that the schedule, the code generator and the runtime need to know."""
+    """Everything that the schedule, the code generator and the runtime need to know.
+
+    `problem` is what the planner was given (see `pdcompile.plan.embedded`); only `explain`,
+    `diff` and `whatif` read it.
+    """
 
     fingerprint: str  # of graph, costs and cluster
     stages: tuple[StagePlan, ...]
@@ -137,6 +142,7 @@ class Plan:
     forecast: Forecast | None = None
     notes: tuple[str, ...] = ()
     schema: str = SCHEMA
+    problem: PartitionProblem | None = field(default=None, metadata=COMPACT)
 
     @property
     def num_ranks(self) -> int:

@@ -13,6 +13,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError
 from pdcompile.graph import DTYPE_BYTES
 from pdcompile.options import SCHEDULES
+from pdcompile.plan import embedded
+from pdcompile.problem import PartitionProblem
 
 if TYPE_CHECKING:
     from pdcompile.plan.model import Plan
@@ -42,10 +44,14 @@ def _problems(plan: Plan) -> Iterator[Problem]:
     yield from _training(plan)
     yield from _certificate(plan)
     yield from _cluster(plan)
+    if plan.problem is not None:
+        yield from embedded.findings(plan.problem, [stage.ops for stage in plan.stages])
 
 
 def _numbers(part: Any, path: str) -> Iterator[Problem]:
     """Every number of a plan counts something: finite and not negative."""
+    if isinstance(part, PartitionProblem):
+        return  # has rules of its own
     if is_dataclass(part):
         for field in fields(part):
             below = f"{path}.{field.name}" if path else field.name

@@ -1,0 +1,146 @@
+"""The problem inside a plan: what the planner was given, so that it can be asked again.
+
+A plan says which op runs where; `Plan.problem` says what the planner knew when it chose: items
+(ops that it keeps together) with their costs, what passes between them, and the limits.  The
+file must hold exactly the plan's ops in its items, or it is of another model.  Which stage an
+item is on is not written twice: it follows from the ops of the stages, so a plan in which a
+person moved whole items can still be explained.  One in which an item was torn apart is still
+a plan (`check` decides that), but the planner cannot speak of it: `assignment` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.errors import PlanError
+from pdcompile.problem import PartitionProblem
+
+if TYPE_CHECKING:
+    from pdcompile.plan.model import Plan
+
+Finding = tuple[str, str, str]  # path, message, remedy
+AGAIN = 'make the plan again, or remove its "problem"'
+
+
+def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
+    """The embedded problem.  Raises PlanError, with the way to get one, where there is none."""
+    if plan.problem is None:
+        raise PlanError(
+            "the plan does not hold the problem that the planner solved: costs, traffic and limits",
+            where=f"{where}: problem",
+            remedy="make the plan again with this version: pdcompile plan TARGET -o plan.json",
+        )
+    return plan.problem
+
+
+def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
+    """The stage of every item of the embedded problem, read off the ops of the stages.
+
+    An item without ops (the model's output, where no op makes it) is on the last stage.
+
+    Raises:
+        PlanError: there is no problem, it is of another number of stages, or an item is torn
+            apart; `where` names the op.
+    """
+    problem = problem_of(plan, where)
+    if len(problem.stages) != len(plan.stages):
+        raise PlanError(
+            f"the problem has {len(problem.stages)} stages, and the plan {len(plan.stages)}",
+            where=f"{where}: problem.stages",
+            remedy=AGAIN,
+        )
+    stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
+    found = []
+    for item in problem.items:
+        stages = [stage_of[op] for op in item.ops]
+        for op, stage in zip(item.ops, stages, strict=True):
+            if stage != stages[0]:
+                raise PlanError(
+                    f"op {op!r} is on stage {stage}, and {item.ops[0]!r} on stage {stages[0]}: the "
+                    f"planner keeps them together as {item.name!r}",
+                    where=f"{where}: stages[{stage}].ops",
+                    remedy=f"move all {len(item.ops)} ops of {item.name!r}, or plan again",
+                )
+        found.append(stages[0] if stages else len(problem.stages) - 1)
+    return tuple(found)
+
+
+def findings(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iterator[Finding]:
+    """What is wrong with an embedded problem; `stages` are the ops of the plan's stages."""
+    if not problem.stages or not problem.items:
+        yield "problem", "a problem without stages or items", AGAIN
+    yield from _numbers(problem, "problem")
+    yield from _rates(problem)
+    yield from _indices(problem)
+    yield from _ops(problem, stages)
+
+
+def _numbers(part: Any, path: str) -> Iterator[Finding]:
+    if isinstance(part, tuple):
+        for i, one in enumerate(part):
+            yield from _numbers(one, f"{path}[{i}]")
+    elif hasattr(part, "__dataclass_fields__"):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name != "bytes_per_second":  # infinite where the cluster names no bandwidth
+                yield from _numbers(value, f"{path}.{field.name}")
+    elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
+        yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
+
+
+def _rates(problem: PartitionProblem) -> Iterator[Finding]:
+    for s, stage in enumerate(problem.stages):
+        for name in ("speed", "bytes_per_second"):
+            if not getattr(stage, name) > 0:
+                message = f"{name} is {getattr(stage, name)!r}"
+                yield f"problem.stages[{s}].{name}", message, "write a number above 0"
+    if problem.num_microbatches < 1:
+        yield "problem.num_microbatches", "num_microbatches is 0", "write 1 or more"
+    in_flight = problem.memory.in_flight
+    if in_flight and (len(in_flight) != len(problem.stages) or min(in_flight) < 1):
+        message = f"{list(in_flight)} microbatches in flight on {len(problem.stages)} stages"
+        yield "problem.memory.in_flight", message, "give each stage 1 or more"
+    for i, item in enumerate(problem.items):
+        if item.trainable_bytes > item.parameter_bytes:
+            message = f"{item.trainable_bytes} trainable of {item.parameter_bytes} bytes"
+            yield f"problem.items[{i}]", message, "trainable bytes are part of parameter_bytes"
+
+
+def _indices(problem: PartitionProblem) -> Iterator[Finding]:
+    used = [(f"traffic[{i}]", (one.producer, *one.consumers)) for i, one in _each(problem.traffic)]
+    used += [(f"shared[{i}].items", one.items) for i, one in _each(problem.shared)]
+    for name in ("order", "together", "apart"):
+        used += [(f"{name}[{i}]", one) for i, one in _each(getattr(problem, name))]
+    used += [(f"pins[{i}]", one[:1]) for i, one in _each(problem.pins)]
+    for path, items in used:
+        for item in items:
+            if not 0 <= item < len(problem.items):
+                message = f"there is no item {item}: the problem has {len(problem.items)}"
+                yield f"problem.{path}", message, AGAIN
+    for i, (_, stage) in enumerate(problem.pins):
+        if stage >= len(problem.stages):
+            yield f"problem.pins[{i}]", f"there is no stage {stage}", "name an existing stage"
+
+
+def _each(parts: tuple[Any, ...]) -> list[tuple[int, Any]]:
+    return list(enumerate(parts))
+
+
+def _ops(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iterator[Finding]:
+    """Items hold every op of the plan once, and no other."""
+    stage_of = {op: s for s, ops in enumerate(stages) for op in ops}
+    seen: dict[str, int] = {}
+    for i, item in enumerate(problem.items):
+        for op in item.ops:
+            path = f"problem.items[{i}].ops"
+            if op in seen:
+                yield path, f"op {op!r} is also in items[{seen[op]}]", AGAIN
+            if op not in stage_of:
+                yield path, f"op {op!r} is on no stage", f"add {op!r} to a stage; or {AGAIN}"
+            seen[op] = i
+    for op, s in stage_of.items():
+        if op not in seen:
+            yield f"stages[{s}].ops", f"op {op!r} is in no item of the problem", AGAIN
