@@ -46,6 +46,13 @@ def parse_bytes(value: int | str, *, what: str = "size", where: str | None = Non
     return int(number)
 
 
+def parse_limit(value: int | str, *, what: str = "limit", where: str | None = None) -> int:
+    """As `parse_bytes`, and a fraction of a byte is rounded down: ``7.45 GiB``."""
+    if isinstance(value, str):
+        return int(_parse(value, BYTES, what, where))
+    return parse_bytes(value, what=what, where=where)
+
+
 def parse_rate(value: int | float | str, *, what: str = "rate", where: str | None = None) -> float:
     """Bytes per second of ``100 GB/s``, ``25 Gbit/s``, ``1 GiB/s`` or a plain number."""
     return _scalar(value, RATES, what, where)

@@ -8,20 +8,29 @@ from typing import Annotated
 
 import typer
 
+from pdcompile.cli import import_options as imports
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, Target, takes_flags
+from pdcompile.cli.options import AsJson, Flags, takes_flags
 
 
 @app.command()
 @takes_flags
 def plan(
-    target: Target,
+    target: imports.Target,
     flags: Flags,
+    context: typer.Context,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file."),
     ] = None,
     as_json: AsJson = False,
+    imported: imports.Import = None,
+    bandwidth: imports.Bandwidth = None,
+    straight: imports.Straight = False,
+    fewer: imports.Fewer = False,
+    activation_compression: imports.Compression = None,
+    devices: imports.Devices = None,
+    batch: imports.Batch = None,
 ) -> None:
     """Plan a pipeline for TARGET and prove it.
 
@@ -33,17 +42,36 @@ def plan(
       pdcompile plan examples/gpt.py:build --cluster 1x2 --memory "32 MB" -o plan.json
 
       pdcompile plan examples/unet.py:build --cluster cluster.toml --schedule 2bw --json
+
+    With --import, TARGET is a problem that others published, and the objective is exactly that
+    of their paper: the largest load of a device (device-placement), the slowest stage or
+    transfer (pipedream), the slowest stage (piper). Needs no torch. Ctrl-C ends the search with
+    the best plan so far. Exit code 3: no plan fits, or none was found in time.
+
+      pdcompile plan --import device-placement bert24_inference.json --time-limit 60 --json
+
+      pdcompile plan --import pipedream vgg16.txt --cluster 4x4 --bandwidth 10GB/s,1.25GB/s
+
+      pdcompile plan --import piper bert32.json --devices 64 --memory 8GiB --batch 1920
+      --bandwidth 25GiB/s
     """
+    imports.check_options(imported, context)
+    if imported is not None:
+        from pdcompile.cli import importing
+
+        importing.run(imported, context.params, output=output, as_json=as_json)
+        return
     from pdcompile.cli.compiling import compiled, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.report.plan_answer import answer_of
     from pdcompile.report.plan_table import plan_report
 
     _, result = compiled(target, flags)
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:
-        status = result.plan.certificate.status
-        emit_json({"status": status, "plan": json.loads(result.plan.to_json())})
+        answer = answer_of(result.plan).to_json()
+        emit_json(answer | {"plan": json.loads(result.plan.to_json())})
         return
     console = stdout()
     console.print(plan_report(result.plan))

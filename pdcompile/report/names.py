@@ -24,16 +24,19 @@ def modules(parameters: Sequence[str], ops: Sequence[str] = ()) -> str:
 
 
 def _ranges(stem: str, numbers: set[int]) -> str:
-    if not numbers:
-        return stem
+    shown = ",".join(ranges(numbers))
+    return f"{stem}.{shown}" if stem and shown else stem or shown
+
+
+def ranges(numbers: set[int]) -> tuple[str, ...]:
+    """Runs of consecutive numbers: ``0–2`` and ``5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-    return f"{stem}.{shown}" if stem else shown
+    return tuple(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def ranks(numbers: Sequence[int]) -> str:

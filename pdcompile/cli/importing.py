@@ -1,0 +1,131 @@
+"""``pdcompile plan --import KIND FILE``: problems that other people published, without torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pdcompile.answer import Answer, Progress
+from pdcompile.cli.import_options import (
+    check_count,
+    check_seed,
+    parse_bandwidth,
+    parse_compression,
+    parse_levels,
+    parse_time_limit,
+)
+from pdcompile.cli.output import EXIT_INFEASIBLE
+from pdcompile.units import parse_limit
+
+UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
+
+
+def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: bool) -> None:
+    """Plan an imported problem, print the answer, and write its JSON object to `output`.
+
+    `options` are the command's, by parameter name, and were checked (`check_options`).
+
+    Raises:
+        ConfigError: a malformed option, or `output` cannot be written.
+        PdcompileError: what the reader refuses in the file.
+        typer.Exit: exit code 3, when there is no plan or none was found in time.
+    """
+    from pdcompile.cli.output import emit_json, stderr, stdout
+
+    answer = solve(kind, options)
+    document = answer.to_json()
+    if output is not None:
+        from pdcompile.cli.compiling import write_text
+
+        write_text(output, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        emit_json(document)
+    else:
+        from pdcompile.report.answer_table import answer_report
+
+        stdout().print(answer_report(answer, unit=UNITS[kind]))
+        if output is not None:
+            stderr().print(f"written: {output}", soft_wrap=True)
+    if answer.objective is None:
+        raise typer.Exit(EXIT_INFEASIBLE)
+
+
+def solve(kind: str, options: dict[str, Any]) -> Answer:
+    """Read the file and search; `options` are the command's, by parameter name.
+
+    `seconds` of the answer runs from reading to the answer.
+
+    Raises:
+        ConfigError: a malformed option.
+        PdcompileError: what the reader refuses in the file.
+    """
+    from pdcompile.report.search_line import searching
+
+    begin = time.monotonic()
+    limits = {
+        "time_limit": parse_time_limit(options["time_limit"]),
+        "seed": check_seed(options["seed"]),
+    }
+    with searching() as progress:
+        answer = SOLVERS[kind](options, progress, limits)
+    return replace(answer, seconds=time.monotonic() - begin)
+
+
+def _device_placement(
+    options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
+) -> Answer:
+    from pdcompile.imports import device_placement
+    from pdcompile.passes.partition.placement import place
+
+    problem = device_placement.read(Path(options["target"]))
+    return place(problem, progress=progress, **limits)
+
+
+def _pipedream(
+    options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
+) -> Answer:
+    levels = parse_levels(options["cluster"], options["bandwidth"])
+    compression = parse_compression(options["activation_compression"])
+    memory = options["memory"]
+    limit = None if memory is None else parse_limit(memory, what="memory", where="--memory")
+
+    from pdcompile.hierarchy import HierarchyProblem
+    from pdcompile.imports import pipedream
+    from pdcompile.passes.partition import hierarchy
+
+    problem = HierarchyProblem(
+        pipedream.read(Path(options["target"])),
+        levels,
+        straight=options["straight"],
+        fewer=options["fewer"],
+        memory_bytes=limit,
+        activation_compression=compression,
+    )
+    return hierarchy.solve(problem, progress=progress, **limits)
+
+
+def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Answer:
+    devices = check_count(options["devices"], "devices", where="--devices")
+    batch = check_count(options["batch"], "microbatches", where="--batch")
+    memory = parse_limit(options["memory"], what="memory", where="--memory")
+    bandwidth = parse_bandwidth(options["bandwidth"])
+
+    from pdcompile.imports import piper
+    from pdcompile.passes.partition import menu
+
+    problem = piper.read(
+        Path(options["target"]),
+        devices=devices,
+        memory_bytes=memory,
+        batch=batch,
+        bytes_per_second=bandwidth,
+    )
+    return menu.solve(problem, progress=progress, **limits)
+
+
+SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}

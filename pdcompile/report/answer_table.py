@@ -1,0 +1,144 @@
+"""The answer to an imported problem as a person reads it: stages, loads, memory, proof."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdcompile.answer import Answer, LevelAnswer, StageAnswer
+from pdcompile.report.names import ranges
+from pdcompile.units import format_bytes, format_seconds
+
+WIDTH = 44  # columns that a stage's members may take
+STYLES = {"optimal": "bold green", "feasible": "bold yellow"}
+
+# Details of a stage with a heading of their own, in this order; others follow by their names.
+HEADINGS = {
+    "device": "device",
+    "replicas": "replicas",
+    "data_parallel": "data parallel",
+    "tensor_parallel": "tensor parallel",
+    "compute_seconds": "compute",
+    "all_reduce_seconds": "all-reduce",
+    "boundary_seconds": "boundary",
+    "load": "load",
+    "load_seconds": "load",
+    "memory": "memory",
+    "memory_bytes": "memory",
+    "memory_limit": "limit",
+    "memory_limit_bytes": "limit",
+}
+
+
+def answer_report(answer: Answer, *, unit: str) -> Group:
+    """Stages, levels and certificate; `unit` is ``s``, or empty where the file has none."""
+    parts: list[RenderableType] = []
+    if answer.stages:
+        parts.append(stage_table(answer.stages, unit))
+    if answer.levels:
+        parts.append(Text("levels, outermost first:"))
+        parts += [Text(line) for line in level_lines(answer.levels)]
+    return Group(*parts, verdict(answer, unit))
+
+
+def stage_table(stages: Sequence[StageAnswer], unit: str) -> Table:
+    """One row a stage, one column for each detail that is a number or a word."""
+    rows = [_shown(stage) for stage in stages]
+    used = {name for row in rows for name in row}
+    if {row["replicas"] for row in rows} == {1}:
+        used.discard("replicas")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("stage", justify="right")
+    table.add_column("holds", ratio=1, overflow="fold")
+    table.add_column("nodes", justify="right", no_wrap=True)
+    columns = [name for name in HEADINGS if name in used]
+    columns += sorted(used - set(HEADINGS))
+    for name in columns:
+        heading = HEADINGS.get(name, name.removesuffix("_seconds").replace("_", " "))
+        table.add_column(heading, justify="left" if name == "device" else "right")
+    for index, (stage, row) in enumerate(zip(stages, rows, strict=True)):
+        table.add_row(
+            str(index),
+            members(stage.members),
+            str(len(stage.members)),
+            *(_cell(name, row.get(name), unit) for name in columns),
+        )
+    return table
+
+
+def members(ids: Sequence[int | str], width: int = WIDTH) -> str:
+    """Numbered ids as ranges, ``node2–9, node11``; a long list keeps its beginning."""
+    numbered: dict[str, set[int]] = {}
+    for member in ids:
+        match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", str(member), re.DOTALL)
+        stem, numbers = (match[1], {int(match[2])}) if match else (str(member), set[int]())
+        numbered.setdefault(stem, set()).update(numbers)
+    parts = [
+        f"{stem}{part}" for stem, numbers in numbered.items() for part in (ranges(numbers) or ("",))
+    ]
+    shown: list[str] = []
+    for part in parts:
+        if shown and len(", ".join([*shown, part])) > width:
+            return ", ".join(shown) + ", …"
+        shown.append(part)
+    return ", ".join(shown) or "nothing"
+
+
+def level_lines(levels: Sequence[LevelAnswer], depth: int = 1) -> list[str]:
+    """The nested pipelines, two columns of indentation a level."""
+    lines: list[str] = []
+    for level in levels:
+        times = "" if level.replicas == 1 else f"{level.replicas} × "
+        lines.append(f"{'  ' * depth}{times}{members(level.members)}")
+        lines += level_lines(level.inner, depth + 1)
+    return lines
+
+
+def verdict(answer: Answer, unit: str) -> Text:
+    """Status, objective, bound, gap, prover, scope and seconds, as one sentence."""
+    text = Text()
+    text.append(answer.status, style=STYLES.get(answer.status, "bold red"))
+    if answer.objective is not None:
+        assert answer.gap is not None
+        text.append(f": {_number(answer.objective, unit)}")
+        text.append(f", lower bound {_number(answer.bound, unit)}, gap {100 * answer.gap:.2g} %")
+    if answer.reason:
+        text.append(f": {answer.reason}")
+    text.append(f"; by {answer.prover} in {format_seconds(answer.seconds)}; scope: {answer.scope}")
+    return text
+
+
+def _shown(stage: StageAnswer) -> Mapping[str, Any]:
+    """What has a cell: a count of the variants other than the usual one stands for them all."""
+    row: dict[str, Any] = {"replicas": stage.replicas}
+    for name, value in stage.details.items():
+        if name == "variants":
+            chosen = [str(variant) for variant in value.values()]
+            row[name] = ", ".join(f"{chosen.count(kind)} {kind}" for kind in dict.fromkeys(chosen))
+        elif value is None or isinstance(value, str | int | float):
+            row[name] = value
+    if row.get("data_parallel") == stage.replicas:
+        del row["replicas"]
+        row["replicas"] = 1  # one column says it
+    return row
+
+
+def _cell(name: str, value: Any, unit: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str | bool):
+        return str(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_seconds"):
+        return format_seconds(value)
+    return _number(value, unit if name == "load" else "")
+
+
+def _number(value: float, unit: str) -> str:
+    return format_seconds(value) if unit == "s" else f"{value:.8g}"

@@ -1,0 +1,264 @@
+"""``pdcompile plan --import``: what it refuses, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcompile.answer import Answer, LevelAnswer, StageAnswer
+from pdcompile.cli import importing, main
+from pdcompile.cli.import_options import TAKES, parse_bandwidth, parse_compression, parse_levels
+from pdcompile.errors import ConfigError
+from pdcompile.report.answer_table import level_lines, members
+from pdcompile.report.search_line import SearchLine
+from pdcompile.units import parse_limit
+
+Call = Callable[..., tuple[int, str, str]]
+
+PLANNED = Answer(
+    "feasible", 2.0, 1.5, "CP-SAT", 0.0, "contiguous",
+    (
+        StageAnswer((0, 1, 2, 5), details={"device": "accelerator", "load": 2.0}),
+        StageAnswer((3, 4), 3, {"device": "cpu", "load": 1.0}),
+    ),
+    (LevelAnswer((0, 1, 2, 5), 1), LevelAnswer((3, 4), 3, (LevelAnswer((3, 4), 1),))),
+)  # fmt: skip
+NONE = Answer("infeasible", None, math.inf, "relaxation", 0.0, "all", reason="'a' needs 3 GB")
+LATE = Answer("unknown", None, 0.25, "relaxation", 0.0, "all", reason="no plan within 0 s")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run ``pdcompile plan`` in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", *arguments])
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
+    """Let device placement give this answer; the list gets the options of each call."""
+
+    def use(answer: Answer) -> list[dict[str, Any]]:
+        seen: list[dict[str, Any]] = []
+
+        def solver(options: dict[str, Any], progress: Any, limits: dict[str, Any]) -> Answer:
+            seen.append(options | limits | {"progress": progress})
+            return answer
+
+        monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
+        return seen
+
+    return use
+
+
+PLACEMENT = ("--import", "device-placement", "some.json")
+
+
+def test_json_is_one_object_and_nothing_else(
+    call: Call, answering: Any, tmp_path: Path
+) -> None:  # fmt: skip
+    seen = answering(PLANNED)
+    file = tmp_path / "new" / "answer.json"
+    code, out, err = call(*PLACEMENT, "--json", "--time-limit", "3", "-o", str(file))
+    document = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (document["status"], document["gap"]) == ("feasible", 0.25)
+    assert document["seconds"] > 0
+    assert document["stages"][1] == {
+        "members": [3, 4], "replicas": 3, "device": "cpu", "load": 1.0
+    }  # fmt: skip
+    assert document["levels"][1]["inner"] == [{"members": [3, 4], "replicas": 1, "inner": []}]
+    assert json.loads(file.read_text(encoding="utf-8")) == document
+    assert seen[0]["target"] == "some.json"
+    assert (seen[0]["time_limit"], seen[0]["seed"], seen[0]["progress"]) == (3.0, 0, None)
+
+
+@pytest.mark.parametrize("answer", [NONE, LATE])
+def test_without_a_plan_the_object_is_printed_and_the_exit_code_is_three(
+    answer: Answer, call: Call, answering: Any
+) -> None:
+    answering(answer)
+    code, out, _ = call(*PLACEMENT, "--json")
+    document = json.loads(out)
+    assert code == 3
+    assert document["status"] == answer.status
+    assert document["reason"] == answer.reason
+    assert document["stages"] == []
+    assert document["objective"] is None
+    code, out, _ = call(*PLACEMENT)
+    assert code == 3
+    assert f"{answer.status}: {answer.reason}" in out
+
+
+def test_the_table_says_what_the_object_says(call: Call, answering: Any) -> None:
+    answering(PLANNED)
+    code, out, err = call(*PLACEMENT)
+    assert (code, err) == (0, "")
+    for part in ("0–2, 5", "accelerator", "cpu", "3 × 3–4", "gap 25 %", "CP-SAT", "contiguous"):
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--import", "onnx", "f"), "no kind of file 'onnx'"),
+        (("--import", "pipedream", "f"), "needs --cluster and --bandwidth"),
+        (("--import", "piper", "f", "--devices", "4"), "needs --memory, --batch and --bandwidth"),
+        ((*PLACEMENT, "--devices", "4"), "--devices has no meaning with --import device-placement"),
+        ((*PLACEMENT, "--schedule", "2bw", "--stages", "2"), "--stages and --schedule have no"),
+        ((*PLACEMENT, "--schedule", "1f1b"), "--schedule has no meaning"),
+        ((*PLACEMENT, "--time-limit", "nan"), "nan is no time limit"),
+        ((*PLACEMENT, "--time-limit", "-1"), "-1.0 is no time limit"),
+        ((*PLACEMENT, "--seed", "-1"), "-1 is no seed"),
+        (("m.py:build", "--straight", "--batch", "3"), "--straight and --batch belong to imported"),
+        (("m.py:build", "--fewer"), "--fewer belongs to imported"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_by_name(
+    arguments: tuple[str, ...], message: str, call: Call
+) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "remedy: " in err
+
+
+PIPEDREAM = ("--import", "pipedream", "f.txt")
+PIPER = ("--import", "piper", "f.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*PIPEDREAM, "--cluster", "4x4", "--bandwidth", "1GB/s"), "too few bandwidths: 1 for"),
+        ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB/s,1GB/s"), "too many bandwidths"),
+        ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "1"), "bandwidth '1' is not"),
+        ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB"), "bandwidth '1GB' is not"),
+        ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "0GB/s"), "is below 1 B/s"),
+        ((*PIPEDREAM, "--cluster", "0", "--bandwidth", "1GB/s"), "'0' is no cluster"),
+        ((*PIPEDREAM, "--cluster", "4x", "--bandwidth", "1GB/s"), "'4x' is no cluster"),
+        ((*PIPEDREAM, "--cluster", "auto", "--bandwidth", "1GB/s"), "'auto' is no cluster"),
+        ((*PIPEDREAM, "--cluster", "-4", "--bandwidth", "1GB/s"), "'-4' is no cluster"),
+        ((*PIPEDREAM, "--cluster", "9999999", "--bandwidth", "1GB/s"), "no number of devices"),
+        (
+            (*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB/s", "--memory", "16"),
+            "memory '16' is not",
+        ),
+        (
+            (*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB/s", "--activation-compression", "0"),
+            "neither a positive number nor none",
+        ),
+        (
+            (*PIPER, "--devices", "0", "--memory", "8GiB", "--batch", "2", "--bandwidth", "1GB/s"),
+            "0 is no number of devices",
+        ),
+        (
+            (*PIPER, "--devices", "2", "--memory", "8GiB", "--batch", "0", "--bandwidth", "1GB/s"),
+            "0 is no number of microbatches",
+        ),
+        (
+            (*PIPER, "--devices", "2", "--memory", "8", "--batch", "2", "--bandwidth", "1GB/s"),
+            "memory '8' is not",
+        ),
+    ],
+)
+def test_malformed_values_name_the_option(
+    arguments: tuple[str, ...], message: str, call: Call
+) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "where: --" in err
+    assert "remedy: " in err
+
+
+def test_help_has_an_example_of_each_kind(call: Call) -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    for kind in TAKES:
+        assert f"pdcompile plan --import {kind} " in out
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 99)), min_size=1, max_size=4))
+def test_levels_are_innermost_first(levels: list[tuple[int, int]]) -> None:
+    cluster = "x".join(str(count) for count, _ in reversed(levels))
+    bandwidth = ",".join(f"{rate / 8}GB/s" for _, rate in levels)
+    assert parse_levels(cluster, bandwidth) == tuple((c, 1.25e8 * r) for c, r in levels)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("1250000000.0B/s", 1.25e9),
+        ("1.25 GB/s", 1.25e9),
+        ("10Gbit/s", 1.25e9),
+        ("25GiB/s", 25 * 2.0**30),
+        ("4.294967296e9 B/s", 2.0**32),
+    ],
+)
+def test_bandwidths(text: str, rate: float) -> None:
+    assert parse_bandwidth(text) == rate
+
+
+def test_memory_may_be_a_fraction_of_a_unit() -> None:
+    assert parse_limit("7.45GiB") == math.floor(7.45 * 2**30)
+    assert parse_limit("16000000000.0B") == parse_limit("16GB") == 16 * 10**9
+    with pytest.raises(ConfigError, match="GiB"):
+        parse_limit("16")
+
+
+@pytest.mark.parametrize(("text", "ratio"), [(None, 1.0), ("none", math.inf), ("2.5", 2.5)])
+def test_compression(text: str | None, ratio: float) -> None:
+    assert parse_compression(text) == ratio
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "None", "half", ""])
+def test_compression_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--activation-compression"):
+        parse_compression(text)
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        ((3, 1, 2), "1–3"),
+        (("node2", "node3", "node7", "loss"), "node2–3, node7, loss"),
+        (("007", "h.01"), "007, h.01"),  # a leading zero is part of a name
+        ((), "nothing"),
+        (tuple(range(0, 100, 2)), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, …"),
+    ],
+)
+def test_members_are_abbreviated(ids: tuple[int | str, ...], shown: str) -> None:
+    assert members(ids) == shown
+
+
+def test_levels_are_indented() -> None:
+    inner = LevelAnswer((1, 2), 4)
+    assert level_lines([LevelAnswer((1, 2), 2, (inner,)), LevelAnswer((3,), 1)]) == [
+        "  2 × 1–2",
+        "    4 × 1–2",
+        "  3",
+    ]
+
+
+def test_the_line_of_a_running_search() -> None:
+    line = SearchLine()
+    assert str(line).startswith("no plan yet, 0 s")
+    line.update(None, 1.5)
+    assert str(line).startswith("no plan yet, bound 1.5, 0 s")
+    line.update(2.0, 1.5)
+    assert str(line).startswith("best 2, bound 1.5, gap 25 %, 0 s")
