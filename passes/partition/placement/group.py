@@ -63,10 +63,7 @@ def grouped(problem: PlacementProblem) -> LoadProblem:
     kinds = range(len(problem.classes))
     return LoadProblem(
         seconds=tuple(
-            tuple(
-                math.fsum(nodes[i].seconds[c] for i in group) for c in range(len(problem.classes))
-            )
-            for group in members
+            tuple(math.fsum(nodes[i].seconds[c] for i in group) for c in kinds) for group in members
         ),
         sizes=tuple(math.fsum(nodes[i].size for i in group) for group in members),
         arcs=reduced(len(order), sorted((place[a], place[b]) for a, b in arcs)),
