@@ -117,7 +117,7 @@ def test_the_table_says_what_the_object_says(call: Call, answering: Any) -> None
     [
         (("--import", "onnx", "f"), "no kind of file 'onnx'"),
         (("--import", "pipedream", "f"), "needs --cluster and --bandwidth"),
-        (("--import", "piper", "f", "--devices", "4"), "needs --memory, --batch and --bandwidth"),
+        (("--import", "pipedream", "f", "--cluster", "4"), "needs --bandwidth"),
         ((*PLACEMENT, "--devices", "4"), "--devices has no meaning with --import device-placement"),
         ((*PLACEMENT, "--schedule", "2bw", "--stages", "2"), "--stages and --schedule have no"),
         ((*PLACEMENT, "--schedule", "1f1b"), "--schedule has no meaning"),

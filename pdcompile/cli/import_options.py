@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pdcompile.errors import ConfigError
-from pdcompile.units import parse_rate
+from pdcompile.units import parse_limit, parse_rate
 
 IMPORTED = "Imported problems"
 MOST = 1_000_000  # devices, microbatches
@@ -36,7 +36,7 @@ Bandwidth = Annotated[
     typer.Option(
         metavar="RATES", rich_help_panel=IMPORTED,
         help="pipedream: of each level of --cluster, innermost first, as 10GB/s,1.25GB/s. "
-        "piper: one for all devices, as 25GiB/s or 200Gbit/s.",
+        "piper: one for all devices, as 25GiB/s or 200Gbit/s; default: the file's.",
     ),
 ]  # fmt: skip
 Straight = Annotated[
@@ -59,14 +59,20 @@ Compression = Annotated[
 ]  # fmt: skip
 Devices = Annotated[
     int | None,
-    typer.Option("--devices", metavar="K", rich_help_panel=IMPORTED, help="piper: how many."),
+    typer.Option(
+        "--devices",
+        metavar="K",
+        rich_help_panel=IMPORTED,
+        help="piper: how many; default: the file's.",
+    ),
 ]
 Batch = Annotated[
     int | None,
     typer.Option(
-        "--batch", metavar="N", rich_help_panel=IMPORTED, help="piper: microbatches in a batch."
+        "--batch", metavar="N", rich_help_panel=IMPORTED,
+        help="piper: microbatches in a batch; default: the file's.",
     ),
-]
+]  # fmt: skip
 
 _COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
 _OWN = ("bandwidth", "straight", "fewer", "activation_compression", "devices", "batch")
@@ -79,12 +85,12 @@ TAKES = {
 _NEEDS: dict[str, dict[str, str]] = {
     "device-placement": {},
     "pipedream": {"cluster": "4x4", "bandwidth": "10GB/s,1.25GB/s"},
-    "piper": {"devices": "64", "memory": "8GiB", "batch": "1920", "bandwidth": "25GiB/s"},
+    "piper": {},  # the file has a figure for each
 }
 _INSTEAD = {
     "device-placement": "the file itself tells devices, memory and costs; leave it out",
-    "pipedream": "give --cluster and --bandwidth, and --memory where there is a limit",
-    "piper": "give --devices, --memory, --batch and --bandwidth",
+    "pipedream": "it takes --cluster and --bandwidth, and --memory where there is a limit",
+    "piper": "it takes --devices, --memory, --batch and --bandwidth",
 }
 
 
@@ -143,7 +149,7 @@ def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
             where="--cluster",
             remedy="write the sizes of its levels, outermost first: 4x4 (hosts x devices), or 16",
         )
-    check_count(math.prod(map(int, counts)), "devices", where="--cluster")
+    _count(math.prod(map(int, counts)), "devices", "--cluster")
     rates = bandwidth.split(",")
     if len(rates) != len(counts):
         many = "few" if len(rates) < len(counts) else "many"
@@ -191,12 +197,19 @@ def parse_bandwidth(text: str) -> float:
     return rate
 
 
-def check_count(count: int, what: str, *, where: str) -> int:
-    """The count itself.
+def parse_memory(text: str) -> int:
+    return parse_limit(text, what="memory", where="--memory")
 
-    Raises:
-        ConfigError: none, or more than `MOST`.
-    """
+
+def parse_devices(count: int) -> int:
+    return _count(count, "devices", "--devices")
+
+
+def parse_batch(count: int) -> int:
+    return _count(count, "microbatches", "--batch")
+
+
+def _count(count: int, what: str, where: str) -> int:
     if not 1 <= count <= MOST:
         raise ConfigError(
             f"{count} is no number of {what}",

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from pdcompile.answer import Answer, Progress
 from pdcompile.cli.import_options import (
-    check_count,
     check_seed,
     parse_bandwidth,
+    parse_batch,
     parse_compression,
+    parse_devices,
     parse_levels,
+    parse_memory,
     parse_time_limit,
 )
 from pdcompile.cli.output import EXIT_INFEASIBLE
-from pdcompile.units import parse_limit
 
+Raw, Read = TypeVar("Raw"), TypeVar("Read")
 UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
 
 
@@ -76,6 +79,10 @@ def solve(kind: str, options: dict[str, Any]) -> Answer:
     return replace(answer, seconds=time.monotonic() - begin)
 
 
+def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
+    return None if value is None else read(value)
+
+
 def _device_placement(
     options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
 ) -> Answer:
@@ -91,8 +98,7 @@ def _pipedream(
 ) -> Answer:
     levels = parse_levels(options["cluster"], options["bandwidth"])
     compression = parse_compression(options["activation_compression"])
-    memory = options["memory"]
-    limit = None if memory is None else parse_limit(memory, what="memory", where="--memory")
+    limit = _given(parse_memory, options["memory"])
 
     from pdcompile.hierarchy import HierarchyProblem
     from pdcompile.imports import pipedream
@@ -110,20 +116,15 @@ def _pipedream(
 
 
 def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Answer:
-    devices = check_count(options["devices"], "devices", where="--devices")
-    batch = check_count(options["batch"], "microbatches", where="--batch")
-    memory = parse_limit(options["memory"], what="memory", where="--memory")
-    bandwidth = parse_bandwidth(options["bandwidth"])
-
     from pdcompile.imports import piper
     from pdcompile.passes.partition import menu
 
     problem = piper.read(
         Path(options["target"]),
-        devices=devices,
-        memory_bytes=memory,
-        batch=batch,
-        bytes_per_second=bandwidth,
+        devices=_given(parse_devices, options["devices"]),
+        memory_bytes=_given(parse_memory, options["memory"]),
+        batch=_given(parse_batch, options["batch"]),
+        bytes_per_second=_given(parse_bandwidth, options["bandwidth"]),
     )
     return menu.solve(problem, progress=progress, **limits)
 
