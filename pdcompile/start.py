@@ -49,6 +49,7 @@ def preparation(
         else:
             compiled = _decode(from_rank0(options, lambda: _encode(build(flat, ranks))))
         refuse_devices(compiled.plan)
+        refuse_unbuilt(compiled.plan)
         return Prepared(
             capture=compiled.capture,
             plan=compiled.plan,
@@ -76,6 +77,22 @@ def refuse_devices(plan: Plan) -> None:
             remedy='describe the machines that it is to run on now, with kind = "cpu"; '
             "`pdcompile plan`, `simulate` and `dump` work for any kind",
         )
+
+
+def refuse_unbuilt(plan: Plan) -> None:
+    """Plans may use more than the runtime can do so far.  Raises ConfigError."""
+    for stage in plan.stages:
+        for found, remedy in (
+            (stage.replicas > 1 and f"has {stage.replicas} replicas", "one replica a stage"),
+            (stage.recompute and "recomputes its forward", "stages that do not recompute"),
+        ):
+            if found:
+                raise ConfigError(
+                    f"stage {stage.index} {found}, which is planned, checked and simulated, but "
+                    "does not run yet",
+                    where=f"plan: stages[{stage.index}]",
+                    remedy=f"plan with {remedy}",
+                )
 
 
 def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None:

@@ -131,5 +131,5 @@ def _busy(plan: Plan, action: Action, stage: int, step_seconds: float) -> float:
     if action is Action.FORWARD:
         return plan.stages[stage].forward_seconds
     if action is Action.BACKWARD:
-        return plan.stages[stage].backward_seconds
+        return plan.stages[stage].backward_pass_seconds
     return step_seconds if action is Action.STEP else 0.0

@@ -2,7 +2,8 @@
 
 The timing model, all of it:
 - A rank executes its instructions in order; posts, sends and FREE take no time.  FORWARD and
-  BACKWARD take the stage's seconds, STEP what is given (0).  After a program the rank goes on
+  BACKWARD take the stage's seconds (a stage that recomputes adds its forward to its backward,
+  after the gradient has come), STEP what is given (0).  After a program the rank goes on
   with the next one at once.
 - A transfer is ready when its SEND and its POST_RECV have both been executed (rendezvous).
   It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
@@ -164,7 +165,7 @@ class Clock:
         if one.action is Action.FORWARD:
             return self.plan.stages[one.stage].forward_seconds
         if one.action is Action.BACKWARD:
-            return self.plan.stages[one.stage].backward_seconds
+            return self.plan.stages[one.stage].backward_pass_seconds
         return self.step_seconds if one.action is Action.STEP else None
 
     def _communicate(self, rank: int, one: Instruction, base: int) -> bool:

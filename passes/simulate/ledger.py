@@ -28,9 +28,11 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Weights: trainable ones times live versions, others once.  Gradients: buffers that live at
     once, from a minibatch's first backward to its update.  Optimizer: the factor times what this
     stage updates itself (not the copies of a tied parameter that another stage owns).
-    Activations: saved bytes times the most microbatches between forward and backward.  Receive
-    slots: all of every pool, allocated once.  Send buffers: the most bytes between send and its
-    wait.  The sum of the lines is an upper bound of the peak: their peaks need not coincide.
+    Activations: saved bytes times the most microbatches between forward and backward; a stage
+    that recomputes holds one saved set, and of the others their inputs, which are receive slots.
+    Receive slots: all of every pool, allocated once.  Send buffers: the most bytes between send
+    and its wait.  The sum of the lines is an upper bound of the peak: their peaks need not
+    coincide.
     """
     layout = layout_of(plan)
     stage_of = {rank: s for s, ranks in enumerate(layout.ranks) for rank in ranks}
@@ -86,7 +88,7 @@ def _ledger(
         optimizer_bytes=int(
             plan.training.optimizer_factor * max(0, stage.trainable_bytes - copies)
         ),
-        activations_bytes=peaks["in_flight"] * stage.saved_bytes,
+        activations_bytes=(1 if stage.recompute else peaks["in_flight"]) * stage.saved_bytes,
         receive_bytes=sum(count * _bytes(plan, hop.family, hop.edge) for hop, count in slots),
         send_bytes=peaks["sent"],
         workspace_bytes=stage.workspace_bytes,

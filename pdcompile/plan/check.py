@@ -15,7 +15,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan.clock import Clock
-from pdcompile.plan.model import Plan, StagePlan
+from pdcompile.plan.model import Plan
+from pdcompile.plan.replicas import ReplicaClock, ranks_of
 from pdcompile.plan.validate import validate
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
@@ -28,7 +29,8 @@ AGAIN = "make the plan again for this model and cluster"
 def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     """Recompute objective and feasibility.
 
-    The objective is recomputed for one replica a stage; with replicas only its bound is checked.
+    The objective is recomputed from stages and edges.  For a stream with replicas, which only the
+    simulator can time, it must lie between the closed form and what the plan's forecast says.
     For a graph without costs the seconds of the stages are taken as the plan gives them.
 
     Raises:
@@ -188,9 +190,10 @@ def _tied(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[F
 def _stages(
     plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
 ) -> Iterator[Finding]:
+    ranks = ranks_of(plan.stages)
     for s, stage in enumerate(plan.stages):
         ops = [op for op in graph.ops if stage_of[op.name] == s]
-        speed = cluster.devices[_rank(stage)].speed
+        speed = min(cluster.devices[rank].speed for rank in ranks[s])
         costed = any(op.cost is not None for op in graph.ops)
         for name, found in zip(("forward_seconds", "backward_seconds"), _seconds(ops), strict=True):
             if costed and not math.isclose(
@@ -217,19 +220,23 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     training = plan.training
     versions = VERSIONS.get(training.schedule, 1)
     costs = {op.name: op.cost for op in graph.ops}
+    ranks = ranks_of(plan.stages)
     for s, stage in enumerate(plan.stages):
-        limit = cluster.devices[_rank(stage)].memory_bytes
+        limits = [cluster.devices[rank].memory_bytes for rank in ranks[s]]
+        limit = min((one for one in limits if one is not None), default=None)
         if limit is None:
             continue
         known = [cost for name in stage.ops if (cost := costs[name]) is not None]
         copied = sum(tied.bytes for tied in plan.tied if s in tied.stages[1:])
         saved = max(stage.saved_bytes, sum(cost.saved_bytes for cost in known))
         received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
+        count = _in_flight(plan)[s]
         needed = (
             stage.parameter_bytes
             + stage.trainable_bytes * versions  # one more version each, and one gradient
             + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
-            + _in_flight(plan)[s] * (saved + received)
+            + (1 if stage.recompute else count) * saved
+            + count * received
             + max([stage.workspace_bytes, *(cost.workspace_bytes for cost in known)])
         )
         if needed > limit:
@@ -240,38 +247,52 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     claimed = plan.certificate.objective_seconds
-    if any(stage.replicas > 1 for stage in plan.stages):
-        return
-    seconds = [(stage.forward_seconds, stage.backward_seconds) for stage in plan.stages]
+    flush = plan.training.schedule in FLUSHING
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
-    m = plan.training.num_microbatches
-    found = []
-    for values in (narrow, wide):
-        clock = Clock.of(plan, cluster, seconds, values)
-        if plan.training.schedule in FLUSHING:
-            found.append(clock.makespan([n - 1 for n in _in_flight(plan)], m))
-        else:
-            found.append(clock.period(_in_flight(plan), m))
+    found = [_seconds_of(plan, cluster, values) for values in (narrow, wide)]
+    if not flush and plan.forecast is not None and _replicated(plan):
+        found[1] = max(found[1], plan.forecast.step_seconds / plan.training.num_microbatches)
     low, high = found[0] * (1 - TOLERANCE), found[1] * (1 + TOLERANCE)
-    if plan.training.schedule in FLUSHING and any(clock.half_duplex):
+    if flush and not all(level.full_duplex for level in cluster.levels):
         high = math.inf  # the order of messages in a half-duplex link only adds
+    if not flush and plan.forecast is None and _replicated(plan):
+        high = math.inf
     if not low <= claimed <= high:
         message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
         yield "certificate.objective_seconds", message, AGAIN
 
 
+def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
+    """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
+    m, in_flight = plan.training.num_microbatches, _in_flight(plan)
+    flush = plan.training.schedule in FLUSHING
+    if _replicated(plan):
+        among = ReplicaClock.of(plan, cluster, returning)
+        return among.makespan([n - 1 for n in in_flight]) if flush else among.period(in_flight)
+    seconds = [
+        (s.forward_seconds, s.backward_seconds + (s.forward_seconds if s.recompute else 0.0))
+        for s in plan.stages
+    ]
+    clock = Clock.of(plan, cluster, seconds, returning)
+    return clock.makespan([n - 1 for n in in_flight], m) if flush else clock.period(in_flight, m)
+
+
+def _replicated(plan: Plan) -> bool:
+    return any(stage.replicas > 1 for stage in plan.stages)
+
+
 def _in_flight(plan: Plan) -> list[int]:
+    """Microbatches that one replica of each stage holds at most."""
     last = len(plan.stages) - 1
     warmup = plan.training.warmup or [last - s for s in range(last + 1)]
-    most = plan.training.num_microbatches
     flush = plan.training.schedule in FLUSHING
-    return [min(depth + 1, most) if flush else depth + 1 for depth in warmup]
-
-
-def _rank(stage: StagePlan) -> int:
-    return stage.ranks[0] if stage.ranks else stage.index
+    m = plan.training.num_microbatches
+    return [
+        min(depth + 1, -(-m // stage.replicas)) if flush else depth + 1
+        for stage, depth in zip(plan.stages, warmup, strict=True)
+    ]
 
 
 def _seconds(ops: list[Op]) -> tuple[float, float]:

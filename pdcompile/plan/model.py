@@ -64,8 +64,14 @@ class StagePlan:
     backward_seconds: float = 0.0
     parameter_bytes: int = 0
     trainable_bytes: int = 0
-    saved_bytes: int = 0  # per microbatch in flight
+    saved_bytes: int = 0  # per microbatch in flight; with `recompute` of one microbatch only
     workspace_bytes: int = 0
+    recompute: bool = False  # runs its forward again, from its inputs, just before a backward
+
+    @property
+    def backward_pass_seconds(self) -> float:
+        """What BACKWARD of one microbatch takes: the forward again too, when recomputing."""
+        return self.backward_seconds + (self.forward_seconds if self.recompute else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

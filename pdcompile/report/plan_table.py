@@ -61,6 +61,9 @@ def stage_table(plan: Plan) -> Table:
     table.add_column("holds", ratio=1, overflow="fold")
     for name in ("ops", "parameters", "forward", "backward", "in flight", "sends"):
         table.add_column(name, justify="right", no_wrap=True)
+    recomputed = any(stage.recompute for stage in plan.stages)
+    if recomputed:
+        table.add_column("recomputes", no_wrap=True)
     for stage in plan.stages:
         table.add_row(
             str(stage.index),
@@ -72,17 +75,19 @@ def stage_table(plan: Plan) -> Table:
             format_seconds(stage.backward_seconds),
             str(in_flight(plan, stage.index)),
             _sends(plan, stage.index),
+            *(["yes" if stage.recompute else "no"] if recomputed else []),
         )
     return table
 
 
 def in_flight(plan: Plan, stage: int) -> int:
-    """Microbatches whose activations the stage holds at most (warm-up depth plus one)."""
+    """Microbatches that a replica of the stage holds at most (warm-up depth plus one)."""
     training = plan.training
+    most = -(-training.num_microbatches // plan.stages[stage].replicas)
     if training.schedule == "gpipe" or stage >= len(training.warmup):
-        return training.num_microbatches
+        return most
     held = training.warmup[stage] + 1
-    return min(held, training.num_microbatches) if training.schedule == "1f1b" else held
+    return min(held, most) if training.schedule == "1f1b" else held
 
 
 def _sends(plan: Plan, stage: int) -> str:

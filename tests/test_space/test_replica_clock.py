@@ -1,0 +1,85 @@
+"""The independent clock of replicated plans agrees with the simulator that walks programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
+from pdcompile.plan.replicas import ReplicaClock
+from tests.helpers.schedules import make_plan, plans
+
+
+def on_cluster(plan: Plan, *levels: Level) -> tuple[Plan, Cluster]:
+    size = 1
+    for level in levels:
+        size *= level.size
+    cluster = Cluster((Device(),) * size, levels)
+    return replace(plan, cluster=cluster.to_toml()), cluster
+
+
+@st.composite
+def timed(draw: st.DrawFn) -> Plan:
+    """A plan with its own seconds, bytes and recomputed stages."""
+    plan = draw(plans(max_stages=4, max_microbatches=7))
+    number = st.integers(1, 8)
+    stages = tuple(
+        replace(
+            stage,
+            forward_seconds=draw(number) / 4,
+            backward_seconds=draw(number) / 4,
+            parameter_bytes=8,
+            trainable_bytes=8,
+            recompute=draw(st.booleans()),
+        )
+        for stage in plan.stages
+    )
+    edges = tuple(replace(edge, bytes=draw(number)) for edge in plan.edges)
+    return replace(plan, stages=stages, edges=edges)
+
+
+@settings(max_examples=150, deadline=None)
+@given(timed(), st.sampled_from([1e9, 8.0, 2.0]), st.sampled_from([1e9, 4.0]))
+def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) -> None:
+    assume(plan.training.schedule != "2bw")
+    plan, cluster = on_cluster(plan, Level("host", 4, near, 1 / 8), Level("net", 3, far, 1 / 4))
+    gradients = [edge.value for edge in plan.edges if edge.gradient]
+    in_flight = [
+        min(depth + 1, -(-plan.training.num_microbatches // stage.replicas))
+        for depth, stage in zip(plan.training.warmup, plan.stages, strict=True)
+    ]
+    found = ReplicaClock.of(plan, cluster, gradients).makespan([n - 1 for n in in_flight])
+    assert found == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(timed(), st.sampled_from([1e9, 8.0]))
+def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
+    assume(plan.training.schedule == "2bw")
+    plan, cluster = on_cluster(plan, Level("host", 12, rate))
+    gradients = [edge.value for edge in plan.edges if edge.gradient]
+    clock = ReplicaClock.of(plan, cluster, gradients)
+    compute = max((s.forward_seconds + s.backward_pass_seconds) / s.replicas for s in plan.stages)
+    period = clock.period([depth + 1 for depth in plan.training.warmup])
+    assert period >= compute
+    if rate == 1e9:  # links count for nothing: what the replicas' own order costs comes on top
+        seconds = simulate(plan).forecast.step_seconds / plan.training.num_microbatches
+        assert seconds >= period * (1 - 1e-6)
+
+
+def test_recomputing_adds_a_forward_and_keeps_one_set() -> None:
+    plan = make_plan("1f1b", 2, 4, saved_bytes=10, parameter_bytes=1, trainable_bytes=1)
+    again = replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages))
+    before, after = simulate(plan).forecast, simulate(again).forecast
+    assert after.step_seconds == before.step_seconds + (4 + 1) * 1.0
+    assert [one.activations_bytes for one in before.ledgers] == [20, 10]
+    assert [one.activations_bytes for one in after.ledgers] == [10, 10]
+    assert [one.receive_bytes for one in after.ledgers] == [
+        one.receive_bytes for one in before.ledgers
+    ]
+    assert after.bubble == pytest.approx(1 - 2 * 4 * 4 / (2 * after.step_seconds))
