@@ -1,30 +1,71 @@
-"""``pdcompile explain``: a plan file as tables."""
+"""``pdcompile explain``: a plan file as tables, and why it is as it is."""
 
 from __future__ import annotations
 
 import json
+from typing import Annotated, Any
+
+import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
 
 
 @app.command()
-def explain(plan: PlanFile, as_json: AsJson = False) -> None:
-    """Show a plan: stages, times, memory against limits, traffic, certificate.
+def explain(
+    plan: PlanFile,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit",
+            metavar="SECONDS",
+            min=0,
+            help="For what looser limits would bring, each of which is solved again; default 10.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan, what binds each stage, and what the next-best cut would cost.
 
-    The file is checked while it is read, so this also tells whether an edited plan still makes
-    sense. Needs no model and no torch.
+    Stages, times, memory against limits, traffic, certificate; then for each stage what it is
+    bound by, for each cut the cheapest other one, and what the best plan would be without each
+    limit and constraint. The file is checked while it is read, so this also tells whether an
+    edited plan still makes sense. Needs no model and no torch.
 
     Example:
 
       pdcompile explain plan.json
-    """
+    """  # fmt: skip
     from pdcompile.cli.compiling import read_plan
     from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.errors import PlanError
+    from pdcompile.jsonio import encode
     from pdcompile.report.plan_table import plan_report
 
     loaded = read_plan(plan)
+    document: dict[str, Any] = {
+        "status": loaded.certificate.status,
+        "plan": json.loads(loaded.to_json()),
+    }
+    console = stdout()
+    if not as_json:
+        console.print(plan_report(loaded))
+    try:
+        from pdcompile.passes.explain import explain as explained
+
+        found = explained(loaded, time_limit=time_limit, where=str(plan))
+    except PlanError as error:
+        # The plan itself is sound: the tables are shown, and what cannot be told is named.
+        if as_json:
+            document |= {"explanation": None, "missing": f"{error.message}; {error.remedy}"}
+            emit_json(document)
+            return
+        console.print(f"note: what binds cannot be told: {error.message}", markup=False)
+        console.print(f"  where: {error.where}\n  remedy: {error.remedy}", markup=False)
+        return
     if as_json:
-        emit_json({"status": loaded.certificate.status, "plan": json.loads(loaded.to_json())})
+        emit_json(document | {"explanation": encode(found)})
     else:
-        stdout().print(plan_report(loaded))
+        from pdcompile.report.explain_table import explain_report
+
+        console.print(explain_report(found))

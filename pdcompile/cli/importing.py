@@ -24,7 +24,8 @@ from pdcompile.cli.import_options import (
 )
 from pdcompile.cli.output import EXIT_INFEASIBLE
 
-Raw, Read = TypeVar("Raw"), TypeVar("Read")
+Raw = TypeVar("Raw")
+Read = TypeVar("Read")
 UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
 
 
@@ -116,15 +117,20 @@ def _pipedream(
 
 
 def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Answer:
+    devices = _given(parse_devices, options["devices"])
+    memory = _given(parse_memory, options["memory"])
+    batch = _given(parse_batch, options["batch"])
+    bandwidth = _given(parse_bandwidth, options["bandwidth"])
+
     from pdcompile.imports import piper
     from pdcompile.passes.partition import menu
 
     problem = piper.read(
         Path(options["target"]),
-        devices=_given(parse_devices, options["devices"]),
-        memory_bytes=_given(parse_memory, options["memory"]),
-        batch=_given(parse_batch, options["batch"]),
-        bytes_per_second=_given(parse_bandwidth, options["bandwidth"]),
+        devices=devices,
+        memory_bytes=memory,
+        batch=batch,
+        bytes_per_second=bandwidth,
     )
     return menu.solve(problem, progress=progress, **limits)
 
