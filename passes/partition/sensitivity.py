@@ -1,0 +1,288 @@
+"""Why a plan is as it is: what binds each stage, what other cuts and looser limits would give.
+
+Nothing here searches for a plan of its own.  Loads, memory and objectives are the evaluator's;
+a neighbouring cut is measured as it stands, without moving anything else in answer to it; a
+looser limit is a problem of its own, which `partition` solves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pdcompile.passes.partition.evaluate import (
+    Transfers,
+    measure,
+    memory,
+    path_of,
+    round_trip,
+    stage_seconds,
+    violations,
+)
+from pdcompile.passes.partition.makespan import Path
+from pdcompile.passes.partition.model import Model, build
+from pdcompile.problem import PartitionProblem
+from pdcompile.units import format_bytes
+
+#: steps of work for all neighbouring cuts together, about five seconds
+WORK = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """What one microbatch takes of a stage, in seconds, and which of it binds.
+
+    `binds` is the largest of compute, sending, receiving (on a half-duplex link both together:
+    ``link``) and, without a flush, the round trip divided by the microbatches in flight.
+    `forwards` and `backwards` count the stage's work on the critical path of a flush.
+    """
+
+    stage: int
+    compute_seconds: float
+    sent_seconds: float
+    received_seconds: float
+    round_trip_seconds: float
+    in_flight: int
+    memory_bytes: int
+    limit_bytes: int | None
+    binds: str
+    binding_seconds: float
+    idle: float  # fraction of the time that the device does not compute
+    forwards: int = 0
+    backwards: int = 0
+    critical_seconds: float = 0.0  # of forwards and backwards
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Items across one boundary (between stage `boundary` and the next), all else as it is."""
+
+    boundary: int
+    items: tuple[int, ...]
+    to: int
+    objective_seconds: float
+    broken: tuple[str, ...] = ()  # what it would break, in words
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One boundary: what crosses it, and the moves that come next.
+
+    `next_best`: the cheapest allowed one.  `better`: the best of those that would be faster and
+    break a limit, None where there is none.  `looked_at` of `moves`: how many were measured.
+    """
+
+    boundary: int
+    values: int
+    bytes: int  # per microbatch, values and gradients over this boundary
+    next_best: Move | None
+    better: Move | None
+    looked_at: int
+    moves: int
+
+
+def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[StageUse, ...]:
+    """What each stage spends a microbatch on.
+
+    The objective without a flush is the largest `binding_seconds`; with one it is the length of
+    the critical path, whose parts are `critical_seconds` and transfers.
+    """
+    transfers = Transfers(problem, stage_of)
+    forward, backward = stage_seconds(problem, stage_of)
+    timing = transfers.timing(forward, backward)
+    sent, received = _link_seconds(transfers)
+    held = memory(problem, stage_of)
+    flush = problem.objective == "flush"
+    path = path_of(problem, stage_of) if flush else None
+    objective = measure(problem, stage_of).objective
+    total = objective / problem.num_microbatches if flush else objective
+    found = []
+    for s, limits in enumerate(problem.stages):
+        compute = forward[s] + backward[s]
+        in_flight = problem.memory.in_flight[s] if problem.memory.in_flight else 0
+        trip = round_trip(timing, s)
+        uses = {"compute": compute}
+        if limits.full_duplex:
+            uses |= {"sending": sent[s], "receiving": received[s]}
+        else:
+            uses["link"] = sent[s] + received[s]
+        if not flush and in_flight:
+            uses["round trip"] = trip / in_flight
+        binds = max(uses, key=lambda name: uses[name])
+        ahead, back = (path.forward[s], path.backward[s]) if path else (0, 0)
+        found.append(
+            StageUse(
+                stage=s,
+                compute_seconds=compute,
+                sent_seconds=sent[s],
+                received_seconds=received[s],
+                round_trip_seconds=trip,
+                in_flight=in_flight,
+                memory_bytes=held[s],
+                limit_bytes=limits.memory_bytes,
+                binds=binds,
+                binding_seconds=uses[binds],
+                idle=max(0.0, 1 - compute / total) if total > 0 else 0.0,
+                forwards=ahead,
+                backwards=back,
+                critical_seconds=ahead * forward[s] + back * backward[s],
+            )
+        )
+    return tuple(found)
+
+
+def bottleneck(problem: PartitionProblem, uses: Sequence[StageUse]) -> int:
+    """The stage that decides: most of the critical path, or the largest load without a flush."""
+    if problem.objective == "flush":
+        return max(uses, key=lambda use: use.critical_seconds).stage
+    return max(uses, key=lambda use: use.binding_seconds).stage
+
+
+def critical(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Path, float]:
+    """The critical path under a flush, and its seconds on links."""
+    path = path_of(problem, stage_of)
+    transfers = Transfers(problem, stage_of)
+    tables = {
+        "forward": transfers.forward,
+        "backward": transfers.backward,
+        "final": transfers.final,
+    }
+    return path, math.fsum(tables[kind][hop] * times for hop, kind, times in path.hops)
+
+
+def boundaries(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Boundary, ...]:
+    """For each boundary its neighbouring cuts: single items, and shifts along the items' order.
+
+    As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
+    so large problems get fewer looks and the answer does not depend on the clock.
+    """
+    model = build(problem)
+    stages = tuple(stage_of[group[0]] for group in model.members)
+    now = measure(problem, stage_of).objective
+    moves = [list(_moves(model, stages, s)) for s in range(len(problem.stages) - 1)]
+    size = len(problem.items) + len(problem.traffic)
+    if problem.objective == "flush":
+        size += 4 * problem.num_microbatches * len(problem.stages)
+    most = max(4, WORK // size // max(1, len(moves)))
+    return tuple(
+        _boundary(model, stages, now, s, possible, most) for s, possible in enumerate(moves)
+    )
+
+
+def broken(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
+    """`violations`, with memory in units for a reader and how much it is over."""
+    free = tuple(replace(stage, memory_bytes=None) for stage in problem.stages)
+    found = violations(replace(problem, stages=free), stage_of)
+    for s, needed in enumerate(memory(problem, stage_of)):
+        limit = problem.stages[s].memory_bytes
+        if limit is not None and needed > limit:
+            found.append(
+                f"stage {s} would need {format_bytes(needed)} of memory, "
+                f"{format_bytes(needed - limit)} too much"
+            )
+    return found
+
+
+def _link_seconds(transfers: Transfers) -> tuple[list[float], list[float]]:
+    """Seconds per microbatch that each stage sends and receives."""
+    count = len(transfers.stages)
+    sent, received = [0.0] * count, [0.0] * count
+    kinds = (
+        (transfers.forward, 1),
+        (transfers.backward, 1),
+        (transfers.final, transfers.num_microbatches),
+    )
+    for hops, every in kinds:
+        for (source, target), duration in hops.items():
+            sent[source] += duration / every
+            received[target] += duration / every
+    return sent, received
+
+
+def _moves(
+    model: Model, stages: tuple[int, ...], boundary: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(groups, stage they go to): each single group that may go, and runs in the order."""
+    near, far = boundary, boundary + 1
+    here = {side: [v for v, s in enumerate(stages) if s == side] for side in (near, far)}
+    follows = dict.fromkeys(here[near], False)
+    precedes = dict.fromkeys(here[far], False)
+    for a, b in model.arcs:
+        if stages[a] == stages[b] == near:
+            follows[a] = True
+        if stages[a] == stages[b] == far:
+            precedes[b] = True
+    for v in here[near]:
+        if not follows[v] and model.highest[v] >= far:
+            yield (v,), far
+    for v in here[far]:
+        if not precedes[v] and model.lowest[v] <= near:
+            yield (v,), near
+    for count in range(2, len(here[near])):
+        if model.highest[here[near][-count]] < far:
+            break
+        yield tuple(here[near][-count:]), far
+    for count in range(2, len(here[far])):
+        if model.lowest[here[far][count - 1]] > near:
+            break
+        yield tuple(here[far][:count]), near
+
+
+def _boundary(
+    model: Model,
+    stages: tuple[int, ...],
+    now: float,
+    boundary: int,
+    possible: list[tuple[tuple[int, ...], int]],
+    most: int,
+) -> Boundary:
+    problem = model.problem
+    seconds = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
+    loads = [0.0] * len(problem.stages)
+    for v, s in enumerate(stages):
+        loads[s] += seconds[v]
+
+    def heavier(move: tuple[tuple[int, ...], int]) -> tuple[float, int]:
+        """The larger load of the two stages after the move; of equal ones the smaller move."""
+        moved = sum(seconds[v] for v in move[0])
+        other = boundary if move[1] != boundary else boundary + 1
+        pair = (
+            (loads[move[1]] + moved) / problem.stages[move[1]].speed,
+            (loads[other] - moved) / problem.stages[other].speed,
+        )
+        return max(pair), len(move[0])
+
+    best: Move | None = None
+    better: Move | None = None
+    looked = 0
+    for groups, to in sorted(possible, key=heavier)[:most]:
+        looked += 1
+        moved = set(groups)
+        after = model.items_of([to if v in moved else s for v, s in enumerate(stages)])
+        items = tuple(sorted(i for v in groups for i in model.members[v]))
+        objective = measure(problem, after).objective
+        move = Move(boundary, items, to, objective, tuple(broken(problem, after)))
+        if not move.broken:
+            if best is None or objective < best.objective_seconds * (1 - 1e-12):
+                best = move
+        elif objective < now * (1 - 1e-9) and (
+            better is None or objective < better.objective_seconds * (1 - 1e-12)
+        ):
+            better = move
+    values, size = _crossing(problem, model.items_of(stages), boundary)
+    return Boundary(boundary, values, size, best, better, looked, len(possible))
+
+
+def _crossing(problem: PartitionProblem, stage_of: Sequence[int], boundary: int) -> tuple[int, int]:
+    """Values that pass from stages up to `boundary` to later ones, and their bytes both ways."""
+    values = size = 0
+    for value in problem.traffic:
+        source = stage_of[value.producer]
+        targets = {stage_of[c] for c in value.consumers} - {source}
+        later = [t for t in targets if source <= boundary < t]
+        if later:
+            values += 1
+            # Each stage beyond gets the value itself; the gradient comes back as one sum.
+            size += value.forward_bytes * len(later) + value.backward_bytes
+    return values, size
