@@ -1,93 +1,57 @@
-"""How long planning takes and what gap is left, on transformers of growing size.
+"""The planner on other people's problems and on ours: objectives, proofs, seconds, memory.
 
-    python benchmarks/planner.py [--time-limit 20] [--layers 12 48 200] [--stages 2 4 8]
+    python benchmarks/planner.py [--only placement,pipedream,…] [--write docs/planner.md]
 
-Five items a layer with jittered costs, residual values across every boundary inside a layer, a
-tied embedding, 32 microbatches, 100 Gbit/s links.  One core: OMP_NUM_THREADS=1.
+Sections: placement, pipedream, papers, piper, scale, own, random.  Without --only all of them run,
+which takes half an hour on one core.  What is printed is kept in out/planner, so that --write can
+put together a page from sections that ran at different times (--only none: run nothing more).
+Published inputs are read from PDCOMPILE_REFERENCE (default: ../shared/reference).
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import time
+import os
+from collections.abc import Callable
+from pathlib import Path
 
-from pdcompile.passes.partition import partition
-from pdcompile.problem import (
-    Item,
-    MemoryRule,
-    PartitionProblem,
-    SharedParameter,
-    StageLimits,
-    Traffic,
-)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-HIDDEN_BYTES = 25_000_000
-# name, forward seconds, parameter bytes, saved bytes in units of HIDDEN_BYTES
-LAYER = (
-    ("norm", 1e-4, 0, 1),
-    ("attention", 2e-3, 8_000_000, 3),
-    ("add", 5e-5, 0, 0),
-    ("mlp", 2.6e-3, 20_000_000, 5),
-    ("add2", 5e-5, 0, 0),
-)
+from planning import own, page, papers, pipedream, piper, placement, scale, sweep
+from planning.tables import Table, load, save
 
-
-def transformer(layers: int, num_stages: int, objective: str, seed: int = 0) -> PartitionProblem:
-    """Embedding, layers, head and loss; backward takes twice as long as forward."""
-    r = random.Random(seed)
-    rows = [("wte", 2e-4, 0, 1)]
-    rows += [(f"h{i}.{name}", f, p, s) for i in range(layers) for name, f, p, s in LAYER]
-    rows += [("head", 6e-3, 0, 2), ("loss", 1e-3, 0, 4)]
-    items = []
-    for name, seconds, parameters, saved in rows:
-        own = seconds * (1 + 0.2 * r.random())
-        items.append(
-            Item(name, (name,), own, 2 * own, parameters, parameters, saved * HIDDEN_BYTES)
-        )
-    consumers = {i: [i + 1] for i in range(len(items) - 1)}
-    for i in range(layers):
-        first = 1 + 5 * i
-        consumers[first - 1].append(first + 2)  # around attention
-        consumers[first + 2].append(first + 4)  # around the mlp
-    traffic = [
-        Traffic(items[i].name, i, tuple(to), HIDDEN_BYTES, HIDDEN_BYTES)
-        for i, to in consumers.items()
-    ]
-    depth = [num_stages - 1 - s for s in range(num_stages)]
-    flush = objective == "flush"
-    return PartitionProblem(
-        tuple(items),
-        tuple(traffic),
-        (StageLimits(bytes_per_second=12.5e9),) * num_stages,
-        (SharedParameter("wte.weight", 150_000_000, True, (0, len(items) - 2)),),
-        memory=MemoryRule(
-            1 if flush else 2, 1, 2.0, tuple(d + 1 if flush else 2 * d + 1 for d in depth)
-        ),
-        num_microbatches=32,
-        objective="flush" if flush else "bottleneck",
-    )
+SECTIONS: dict[str, Callable[[], list[Table]]] = {
+    "placement": placement.run,
+    "pipedream": pipedream.run,
+    "papers": papers.run,
+    "piper": piper.run,
+    "scale": scale.run,
+    "own": own.run,
+    "random": sweep.run,
+}
+KEPT = Path(__file__).parent.parent / "out" / "planner"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48, 200])
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, or none")
+    parser.add_argument("--write", type=Path, help="write the page with all sections here")
     options = parser.parse_args()
-    print(f"{'items':>6} {'stages':>6} {'objective':>10} {'seconds':>8} {'gap':>8}  prover")
-    for layers in options.layers:
-        for num_stages in options.stages:
-            for objective in ("bottleneck", "flush"):
-                problem = transformer(layers, num_stages, objective)
-                begin = time.process_time()
-                _, certificate = partition(problem, time_limit=options.time_limit)
-                seconds = time.process_time() - begin
-                print(
-                    f"{len(problem.items):6} {num_stages:6} {objective:>10} {seconds:8.2f} "
-                    f"{certificate.gap:8.2%}  {certificate.prover}",
-                    flush=True,
-                )
+    chosen = [] if options.only == "none" else options.only.split(",")
+    unknown = sorted(set(chosen) - set(SECTIONS))
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    for name in chosen:
+        save(SECTIONS[name](), KEPT / f"{name}.json")
+    if options.write is not None:
+        missing = [name for name in SECTIONS if not (KEPT / f"{name}.json").exists()]
+        if missing:
+            parser.error(f"--write needs sections that have not run yet: {', '.join(missing)}")
+        tables = [table for name in SECTIONS for table in load(KEPT / f"{name}.json")]
+        options.write.write_text(page.render(tables), encoding="utf-8")
+        print(f"written: {options.write}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +25,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.report.answer_table import level_lines, members
 from pdcompile.report.search_line import SearchLine
 from pdcompile.units import parse_limit
+from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -221,8 +228,8 @@ def test_memory_may_be_a_fraction_of_a_unit() -> None:
         parse_limit("16")
 
 
-@pytest.mark.parametrize(("text", "ratio"), [(None, 1.0), ("none", math.inf), ("2.5", 2.5)])
-def test_compression(text: str | None, ratio: float) -> None:
+@pytest.mark.parametrize(("text", "ratio"), [(None, 1.0), ("none", None), ("2.5", 2.5)])
+def test_compression(text: str | None, ratio: float | None) -> None:
     assert parse_compression(text) == ratio
 
 
@@ -262,3 +269,65 @@ def test_the_line_of_a_running_search() -> None:
     assert str(line).startswith("no plan yet, bound 1.5, 0 s")
     line.update(2.0, 1.5)
     assert str(line).startswith("best 2, bound 1.5, gap 25 %, 0 s")
+
+
+def test_a_plan_of_our_own_is_printed_as_the_same_object(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = SimpleNamespace(plan=plan(), proof="", verification="")
+    monkeypatch.setattr("pdcompile.cli.compiling.compiled", lambda *_: (None, result))
+    code, out, _ = call("model.py:build", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document.pop("plan") == json.loads(plan().to_json())
+    stages = document.pop("stages")
+    assert [stage["members"] for stage in stages] == [list(stage.ops) for stage in plan().stages]
+    assert all(stage["replicas"] == 1 for stage in stages)
+    certificate = plan().certificate
+    assert document == {
+        "status": certificate.status,
+        "objective": certificate.objective_seconds,
+        "bound": certificate.bound_seconds,
+        "gap": certificate.gap,
+        "seconds": certificate.seconds,
+        "prover": certificate.prover,
+        "scope": certificate.scope,
+    }
+
+
+STOPPED = """
+import sys, time
+from pdcompile.answer import Answer
+from pdcompile.cli import importing, main
+from pdcompile.passes.partition.budget import Budget
+
+def search(options, progress, limits):
+    with Budget(limits["time_limit"]) as budget:
+        progress(3.0, 2.0)
+        while not budget.late:
+            time.sleep(0.01)
+    assert budget.stopped
+    return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous")
+
+importing.SOLVERS["device-placement"] = search
+main(["plan", "--import", "device-placement", "f.json", "--time-limit", "60", "--json"])
+"""
+
+
+def test_ctrl_c_ends_the_search_with_the_best_plan() -> None:
+    """stderr is a terminal here: when it shows the best plan, Ctrl-C is pressed."""
+    terminal, other = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=other, text=True
+    ) as child:
+        os.close(other)
+        seen = ""
+        while "gap" not in seen:
+            seen += os.read(terminal, 1000).decode()
+        child.send_signal(signal.SIGINT)
+        assert child.stdout is not None
+        document = json.loads(child.stdout.read())
+    os.close(terminal)
+    assert child.returncode == 0
+    assert "best 3, bound 2, gap 33 %" in seen
+    assert (document["status"], document["objective"], document["bound"]) == ("feasible", 3.0, 2.0)

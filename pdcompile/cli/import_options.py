@@ -13,7 +13,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.units import parse_limit, parse_rate
 
 IMPORTED = "Imported problems"
-MOST = 1_000_000  # devices, microbatches
+MOST = 65_536  # devices, microbatches
 
 Target = Annotated[
     str,
@@ -165,8 +165,8 @@ def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
     )
 
 
-def parse_compression(text: str | None) -> float:
-    """What boundary traffic is divided by; ``none`` is infinity: it costs nothing.
+def parse_compression(text: str | None) -> float | None:
+    """What boundary traffic is divided by, 1 when not given; None for ``none``: it is ignored.
 
     Raises:
         ConfigError: neither a positive number nor ``none``.
@@ -174,7 +174,7 @@ def parse_compression(text: str | None) -> float:
     if text is None:
         return 1.0
     if text == "none":
-        return math.inf
+        return None
     try:
         ratio = float(text)
     except ValueError:

@@ -1,0 +1,1 @@
+"""The planner's benchmark, one section a module; `benchmarks/planner.py` runs them."""

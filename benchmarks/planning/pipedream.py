@@ -1,0 +1,98 @@
+"""Section ``pipedream``: five profiles on twenty-six clusters, beside PipeDream's own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planning import fresh
+from planning.published import REFERENCE, optimizer
+from planning.tables import Table, percent
+
+COMMAND = "python benchmarks/planner.py --only pipedream"
+SAME = 1e-9  # relative difference that summation order explains
+
+
+def arguments(network: str, params: dict[str, Any]) -> tuple[str, ...]:
+    """The command's arguments for one entry of the published answers."""
+    given = [
+        "--import", "pipedream", str(REFERENCE / "pipedream" / f"{network}.txt"),
+        "--cluster", "x".join(map(str, reversed(params["n"]))),
+        "--bandwidth", ",".join(f"{rate:.0f}B/s" for rate in params["b"]),
+    ]  # fmt: skip
+    given += ["--straight"] * params.get("straight", False)
+    given += ["--fewer"] * params.get("fewer", False)
+    if params.get("usemem"):
+        given += ["--memory", f"{params['mem']:.0f}B"]
+    if "acr" in params:
+        ratio = params["acr"]
+        given += ["--activation-compression", "none" if ratio is None else f"{ratio}"]
+    return tuple(given)
+
+
+def configuration(stages: Sequence[dict[str, Any]]) -> str:
+    """``15-1``: the replicas of each stage; more than eight equal ones in a row are counted."""
+    parts: list[list[int]] = []
+    for stage in stages:
+        if parts and parts[-1][0] == stage["replicas"]:
+            parts[-1][1] += 1
+        else:
+            parts.append([stage["replicas"], 1])
+    shown = [f"{count}×({n})" if count > 8 else "-".join([str(n)] * count) for n, count in parts]
+    return "-".join(shown) or "none"
+
+
+def run() -> list[Table]:
+    table = Table(
+        "pipedream",
+        "PipeDream profiles: seconds per minibatch at the bottleneck",
+        COMMAND,
+        ("network", "cluster", "ours", "published", "ratio", "gap", "configuration", "published",
+         "CPU s", "MB"),
+        (9, 38, 11, 11, 9, 7, 26, 26, 6, 5),
+    ).begin()  # fmt: skip
+    summary: dict[str, list[tuple[float, float, bool]]] = {}
+    for network, clusters in optimizer().items():
+        for cluster, theirs in clusters.items():
+            found = fresh.plan(*arguments(network, theirs["params"]))
+            ours, published = found.answer["objective"], theirs["pipeline_time_s"]
+            ratio = None if ours is None else ours / published
+            if ratio is not None and "mem" not in theirs["params"]:
+                proved = found.answer["gap"] == 0
+                summary.setdefault(network, []).append((ratio, found.cpu_seconds, proved))
+            table.add(
+                network, cluster, ours, published, "–" if ratio is None else f"{ratio:.5f}",
+                percent(found.answer["gap"]), configuration(found.answer["stages"]),
+                configuration(theirs["stages"]), f"{found.cpu_seconds:.1f}",
+                found.peak_bytes // 10**6,
+            )  # fmt: skip
+    return [table, _summary(summary)]
+
+
+def _summary(found: dict[str, list[tuple[float, float, bool]]]) -> Table:
+    table = Table(
+        "pipedream_summary",
+        "The same in short, without the rows that have a memory limit",
+        COMMAND,
+        ("network", "clusters", "better", "equal", "worse", "best ratio", "worst ratio", "proved",
+         "slowest CPU s"),
+        (10, 8, 7, 7, 7, 11, 11, 7, 14),
+    ).begin()  # fmt: skip
+    for network, rows in found.items():
+        ratios = [ratio for ratio, _, _ in rows]
+        better = sum(ratio < 1 - SAME for ratio in ratios)
+        worse = sum(ratio > 1 + SAME for ratio in ratios)
+        table.add(
+            network, len(rows), better, len(rows) - better - worse, worse, f"{min(ratios):.5f}",
+            f"{max(ratios):.5f}", sum(proved for _, _, proved in rows),
+            f"{max(seconds for _, seconds, _ in rows):.1f}",
+        )  # fmt: skip
+    everything = [row for rows in found.values() for row in rows]
+    table.note(
+        rows=len(everything),
+        better=sum(ratio < 1 - SAME for ratio, _, _ in everything),
+        worse=sum(ratio > 1 + SAME for ratio, _, _ in everything),
+        proved=sum(proved for _, _, proved in everything),
+        slowest_seconds=max(seconds for _, seconds, _ in everything),
+    )
+    return table
