@@ -1,4 +1,4 @@
-"""What a person may ask of the partition: pin, keep together, keep apart, cut here.
+"""What a person may ask of the partition: pin, keep together or apart, cut here, not there.
 
 A pattern names a module with everything below it (``transformer.h.0``), one op of the captured
 graph by its name, or several of either with ``*``, ``?`` and ``[…]`` (``transformer.h.*.attn``).
@@ -60,14 +60,60 @@ class CutBefore:
         _check_patterns(self, (self.pattern,))
 
 
-Constraint = Pin | Together | Apart | CutBefore
+@dataclass(frozen=True, slots=True, init=False)
+class Forbid:
+    """The ops that match run on none of the stages: ``Forbid("embed", 0, -1)``.
+
+    Stages count from 0, −1 is the last one; stage s runs on device s.
+    """
+
+    pattern: str
+    stages: tuple[int, ...]
+
+    def __init__(self, pattern: str, *stages: int) -> None:
+        _check_patterns(self, (pattern,))
+        if not stages or any(isinstance(s, bool) or not isinstance(s, int) for s in stages):
+            raise ConfigError(
+                f"Forbid needs stage numbers, got {stages!r}",
+                remedy=f"such as Forbid({pattern!r}, 0)",
+            )
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "stages", stages)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxStages:
+    """At most `count` stages hold anything: fewer where that is faster or all that fits."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise ConfigError(f"MaxStages needs a number from 1, got {self.count!r}")
+
+
+Constraint = Pin | Together | Apart | CutBefore | Forbid | MaxStages
 
 
 def patterns_of(constraint: Constraint) -> tuple[str, ...]:
     """The patterns of a constraint, in its order."""
     if isinstance(constraint, Together | Apart):
         return constraint.patterns
+    if isinstance(constraint, MaxStages):
+        return ()
     return (constraint.pattern,)
+
+
+def describe(constraint: Constraint) -> str:
+    """As a person would write it: ``Pin('h.0', 1)``."""
+    given: tuple[object, ...] = patterns_of(constraint)
+    if isinstance(constraint, Pin):
+        given = (*given, constraint.stage)
+    elif isinstance(constraint, Forbid):
+        given = (*given, *constraint.stages)
+    elif isinstance(constraint, MaxStages):
+        given = (constraint.count,)
+    return f"{type(constraint).__name__}({', '.join(map(repr, given))})"
 
 
 def _check_patterns(constraint: object, patterns: tuple[str, ...]) -> None:

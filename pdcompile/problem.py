@@ -77,6 +77,22 @@ class MemoryRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """What a person asked for, in their words, and the entries of the problem that it became.
+
+    Only there to name constraints: an entry holds because it is in the problem's own field, and
+    one that several wishes list is theirs together.
+    """
+
+    text: str
+    pins: tuple[tuple[int, int], ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+    forbidden: tuple[tuple[int, int], ...] = ()
+    max_stages: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionProblem:
     """Assign items (in topological order) to `len(stages)` stages, monotone along traffic.
 
@@ -84,8 +100,10 @@ class PartitionProblem:
     schedule's makespan for `num_microbatches` (the bottleneck is the first-order term and the
     simulator decides among candidates).
     `together` are groups of item indices on one stage; `pins` (item, stage); `apart` are pairs
-    of items that may not share a stage.
-    `allow_empty`: stages may stay empty.
+    of items that may not share a stage; `forbidden` (item, stage) where it may not go.
+    `allow_empty`: stages may stay empty; `max_stages`: at most so many hold anything (fewer than
+    there are stages: only with `allow_empty`).
+    `wishes` name the constraints that a person gave.
     `scope` says what coarsening kept together and why: the certificate holds inside it.
     """
 
@@ -102,6 +120,9 @@ class PartitionProblem:
     objective: Literal["bottleneck", "flush"] = "bottleneck"
     allow_empty: bool = False
     scope: str = "exact graph"
+    forbidden: tuple[tuple[int, int], ...] = ()
+    max_stages: int | None = None
+    wishes: tuple[Wish, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

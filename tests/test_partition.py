@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import pdcompile.passes.partition.search as search
+import pdcompile.passes.partition.state as state
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import evaluate, partition
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.ideals import all_ideals, orders, prefixes
 from pdcompile.passes.partition.integer_program import IntegerProgram
@@ -64,7 +66,7 @@ def test_integer_program_without_any_start(block: int, monkeypatch: pytest.Monke
     def nothing(found: search.Search) -> Segments:
         return Segments.build(found.model, all_ideals(found.model, 10_000) or [])
 
-    monkeypatch.setattr(search, "_cut", nothing)
+    monkeypatch.setattr(search, "cut", nothing)
     monkeypatch.setattr(search, "MAX_CHAINS", 0)
     for seed in range(20_000 + 40 * block, 20_000 + 40 * block + 40):
         agrees_with_brute_force(seed)
@@ -77,7 +79,7 @@ def test_the_relaxation_never_overstates() -> None:
         best = brute_force(problem)
         if best:
             program = IntegerProgram(build(problem), best * 1.001)
-            bound, groups = program.solve(float("inf"), 0, lambda _: None)
+            bound, groups = program.solve(Budget(), 0, lambda _: None)
             assert bound <= best * (1 + 1e-9), f"seed {seed}"
             assert groups is not None
 
@@ -235,7 +237,7 @@ def test_large_problem_is_cut_and_bounded() -> None:
 
 
 def test_planner_checks_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "violations", lambda *_: [])
+    monkeypatch.setattr(state, "violations", lambda *_: [])
     monkeypatch.setattr(search, "final_violations", lambda *_: ["nonsense"])
     with pytest.raises(PlanError, match=r"internal error.*nonsense"):
         partition(chain_problem([1.0, 2.0], 2))

@@ -48,7 +48,10 @@ def test_an_item_larger_than_every_device() -> None:
     assert "'layer1'" in text
     assert "1.80 kB" in text
     assert "cannot hold" in text
-    assert "give the device 1800 bytes" in text
+    assert "smallest conflict: the 1.00 kB of memory of each of stages 0–1" in text
+    for s in (0, 1):  # on either stage it needs a neighbour's 20 bytes as well
+        assert f"1820 bytes of memory on stage {s}" in text
+    assert "1820 bytes of memory on every stage" in text
 
 
 def test_versions_and_optimizer_are_named() -> None:
@@ -62,7 +65,9 @@ def test_versions_and_optimizer_are_named() -> None:
 def test_sum_too_large() -> None:
     text = refusal(sized([300] * 4, [1000, 1000]))
     assert "together have 2.00 kB" in text
-    assert "2400 bytes in all" in text
+    assert "needs 2.40 kB" in text
+    assert "1200 bytes of memory on every stage" in text
+    assert "1800 bytes of memory on stage 0" in text  # 600 is all that stage 1 can take
 
 
 def test_fits_in_sum_but_not_contiguously() -> None:
@@ -70,9 +75,17 @@ def test_fits_in_sum_but_not_contiguously() -> None:
     sizes, limits = [200, 300, 300, 200], [500, 1150, 500]
     text = refusal(sized(sizes, list(limits)))
     assert "in sum, but not cut into 3 pieces" in text
-    share = float(text.split("remedy: ")[1].split(" times")[0])
-    assert partition(sized(sizes, [int(limit * share) + 1 for limit in limits]))
-    assert "not cut" in refusal(sized(sizes, [int(limit * (share - 0.02)) for limit in limits]))
+    assert "smallest conflict: the 500 B" in text
+    for stage, enough in ((0, 1000), (1, 1200), (2, 1000)):
+        assert f"{enough} bytes of memory on stage {stage}" in text
+        for less in (0, 1):
+            changed: list[int | None] = list(limits)
+            changed[stage] = enough - less
+            if less:
+                refusal(sized(sizes, changed))
+            else:
+                assert partition(sized(sizes, changed))
+    assert "1000 bytes of memory on every stage" in text
 
 
 def test_a_device_without_memory() -> None:
@@ -95,8 +108,20 @@ def test_unlike_devices_take_what_fits() -> None:
         ({"pins": ((0, 1), (2, 0))}, "contradictory pins"),
         ({"pins": ((0, 0), (1, 1)), "together": ((0, 1),)}, "contradictory pins"),
         ({"apart": ((0, 1),), "together": ((0, 1),)}, "asked to be apart"),
-        ({"apart": ((0, 1), (1, 2), (0, 2))}, "constraints contradict"),
-        ({"pins": ((0, 1),)}, "constraints contradict"),
+        (
+            {"apart": ((0, 1), (1, 2), (0, 2))},
+            "conflict: 'layer0' apart from 'layer1' and 'layer1' apart from 'layer2'",
+        ),
+        ({"pins": ((0, 1),)}, "'layer0' pinned to stage 1 and something on each of 2 stages"),
+        ({"max_stages": 1}, "at most 1 stages and something on each of 2 stages"),
+        (
+            {"forbidden": ((1, 0), (1, 1))},
+            "'layer1' kept off stage 0 and 'layer1' kept off stage 1",
+        ),
+        (
+            {"forbidden": ((0, 0),), "pins": ((0, 1),)},
+            "conflict: 'layer0' pinned to stage 1 and something",
+        ),
     ],
 )
 def test_contradictory_constraints(fields: dict[str, Any], message: str) -> None:

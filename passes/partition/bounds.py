@@ -64,7 +64,8 @@ def simple_bound(model: Model) -> float:
     """Seconds per microbatch: all work on all stages at full speed, and the largest group."""
     stages = model.problem.stages
     work = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
-    spread = math.fsum(work) / math.fsum(stage.speed for stage in stages)
+    speeds = sorted((stage.speed for stage in stages), reverse=True)
+    spread = math.fsum(work) / math.fsum(speeds[: model.most_used])
     largest = max(
         own / max(stage.speed for stage in stages[low : high + 1])
         for own, low, high in zip(work, model.lowest, model.highest, strict=True)

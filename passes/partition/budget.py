@@ -17,15 +17,17 @@ class Budget:
     `stopped`, which loops look at through `late`; a second one raises KeyboardInterrupt.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float | None = None, *, within: Budget | None = None) -> None:
         self.begin = time.monotonic()
         self.deadline = math.inf if seconds is None else self.begin + seconds
         self.stopped = False
+        self.within = within  # Ctrl-C there is Ctrl-C here
         self._previous: Any = None
 
     @property
     def late(self) -> bool:
-        return self.stopped or time.monotonic() >= self.deadline
+        interrupted = self.stopped or (self.within is not None and self.within.stopped)
+        return interrupted or time.monotonic() >= self.deadline
 
     @property
     def left(self) -> float:

@@ -11,32 +11,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.segments import Matrix, Segments
 
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 
 
-def solve(segments: Segments, cost: Cost) -> tuple[float, tuple[int, ...]] | None:
-    """(optimum, stage of each group) for min max over stages of cost; None when infeasible."""
-    num_stages = segments.model.num_stages
-    best = np.full(len(segments.ideals), np.inf)
-    best[0] = 0.0
-    choices = []
+class OutOfTimeError(Exception):
+    """The budget ended before the dynamic program."""
+
+
+def solve(
+    segments: Segments, cost: Cost, budget: Budget | None = None
+) -> tuple[float, tuple[int, ...]] | None:
+    """(optimum, stage of each group) for min max over stages of cost; None when infeasible.
+
+    With `Model.most_used` below the number of stages the state also counts stages in use.
+
+    Raises:
+        OutOfTimeError: the budget ended first.
+    """
+    model = segments.model
+    num_stages, size = model.num_stages, len(segments.ideals)
+    most = model.most_used
+    counted = most < num_stages
+    best = np.full((most + 1 if counted else 1, size), np.inf)
+    best[0, 0] = 0.0
+    choices: list[NDArray[np.intp]] = []
     for s in range(num_stages):
+        if budget is not None and budget.late:
+            raise OutOfTimeError
         seconds = np.where(segments.allowed(s), cost(s), np.inf)
-        through = np.maximum(best[:, None], seconds)
-        choices.append(through.argmin(0))
-        best = through.min(0)
-    if not np.isfinite(best[-1]):
+        if counted:
+            empty = np.maximum(best, seconds.diagonal())
+            np.fill_diagonal(seconds, np.inf)
+        choice = np.empty(best.shape, dtype=np.intp)
+        found = np.full(best.shape, np.inf)
+        for c in range(int(counted), len(best)):
+            through = np.maximum(best[c - counted][:, None], seconds)
+            choice[c] = through.argmin(0)
+            found[c] = through.min(0)
+        if counted:
+            stays = empty <= found
+            choice = np.where(stays, np.arange(size), choice)
+            found = np.minimum(found, empty)
+        choices.append(choice)
+        best = found
+    count = int(best[:, -1].argmin())
+    value = float(best[count, -1])
+    if not np.isfinite(value):
         return None
-    ideal = len(segments.ideals) - 1
-    stages = np.zeros(segments.model.num_groups, dtype=int)
+    ideal = size - 1
+    stages = np.zeros(model.num_groups, dtype=int)
     for s in reversed(range(num_stages)):
-        before = int(choices[s][ideal])
+        before = int(choices[s][count, ideal])
         stages[segments.inside[ideal] & ~segments.inside[before]] = s
+        count -= int(counted and before != ideal)
         ideal = before
-    return float(best[-1]), tuple(int(s) for s in stages)
+    return value, tuple(int(s) for s in stages)
 
 
 def flush_costs(segments: Segments) -> Iterator[Cost]:
@@ -70,15 +104,3 @@ def flush_costs(segments: Segments) -> Iterator[Cost]:
     yield both
     yield segments.load
     yield serial
-
-
-def memory_cost(segments: Segments) -> Cost:
-    """Memory as a share of the stage's limit: the minimax says by how much it falls short."""
-
-    def share(stage: int) -> Matrix:
-        limit = segments.model.problem.stages[stage].memory_bytes
-        needed = segments.memory(stage)
-        result: Matrix = needed * 0.0 if limit is None else needed / max(limit, 1)
-        return result
-
-    return share

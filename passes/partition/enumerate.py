@@ -33,7 +33,12 @@ def chains(segments: Segments, cost: Cost, below: Callable[[], float]) -> Iterat
             continue
         row = through[s][chain[-1]]
         order = np.argsort(-row, kind="stable")  # the cheapest is popped first
-        stack += [(*chain, int(j)) for j in order if row[j] < below()]
+        used = len(set(chain)) - 1
+        stack += [
+            (*chain, int(j))
+            for j in order
+            if row[j] < below() and used + (j != chain[-1]) <= segments.model.most_used
+        ]
 
 
 def _stages(segments: Segments, chain: tuple[int, ...]) -> tuple[int, ...]:

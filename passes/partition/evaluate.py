@@ -78,9 +78,14 @@ def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
     for a, b in problem.apart:
         if stage_of[a] == stage_of[b]:
             found.append(f"{names[a]!r} and {names[b]!r} are on one stage")
+    for i, s in problem.forbidden:
+        if stage_of[i] == s:
+            found.append(f"{names[i]!r} is on stage {s}, where it may not be")
+    used = set(stage_of)
     if not problem.allow_empty:
-        used = set(stage_of)
         found += [f"stage {s} is empty" for s in range(num_stages) if s not in used]
+    if problem.max_stages is not None and len(used) > problem.max_stages:
+        found.append(f"{len(used)} stages are used, and {problem.max_stages} may be")
     for s, needed in enumerate(memory(problem, stage_of)):
         limit = problem.stages[s].memory_bytes
         if limit is not None and needed > limit:

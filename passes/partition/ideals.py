@@ -10,17 +10,23 @@ import heapq
 import random
 from collections.abc import Iterator
 
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
 
 
-def all_ideals(model: Model, limit: int) -> list[int] | None:
-    """Every ideal as a bit mask, smaller ones first, or None when there are more than `limit`."""
+def all_ideals(model: Model, limit: int, budget: Budget | None = None) -> list[int] | None:
+    """Every ideal as a bit mask, smaller ones first; None when there are more than `limit`.
+
+    Also None when the budget ends first.
+    """
     before, after = _neighbours(model)
     needs = [sum(1 << u for u in parents) for parents in before]
     ready_of = {0: [v for v, parents in enumerate(before) if not parents]}
     found = [0]
     layer = [0]
     while layer:
+        if budget is not None and budget.late:
+            return None
         following: dict[int, list[int]] = {}
         for ideal in layer:
             ready = ready_of.pop(ideal)
@@ -37,10 +43,15 @@ def all_ideals(model: Model, limit: int) -> list[int] | None:
     return found
 
 
-def prefixes(model: Model, limit: int, seed: int) -> list[int]:
-    """Prefixes of several linear orders together, at most `limit`, the full set among them."""
+def prefixes(model: Model, limit: int, seed: int, budget: Budget | None = None) -> list[int]:
+    """Prefixes of several linear orders together, at most `limit`, the full set among them.
+
+    Those of the given order are always there; a budget that ends keeps others out.
+    """
     found: dict[int, None] = {}
     for order in orders(model, seed):
+        if found and budget is not None and budget.late:
+            break
         mask = 0
         fresh = {0: None}
         for v in order:

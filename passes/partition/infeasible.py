@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
 from pdcompile.errors import CostError, InfeasibleError, PlanError
-from pdcompile.passes.partition import dynamic_program
-from pdcompile.passes.partition.model import Model
-from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.conflict import Oracle, conflict
+from pdcompile.passes.partition.limits import listed
+from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.remedies import remedies_of
 from pdcompile.problem import PartitionProblem
 from pdcompile.units import format_bytes
+
+EXPLAIN_SECONDS = 5.0
 
 
 def validate(problem: PartitionProblem) -> None:
@@ -57,6 +58,8 @@ def validate(problem: PartitionProblem) -> None:
             f"microbatches in flight {list(in_flight)} would deadlock",
             remedy="they must not increase from stage to stage, and be at least 1",
         )
+    if problem.max_stages is not None and problem.max_stages < 1:
+        raise PlanError(f"at most {problem.max_stages} stages")
     if problem.num_microbatches < 1:
         raise PlanError(f"{problem.num_microbatches} microbatches")
 
@@ -71,24 +74,64 @@ def _check_indices(problem: PartitionProblem) -> None:
     used = [i for t in problem.traffic for i in (t.producer, *t.consumers)]
     used += [i for pair in (*problem.order, *problem.apart) for i in pair]
     used += [i for group in problem.together for i in group]
-    used += [i for i, _ in problem.pins]
+    used += [i for i, _ in (*problem.pins, *problem.forbidden)]
     used += [i for parameter in problem.shared for i in parameter.items]
     for i in used:
         if not 0 <= i < n:
             raise PlanError(f"there is no item {i}: the problem has {n}")
 
 
-def explain(model: Model, segments: Segments, *, proved: bool) -> InfeasibleError:
-    """The error to raise: simple reasons first, then how much memory would do."""
+def unknown(model: Model) -> InfeasibleError:
+    """The error when time was up before there was a plan or a proof that there is none."""
     for reason in (_too_many_stages, _item_too_large, _sum_too_large):
         if error := reason(model):
             return error
-    if not proved:
-        return InfeasibleError(
-            "no plan was found within the time limit, and none was proved impossible",
-            remedy="raise time_limit",
+    return InfeasibleError(
+        "no plan was found within the time limit, and none was proved impossible",
+        remedy="raise time_limit",
+    )
+
+
+def explain(
+    problem: PartitionProblem,
+    budget: Budget,
+    seed: int = 0,
+    contradiction: InfeasibleError | None = None,
+) -> InfeasibleError:
+    """The error to raise: why, which limits conflict, and the least that would help.
+
+    Takes at most `EXPLAIN_SECONDS`, and says less when they are over.
+    """
+    seconds = min(EXPLAIN_SECONDS, max(1.0, budget.left))
+    oracle = Oracle(Budget(seconds, within=budget), seed)
+    found = conflict(problem, oracle)
+    remedies = remedies_of(problem, found, oracle)
+    reason = contradiction
+    if reason is None:
+        model = build(problem)
+        reasons = (_too_many_stages, _item_too_large, _sum_too_large, _not_contiguously)
+        reason = next((error for why in reasons if (error := why(model))), None)
+        remedies += (
+            _cheaper(model) if any(limit.stage is not None for limit in found.limits) else []
         )
-    return _not_contiguously(model, segments)
+    named = listed(found.limits)
+    if reason is None:
+        message = "the constraints contradict each other or the flow of data"
+    else:
+        message = reason.message
+    if found.smallest:
+        message += f"; the smallest conflict: {named}"
+    elif found.minimal:
+        message += f"; in conflict, and each needed for it: {named}"
+    else:
+        message += f"; which of these conflict was not found in time: {named}"
+    if reason is not None and reason.remedy and (not remedies or reason is not contradiction):
+        remedies = [reason.remedy, *remedies]
+    return InfeasibleError(
+        message,
+        where=None if reason is None else reason.where,
+        remedy=", or ".join(remedies) or "drop one of these, or ask for fewer stages",
+    )
 
 
 def _too_many_stages(model: Model) -> InfeasibleError | None:
@@ -130,7 +173,6 @@ def _item_too_large(model: Model) -> InfeasibleError | None:
             f"stage memory {format_bytes(limit or 0)} cannot hold {name!r}{kept}: "
             f"{format_bytes(need)} ({_rule(model)}, {model.in_flight(stage)} in flight)",
             where=f"stage {stage}",
-            remedy=f"give the device {need} bytes{_cheaper(model)}",
         )
     return None
 
@@ -148,28 +190,15 @@ def _sum_too_large(model: Model) -> InfeasibleError | None:
     return InfeasibleError(
         f"all {len(limits)} stages together have {format_bytes(total)} of memory, and the model "
         f"needs {format_bytes(need)} ({_rule(model)})",
-        remedy=f"{need} bytes in all, more stages{_cheaper(model)}",
     )
 
 
-def _not_contiguously(model: Model, segments: Segments) -> InfeasibleError:
-    free = replace(
-        model.problem,
-        stages=tuple(replace(stage, memory_bytes=None) for stage in model.problem.stages),
-    )
-    relaxed = replace(segments, model=replace(segments.model, problem=free))
-    found = dynamic_program.solve(relaxed, dynamic_program.memory_cost(segments))
-    if found is None or found[0] <= 1 or not model.limited:
-        return InfeasibleError(
-            "the constraints contradict each other: no assignment keeps precedence, pins, "
-            f"together and apart with {model.num_stages} stages",
-            remedy="drop a pin or an apart, or ask for fewer stages",
-        )
-    share = np.ceil(found[0] * 1000) / 1000
+def _not_contiguously(model: Model) -> InfeasibleError | None:
+    if not model.limited or model.apart or model.problem.pins:
+        return None
     return InfeasibleError(
         "the model fits into the memory of all stages in sum, but not cut into "
         f"{model.num_stages} pieces along the flow of data ({_rule(model)})",
-        remedy=f"{share:g} times the memory would do{_cheaper(model)}",
     )
 
 
@@ -180,7 +209,7 @@ def _rule(model: Model) -> str:
     return f"{versions}, {buffers}, optimizer {rule.optimizer_factor:g} times the weights"
 
 
-def _cheaper(model: Model) -> str:
+def _cheaper(model: Model) -> list[str]:
     rule = model.problem.memory
     hints = []
     if rule.versions > 1:
@@ -189,4 +218,4 @@ def _cheaper(model: Model) -> str:
         hints.append("an optimizer with less state")
     if max(rule.in_flight, default=1) > 1 and any(model.saved_bytes):
         hints.append("smaller microbatches")
-    return "".join(f", or {hint}" for hint in hints)
+    return hints

@@ -13,10 +13,10 @@ is a linear lower bound for all, so paths are added until the bound meets the be
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.loads import Loads
 from pdcompile.passes.partition.makespan import Path
 from pdcompile.passes.partition.model import Model
@@ -107,25 +107,29 @@ class IntegerProgram:
             added.only_enforce_if(conditions)
 
     def solve(
-        self, deadline: float, seed: int, offer: Callable[[tuple[int, ...]], object]
+        self,
+        budget: Budget,
+        seed: int,
+        offer: Callable[[tuple[int, ...]], object],
+        bounded: Callable[[float], None] | None = None,
+        *,
+        first: bool = False,
     ) -> tuple[float, tuple[int, ...] | None]:
         """(bound in seconds, assignment of groups).
 
         The bound is infinite when nothing satisfies the model; there is no assignment when none
-        was found in time.  Every solution on the way is offered.
+        was found in time.  Every solution on the way is offered, `bounded` is told of better
+        bounds.  With `first` the first solution ends the search.
         """
         if not self.x.possible:
             return math.inf, None
-        left = max(0.0, deadline - time.monotonic())
-        solver = self._cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.linearization_level = 0
-        # OR-Tools 9.15 loses solutions in this presolve step and then certifies a wrong optimum
-        # (google/or-tools#5293; one in about 400 of our random problems).
-        solver.parameters.presolve_inclusion_work_limit = 0
-        solver.parameters.random_seed = seed
-        solver.parameters.max_time_in_seconds = left
+        solver = solver_for(budget, seed=seed)
+        solver.parameters.stop_after_first_solution = first
+        if bounded is not None:
+            solver.best_bound_callback = lambda bound: bounded(bound / self.scale)
         status = solver.solve(self.cp, self._callback(offer))
+        if not (first and status == self._cp_model.FEASIBLE):
+            noticed(budget, solver, status)
         if status == self._cp_model.INFEASIBLE:
             return math.inf, None
         bound = solver.best_objective_bound / self.scale

@@ -49,8 +49,9 @@ class Flow:
 class Model:
     """Groups 0 … n−1 in a topological order; seconds at speed 1, bytes with all copies.
 
-    `lowest` and `highest` bound each group's stage.  `arcs` are precedence pairs, `apart` pairs
-    on different stages, `copies` shared parameters that cost `bytes` on each holder's stage.
+    `lowest` and `highest` bound each group's stage, and are none of those that `forbidden`
+    (group, stage) lists.  `arcs` are precedence pairs, `apart` pairs on different stages,
+    `copies` shared parameters that cost `bytes` on each holder's stage.
     """
 
     problem: PartitionProblem
@@ -66,6 +67,7 @@ class Model:
     apart: tuple[tuple[int, int], ...]
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
+    forbidden: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -74,6 +76,11 @@ class Model:
     @property
     def num_stages(self) -> int:
         return len(self.problem.stages)
+
+    @property
+    def most_used(self) -> int:
+        """How many stages may hold something."""
+        return min(self.problem.max_stages or self.num_stages, self.num_stages)
 
     @property
     def limited(self) -> bool:
@@ -105,7 +112,8 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
     for item, group in enumerate(group_of):
         members[group].append(item)
     pairs = {(group_of[a], group_of[b]) for a, b in arcs if group_of[a] != group_of[b]}
-    lowest, highest = _ranges(problem, members, group_of, pairs)
+    forbidden = {(group_of[i], s) for i, s in problem.forbidden}
+    lowest, highest = _ranges(problem, members, group_of, pairs, forbidden)
     apart = {tuple(sorted((group_of[a], group_of[b]))) for a, b in problem.apart}
     for a, b in apart:
         if a == b:
@@ -144,6 +152,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         apart=tuple((a, b) for a, b in sorted(apart)),
         lowest=lowest,
         highest=highest,
+        forbidden=tuple(sorted((v, s) for v, s in forbidden if lowest[v] <= s <= highest[v])),
     )
 
 
@@ -284,6 +293,7 @@ def _ranges(
     members: list[list[int]],
     group_of: Sequence[int],
     pairs: set[tuple[int, int]],
+    forbidden: set[tuple[int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     n, last = len(members), len(problem.stages) - 1
     lowest, highest = [0] * n, [last] * n
@@ -303,10 +313,19 @@ def _ranges(
                 remedy="drop one of the pins",
             )
         lowest[group] = highest[group] = stage
-    for a, b in sorted(pairs):
-        lowest[b] = max(lowest[b], lowest[a])
-    for a, b in sorted(pairs, reverse=True):
-        highest[a] = min(highest[a], highest[b])
+    parents: list[list[int]] = [[] for _ in range(n)]
+    children: list[list[int]] = [[] for _ in range(n)]
+    for a, b in pairs:
+        parents[b].append(a)
+        children[a].append(b)
+    for group in range(n):
+        lowest[group] = max([lowest[group], *(lowest[a] for a in parents[group])])
+        while (group, lowest[group]) in forbidden:
+            lowest[group] += 1
+    for group in reversed(range(n)):
+        highest[group] = min([highest[group], *(highest[b] for b in children[group])])
+        while (group, highest[group]) in forbidden:
+            highest[group] -= 1
     for group in range(n):
         if lowest[group] > highest[group]:
             raise InfeasibleError(

@@ -35,10 +35,11 @@ class Segments:
     forward: Matrix
     backward: Matrix
     _features: _Features
+    complete: bool = False  # these are all ideals of the model
     _links: dict[Link, tuple[Matrix, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def build(model: Model, ideals: list[int]) -> Segments:
+    def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
         n = model.num_groups
         inside = np.array([[mask >> v & 1 for v in range(n)] for mask in ideals], dtype=bool)
         inside = inside.reshape(len(ideals), n)
@@ -58,6 +59,7 @@ class Segments:
             _difference(numbers @ np.array(model.forward, dtype=np.float64)),
             _difference(numbers @ np.array(model.backward, dtype=np.float64)),
             _Features.build(model, inside),
+            complete,
         )
 
     def compute(self, stage: int) -> Matrix:
@@ -97,6 +99,10 @@ class Segments:
         late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)
         early: NDArray[np.bool_] = np.all(self.inside[:, high < stage], axis=1)
         result &= ~late[None, :] & early[:, None]
+        barred = [v for v, s in self.model.forbidden if s == stage]
+        if barred:
+            held = self.inside[:, barred].sum(1)
+            result &= held[None, :] <= held[:, None]
         return result
 
     def _at(self, link: StageLimits) -> tuple[Matrix, ...]:

@@ -40,6 +40,14 @@ class Thresholds:
         for a, b in model.apart:
             for s in range(model.num_stages):
                 self.clause([*self.elsewhere(a, s), *self.elsewhere(b, s)])
+        for v, s in model.forbidden:
+            self.clause(self.elsewhere(v, s))
+        if model.most_used < model.num_stages:
+            used = [cp.new_bool_var(f"used{s}") for s in range(model.num_stages)]
+            for s, literal in enumerate(used):
+                for v in range(model.num_groups):
+                    self.clause([*self.elsewhere(v, s), literal])
+            cp.add(sum(used) <= model.most_used)
         if not model.problem.allow_empty:
             for s in range(model.num_stages):
                 cp.add(sum(self.at(v, s) for v in range(model.num_groups)) >= 1)
