@@ -7,6 +7,7 @@ the published ones were measured.
 from __future__ import annotations
 
 import itertools
+import re
 
 from pdcompile.hierarchy import ProfileGraph
 from pdcompile.imports import pipedream as profiles
@@ -17,6 +18,7 @@ from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only papers"
 NETWORKS = ("vgg16", "alexnet", "resnet50", "resnet18", "gnmt")
+DENSE = re.compile("Linear|Embedding|Classifier")
 GIGABIT = 1e9 / 8
 # key in SOSP, key in the published optimizer's answers, levels innermost first
 CLUSTERS = {
@@ -84,7 +86,32 @@ def solved(network: str, levels: Levels, **more: bool) -> dict[str, object]:
 
 
 def run() -> list[Table]:
-    return [_table(), _straight(), _bandwidths()]
+    return [_profiles(), _table(), _straight(), _bandwidths()]
+
+
+def _profiles() -> Table:
+    """Where the parameters are: dense layers, embeddings and classifiers against the rest."""
+    table = Table(
+        "papers_profiles",
+        "The profiles: what a minibatch costs, and how much of it are dense layers",
+        COMMAND,
+        ("network", "layers", "compute s", "parameters MB", "dense: of compute", "of parameters",
+         "slowest layer", "all-reduce of all s"),
+        (9, 7, 10, 14, 18, 14, 14, 20),
+    ).begin()  # fmt: skip
+    for network in NETWORKS:
+        graph = profile(network)
+        dense = [n for n in graph.nodes if DENSE.match(n.description)]
+        seconds = sum(node.seconds for node in graph.nodes)
+        parameters = sum(node.parameter_bytes for node in graph.nodes)
+        alone = data_parallel(graph, ((16, 1.25e9),)) - seconds / 16
+        table.add(
+            network, len(graph.nodes), f"{seconds:.4f}", f"{parameters / 1e6:.0f}",
+            percent(sum(node.seconds for node in dense) / seconds),
+            percent(sum(node.parameter_bytes for node in dense) / parameters),
+            percent(max(node.seconds for node in graph.nodes) / seconds), f"{alone:.4f}",
+        )  # fmt: skip
+    return table
 
 
 def _table() -> Table:

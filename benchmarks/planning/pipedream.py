@@ -31,14 +31,17 @@ def arguments(network: str, params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def configuration(stages: Sequence[dict[str, Any]]) -> str:
-    """``15-1``: the replicas of each stage; more than eight equal ones in a row are counted."""
+    """``15-1``: the replicas of each stage; ``1-…-1 (16)``: sixteen equal ones in a row."""
     parts: list[list[int]] = []
     for stage in stages:
         if parts and parts[-1][0] == stage["replicas"]:
             parts[-1][1] += 1
         else:
             parts.append([stage["replicas"], 1])
-    shown = [f"{count}×({n})" if count > 8 else "-".join([str(n)] * count) for n, count in parts]
+    shown = [
+        f"{replicas}-…-{replicas} ({times})" if times > 8 else "-".join([str(replicas)] * times)
+        for replicas, times in parts
+    ]
     return "-".join(shown) or "none"
 
 
