@@ -31,6 +31,8 @@ _HOME = {
     "Together": "pdcompile.constraints",
     "Apart": "pdcompile.constraints",
     "CutBefore": "pdcompile.constraints",
+    "Forbid": "pdcompile.constraints",
+    "MaxStages": "pdcompile.constraints",
     "Profile": "pdcompile.passes.profile",
     "OpGraph": "pdcompile.graph",
     "Plan": "pdcompile.plan",
@@ -57,7 +59,7 @@ _HOME = {
 
 if _TYPE_CHECKING:
     from pdcompile.cluster import Cluster, Device, Level
-    from pdcompile.constraints import Apart, CutBefore, Pin, Together
+    from pdcompile.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
     from pdcompile.driver import compile
     from pdcompile.errors import (
         ClosedError,

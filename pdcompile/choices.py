@@ -106,7 +106,7 @@ def check_options(options: Options) -> None:
     if not isinstance(options.constraints, Sequence) or isinstance(options.constraints, str):
         raise ConfigError(
             f"constraints={options.constraints!r} is not a list",
-            remedy="a list of Pin, Together, Apart and CutBefore; () without any",
+            remedy="a list of Pin, Together, Apart, CutBefore, Forbid and MaxStages; () for none",
         )
     if options.allow_edited and options.sources is None:
         raise ConfigError(

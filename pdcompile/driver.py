@@ -201,7 +201,7 @@ def compile(
             drains and uses gradients of weights one minibatch old; "auto": see max_staleness.
         microbatches: pieces that a minibatch is split into.
         memory: limit of every device in bytes, or as "16 GB".
-        constraints: Pin, Together, Apart, CutBefore of `pdcompile.constraints`.
+        constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
         loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
         max_grad_norm: clip by the global norm over all stages.

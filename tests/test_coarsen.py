@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.constraints import Apart, CutBefore, Pin, Together
+from pdcompile.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
 from pdcompile.errors import ConfigError, CostError, InfeasibleError
 from pdcompile.graph import OpGraph
 from pdcompile.passes import trace
@@ -205,8 +205,10 @@ def test_pins_count_from_both_ends() -> None:
 
 def test_together_apart_and_cut_before() -> None:
     graph = residual(3)
-    where = item_of(problem_of(graph, Together("h.1")))
-    assert len({where[f"{name}_1"] for name in ("up", "gelu", "down", "add")}) == 1
+    problem = problem_of(graph, Together("h.1"))
+    where = item_of(problem)
+    group = tuple(sorted({where[f"{name}_1"] for name in ("up", "gelu", "down", "add")}))
+    assert problem.together == (group,)
     problem = problem_of(graph, CutBefore("h.1"))
     where = item_of(problem)
     assert problem.apart == (
@@ -224,7 +226,17 @@ def test_together_apart_and_cut_before() -> None:
         ([Pin("h.0", 2)], ConfigError, "from 0 to 1"),
         ([Pin("h.0", 0), Pin("h.0.up", 1)], InfeasibleError, "contradict"),
         ([Pin("cross_entropy", 0)], InfeasibleError, "last stage"),
-        ([Together("h.0"), Apart("h.0.up", "h.0.down")], InfeasibleError, "cannot hold"),
+        (
+            [Pin("wte", 0), Together("h.0"), Apart("h.0.up", "h.0.down")],
+            InfeasibleError,
+            r"smallest conflict: Together\('h.0'\) and Apart\('h.0.up', 'h.0.down'\)",
+        ),
+        (
+            [Forbid("h.0.up", 0), Pin("h.1.up", 0)],
+            InfeasibleError,
+            r"smallest conflict: Forbid\('h.0.up', 0\) and Pin\('h.1.up', 0\)",
+        ),
+        ([Forbid("h.0", -3)], ConfigError, "from 0 to 1"),
         (["h.0"], ConfigError, "not a constraint"),
     ],
 )
@@ -235,7 +247,29 @@ def test_impossible_wishes_are_refused(
         problem_of(residual(2), *constraints)
 
 
+def test_forbidden_stages_and_fewer_stages() -> None:
+    graph = residual(3)
+    problem = problem_of(graph, Forbid("h.0", 0, -1), stages=3)
+    where = item_of(problem)
+    assert problem.forbidden == tuple(
+        (item, s) for item in sorted({where["up_0"], where["down_0"], where["add_0"],
+                                      where["gelu_0"]}) for s in (0, 2)
+    )  # fmt: skip
+    found, _ = partition(problem)
+    assert {found.stage_of[where[name]] for name in ("up_0", "down_0")} == {1}
+    assert "under Forbid('h.0', 0, -1)" in problem.scope
+    problem = problem_of(graph, MaxStages(2), stages=3)
+    assert (problem.max_stages, problem.allow_empty) == (2, True)
+    assert len(set(partition(problem)[0].stage_of)) <= 2
+    problem = problem_of(graph, MaxStages(3), stages=3)
+    assert (problem.max_stages, problem.allow_empty) == (3, False)
+
+
 def test_constraints_check_their_own_arguments() -> None:
+    with pytest.raises(ConfigError, match="stage numbers"):
+        Forbid("h.0")
+    with pytest.raises(ConfigError, match="from 1"):
+        MaxStages(0)
     with pytest.raises(ConfigError, match="stage number"):
         Pin("h.0", True)
     with pytest.raises(ConfigError, match="two patterns"):

@@ -1,9 +1,9 @@
 """Coarsen: a graph with costs becomes the planner's problem, with what may not be cut as items.
 
-Three steps: join what a cut would make wrong (`spans`) and what the user wants together
-(`wishes`), join what can be joined without losing the optimum (`neutral`), and add up costs,
-traffic and shared parameters of the items that remain.  The problem's `scope` says which rules
-were used, since a certificate holds inside them.
+Three steps: join what a cut would make wrong (`spans`), join what can be joined without losing
+the optimum (`neutral`), and add up costs, traffic and shared parameters of the items that
+remain.  What the user asks for (`wishes`) binds items, with the words to name it.  The problem's
+`scope` says which rules were used, since a certificate holds inside them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pdcompile.constraints import Constraint
+from pdcompile.constraints import Constraint, describe
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.graph import OpGraph
 from pdcompile.passes.coarsen.groups import Groups
@@ -19,7 +19,8 @@ from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
 from pdcompile.passes.coarsen.spans import close_cycles, join_spans
 from pdcompile.passes.coarsen.wishes import Wishes
-from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
+from pdcompile.passes.partition.infeasible import refuse_contradictions
+from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits, Wish
 
 __all__ = ["coarsen"]
 
@@ -35,9 +36,10 @@ def coarsen(
 ) -> PartitionProblem:
     """Items in topological order, the traffic between them, and everything that binds them.
 
-    Every op is in exactly one item.  One item is pinned to the last stage: it holds the ops of
-    the loss, or what makes the last of the model's output, and stands for the consumer of the
-    whole output.
+    Every op is in exactly one item.  What the user wants together stays several items, listed in
+    `together`; `MaxStages` below the number of stages allows empty ones.  One item is pinned to
+    the last stage: it holds the ops of the loss, or what makes the last of the model's output,
+    and stands for the consumer of the whole output.
 
     Raises:
         CostError: an op has no cost.
@@ -50,25 +52,35 @@ def coarsen(
     wishes = Wishes.resolve(graph, constraints)
     groups = Groups(len(graph.ops) + 1)
     join_spans(graph, groups)
-    wishes.join(groups)
     close_cycles(graph, groups)
     neutral = Neutral(graph, groups, b, wishes.marks(groups))
     neutral.run()
     assembly = Assembly.of(graph, groups, b)
-    pins = dict(wishes.pins(assembly.item_of, len(stages)))
-    assembly.check_output_pin(pins, len(stages) - 1)
-    return PartitionProblem(
+    given = wishes.bind(assembly.item_of, len(stages))
+    output = (assembly.output_item, len(stages) - 1)
+    assembly.check_output_pin(dict(pin for wish in given for pin in wish.pins), len(stages) - 1)
+    given = (*given, Wish("the loss or output on the last stage", pins=(output,)))
+    counts = [wish.max_stages for wish in given if wish.max_stages is not None]
+    problem = PartitionProblem(
         items=assembly.items(),
         traffic=assembly.traffic(),
         stages=stages,
         shared=assembly.shared(),
-        pins=tuple(sorted(pins.items())),
-        apart=wishes.apart(assembly.item_of),
+        together=tuple(dict.fromkeys(group for wish in given for group in wish.together)),
+        pins=tuple(sorted({pin for wish in given for pin in wish.pins})),
+        apart=tuple(sorted({pair for wish in given for pair in wish.apart})),
         memory=memory or MemoryRule(in_flight=(1,) * len(stages)),
         num_microbatches=num_microbatches,
         objective=objective,
-        scope=_scope(graph, groups, neutral.moved_seconds),
+        allow_empty=any(count < len(stages) for count in counts),
+        scope=_scope(graph, groups, neutral.moved_seconds, constraints),
+        forbidden=tuple(sorted({pair for wish in given for pair in wish.forbidden})),
+        max_stages=min(counts, default=None),
+        wishes=given,
     )
+    if constraints:
+        refuse_contradictions(problem)
+    return problem
 
 
 def _microbatch_size(graph: OpGraph) -> int:
@@ -86,12 +98,15 @@ def _microbatch_size(graph: OpGraph) -> int:
     return sizes.pop() if sizes else graph.batch_size
 
 
-def _scope(graph: OpGraph, groups: Groups, moved_seconds: float) -> str:
+def _scope(
+    graph: OpGraph, groups: Groups, moved_seconds: float, constraints: Sequence[Constraint]
+) -> str:
+    under = f"under {', '.join(map(describe, constraints))}" if constraints else ""
     if not groups.reasons:
-        return "exact graph"
+        return under or "exact graph"
     rules = ", ".join(f"{reason} ({n})" for reason, n in sorted(groups.reasons.items()))
     items = len(groups.members())
     text = f"{items} items of {len(graph.ops)} ops; one stage for: {rules}"
     if moved_seconds:
         text += f"; moved ops take {moved_seconds * 1e6:.3g} us in all"
-    return text
+    return f"{text}; {under}" if under else text

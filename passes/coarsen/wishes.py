@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from pdcompile.constraints import Apart, Constraint, CutBefore, Pin, Together, patterns_of
-from pdcompile.errors import ConfigError, InfeasibleError
+from pdcompile.constraints import (
+    Apart,
+    Constraint,
+    CutBefore,
+    Forbid,
+    Pin,
+    Together,
+    describe,
+    patterns_of,
+)
+from pdcompile.errors import ConfigError
 from pdcompile.graph import OpGraph
 from pdcompile.passes.coarsen.groups import Groups
-
-TOGETHER = "constraints of the user's"
+from pdcompile.problem import Wish
 
 
 @dataclass
@@ -30,17 +38,12 @@ class Wishes:
             if not isinstance(constraint, Constraint):
                 raise ConfigError(
                     f"{constraint!r} is not a constraint",
-                    remedy="use Pin, Together, Apart or CutBefore of pdcompile.constraints",
+                    remedy="use Pin, Together, Apart, CutBefore, Forbid or MaxStages of "
+                    "pdcompile.constraints",
                 )
             found = tuple(match(graph, pattern) for pattern in patterns_of(constraint))
             wishes.matched.append((constraint, found))
         return wishes
-
-    def join(self, groups: Groups) -> None:
-        """Join what `Together` names."""
-        for constraint, found in self.matched:
-            if isinstance(constraint, Together):
-                groups.join([i for ops in found for i in ops], TOGETHER)
 
     def marks(self, groups: Groups) -> dict[int, frozenset[int]]:
         """For each group the numbered patterns that it is subject to."""
@@ -53,56 +56,67 @@ class Wishes:
                     marks.setdefault(groups.find(i), set()).add(count)
         return {group: frozenset(numbers) for group, numbers in marks.items()}
 
-    def pins(self, item_of: Sequence[int], num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Pairs (item, stage). Raises ConfigError for a stage that is not there, and for two."""
-        pins: dict[int, tuple[int, Pin]] = {}
-        for constraint, found in self.matched:
-            if not isinstance(constraint, Pin):
-                continue
-            stage = constraint.stage + (num_stages if constraint.stage < 0 else 0)
-            if not 0 <= stage < num_stages:
-                raise ConfigError(
-                    f"{constraint} names a stage that {num_stages} stages do not have",
-                    remedy=f"a stage from 0 to {num_stages - 1}, or -1 for the last one",
-                )
-            for i in found[0]:
-                other = pins.setdefault(item_of[i], (stage, constraint))
-                if other[0] != stage:
-                    raise InfeasibleError(
-                        f"{other[1]} and {constraint} contradict: "
-                        f"op '{self.graph.ops[i].name}' cannot be on both stages",
-                        where=self.graph.ops[i].source,
-                        remedy="remove one of the two, or name smaller modules",
-                    )
-        return tuple(sorted((item, stage) for item, (stage, _) in pins.items()))
+    def bind(self, item_of: Sequence[int], num_stages: int) -> tuple[Wish, ...]:
+        """Each constraint as entries of a `PartitionProblem`, in the order given.
 
-    def apart(self, item_of: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Pairs of items on different stages. Raises InfeasibleError when one item is both."""
-        pairs: set[tuple[int, int]] = set()
-        for constraint, found in self.matched:
-            items = [sorted({item_of[i] for i in ops}) for ops in found]
-            if isinstance(constraint, Apart):
-                for k, first in enumerate(items):
-                    for second in items[k + 1 :]:
-                        for a in first:
-                            pairs.update(self._pair(constraint, a, b) for b in second)
-            elif isinstance(constraint, CutBefore):
-                position = {op.name: i for i, op in enumerate(self.graph.ops)}
-                inside = set(found[0])
-                for i in found[0]:
-                    for name in self.graph.ops[i].inputs:
-                        source = position.get(name)
-                        if source is not None and source not in inside:
-                            pairs.add(self._pair(constraint, item_of[source], item_of[i]))
-        return tuple(sorted(pairs))
+        Whether they contradict each other is the planner's to say: it names the fewest that do.
 
-    def _pair(self, constraint: Constraint, a: int, b: int) -> tuple[int, int]:
-        if a == b:
-            raise InfeasibleError(
-                f"{constraint} cannot hold: some of these ops may not be separated",
-                remedy="cut at another module (`pdcompile explain` lists what stays together)",
-            )
-        return min(a, b), max(a, b)
+        Raises:
+            ConfigError: a stage that is not there.
+        """
+        return tuple(self._wish(one, found, item_of, num_stages) for one, found in self.matched)
+
+    def _wish(
+        self,
+        constraint: Constraint,
+        found: tuple[tuple[int, ...], ...],
+        item_of: Sequence[int],
+        num_stages: int,
+    ) -> Wish:
+        text = describe(constraint)
+        items = [sorted({item_of[i] for i in ops}) for ops in found]
+        if isinstance(constraint, Pin):
+            stage = _stage(constraint.stage, num_stages, text)
+            return Wish(text, pins=tuple((item, stage) for item in items[0]))
+        if isinstance(constraint, Forbid):
+            stages = sorted({_stage(s, num_stages, text) for s in constraint.stages})
+            return Wish(text, forbidden=tuple((item, s) for item in items[0] for s in stages))
+        if isinstance(constraint, Together):
+            everything = sorted({item for part in items for item in part})
+            return Wish(text, together=(tuple(everything),) if len(everything) > 1 else ())
+        if isinstance(constraint, Apart):
+            pairs = {
+                (min(a, b), max(a, b))
+                for k, first in enumerate(items)
+                for second in items[k + 1 :]
+                for a in first
+                for b in second
+            }
+            return Wish(text, apart=tuple(sorted(pairs)))
+        if isinstance(constraint, CutBefore):
+            return Wish(text, apart=tuple(sorted(self._entries(found[0], item_of))))
+        return Wish(text, max_stages=constraint.count)
+
+    def _entries(self, ops: tuple[int, ...], item_of: Sequence[int]) -> set[tuple[int, int]]:
+        """Pairs (item outside that makes what is read, item inside that reads it)."""
+        position = {op.name: i for i, op in enumerate(self.graph.ops)}
+        inside = set(ops)
+        return {
+            (min(item_of[source], item_of[i]), max(item_of[source], item_of[i]))
+            for i in ops
+            for name in self.graph.ops[i].inputs
+            if (source := position.get(name)) is not None and source not in inside
+        }
+
+
+def _stage(given: int, num_stages: int, text: str) -> int:
+    stage = given + (num_stages if given < 0 else 0)
+    if not 0 <= stage < num_stages:
+        raise ConfigError(
+            f"{text} names a stage that {num_stages} stages do not have",
+            remedy=f"a stage from 0 to {num_stages - 1}, or -1 for the last one",
+        )
+    return stage
 
 
 def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:

@@ -92,6 +92,17 @@ def unknown(model: Model) -> InfeasibleError:
     )
 
 
+def refuse_contradictions(problem: PartitionProblem) -> None:
+    """Raise InfeasibleError when constraints contradict each other whatever the memory is.
+
+    Only what shows without a search; `partition` finds the rest.
+    """
+    try:
+        build(problem)
+    except InfeasibleError as contradiction:
+        raise explain(problem, Budget(EXPLAIN_SECONDS), 0, contradiction) from None
+
+
 def explain(
     problem: PartitionProblem,
     budget: Budget,
