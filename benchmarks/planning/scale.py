@@ -8,6 +8,7 @@ from pathlib import Path
 import graphs
 
 from planning import fresh
+from planning.published import REFERENCE
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only scale"
@@ -33,7 +34,37 @@ CASES = (
 )
 
 
+# hosts x devices in a host: PipeDream's space, stages replicated inside and across hosts
+CLUSTERS = ("1x8", "8x8", "64x8", "512x8")
+
+
 def run() -> list[Table]:
+    return [_graphs(), _workers()]
+
+
+def _workers() -> Table:
+    table = Table(
+        "scale_workers",
+        "PipeDream's space on up to 4,096 workers (30 GB/s inside a host, 25 Gbit/s between)",
+        COMMAND,
+        ("network", "cluster", "objective s", "gap", "stages", "CPU s", "MB"),
+        (9, 8, 12, 8, 7, 7, 6),
+    ).begin()
+    for network in ("vgg16", "resnet50", "gnmt"):
+        for cluster in CLUSTERS:
+            found = fresh.plan(
+                "--import", "pipedream", str(REFERENCE / "pipedream" / f"{network}.txt"),
+                "--cluster", cluster, "--bandwidth", "30GB/s,25Gbit/s", "--time-limit", "60",
+            )  # fmt: skip
+            table.add(
+                network, cluster, found.answer["objective"], percent(found.answer["gap"]),
+                len(found.answer["stages"]), f"{found.cpu_seconds:.1f}",
+                found.peak_bytes // 10**6,
+            )  # fmt: skip
+    return table
+
+
+def _graphs() -> Table:
     table = Table(
         "scale",
         "Synthetic graphs of 1,000 to 100,000 ops on 8 to 4,096 devices",
@@ -58,4 +89,4 @@ def run() -> list[Table]:
                 found.peak_bytes // 10**6,
             )  # fmt: skip
     table.note(most_gigabytes=most_bytes / 1e9)
-    return [table]
+    return table
