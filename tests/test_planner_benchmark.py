@@ -85,6 +85,20 @@ def test_tables_print_and_come_back(
     assert planning.tables.load(tmp_path / "new" / "t.json") == [table]
 
 
+def test_the_page_quotes_tables_and_their_figures(
+    planning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "page.md"
+    monkeypatch.setattr(planning.page, "TEMPLATE", template)
+    table = planning.tables.Table("t", "Title", "python x.py", ("a",), (3,), [["1"]], {"most": 2})
+    template.write_text("at most [[t.most:.2f]] s\n\n[[t]]\n", encoding="utf-8")
+    assert planning.page.render([table]) == (
+        "at most 2.00 s\n\n    python x.py\n\n| a |\n| --- |\n| 1 |\n"
+    )
+    with pytest.raises(KeyError):
+        planning.page.render([])
+
+
 def test_brute_force_on_a_problem_solved_by_hand(planning: Any) -> None:
     """a(2) → b(3) → c(4), moving a costs 1 and b costs 2: {a, b} | {c} is 7, {a} | {b, c} is 8."""
     nodes = tuple(PlacementNode(n, (t, 20.0), 1.0) for n, t in zip("abc", (2, 3, 4), strict=True))
