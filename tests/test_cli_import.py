@@ -61,9 +61,9 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[s
     def use(answer: Answer) -> list[dict[str, Any]]:
         seen: list[dict[str, Any]] = []
 
-        def solver(options: dict[str, Any], progress: Any, limits: dict[str, Any]) -> Answer:
+        def solver(options: dict[str, Any], progress: Any, limits: dict[str, Any]) -> Any:
             seen.append(options | limits | {"progress": progress})
-            return answer
+            return answer, 16.5
 
         monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
         return seen
@@ -114,7 +114,7 @@ def test_the_table_says_what_the_object_says(call: Call, answering: Any) -> None
     answering(PLANNED)
     code, out, err = call(*PLACEMENT)
     assert (code, err) == (0, "")
-    for part in ("0–2, 5", "accelerator", "cpu", "3 × 3–4", "gap 25 %", "CP-SAT", "contiguous"):
+    for part in ("0–2, 5", "accelerator", "cpu", "3 × 3–4", "gap 25 %", "limit of a device: 16.5"):
         assert part in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -307,7 +307,7 @@ def search(options, progress, limits):
         while not budget.late:
             time.sleep(0.01)
     assert budget.stopped
-    return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous")
+    return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous"), None
 
 importing.SOLVERS["device-placement"] = search
 main(["plan", "--import", "device-placement", "f.json", "--time-limit", "60", "--json"])

@@ -24,6 +24,7 @@ from pdcompile.cli.import_options import (
 )
 from pdcompile.cli.output import EXIT_INFEASIBLE
 
+Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
 Read = TypeVar("Read")
 UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
@@ -41,7 +42,7 @@ def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: boo
     """
     from pdcompile.cli.output import emit_json, stderr, stdout
 
-    answer = solve(kind, options)
+    answer, limit = solve(kind, options)
     document = answer.to_json()
     if output is not None:
         from pdcompile.cli.compiling import write_text
@@ -52,14 +53,14 @@ def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: boo
     else:
         from pdcompile.report.answer_table import answer_report
 
-        stdout().print(answer_report(answer, unit=UNITS[kind]))
+        stdout().print(answer_report(answer, unit=UNITS[kind], limit=limit))
         if output is not None:
             stderr().print(f"written: {output}", soft_wrap=True)
     if answer.objective is None:
         raise typer.Exit(EXIT_INFEASIBLE)
 
 
-def solve(kind: str, options: dict[str, Any]) -> Answer:
+def solve(kind: str, options: dict[str, Any]) -> Solved:
     """Read the file and search; `options` are the command's, by parameter name.
 
     `seconds` of the answer runs from reading to the answer.
@@ -76,8 +77,8 @@ def solve(kind: str, options: dict[str, Any]) -> Answer:
         "seed": check_seed(options["seed"]),
     }
     with searching() as progress:
-        answer = SOLVERS[kind](options, progress, limits)
-    return replace(answer, seconds=time.monotonic() - begin)
+        answer, limit = SOLVERS[kind](options, progress, limits)
+    return replace(answer, seconds=time.monotonic() - begin), limit
 
 
 def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
@@ -86,17 +87,17 @@ def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
 
 def _device_placement(
     options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
-) -> Answer:
+) -> Solved:
     from pdcompile.imports import device_placement
     from pdcompile.passes.partition.placement import place
 
     problem = device_placement.read(Path(options["target"]))
-    return place(problem, progress=progress, **limits)
+    return place(problem, progress=progress, **limits), problem.classes[0].memory
 
 
 def _pipedream(
     options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
-) -> Answer:
+) -> Solved:
     levels = parse_levels(options["cluster"], options["bandwidth"])
     compression = parse_compression(options["activation_compression"])
     limit = _given(parse_memory, options["memory"])
@@ -113,10 +114,10 @@ def _pipedream(
         memory_bytes=limit,
         activation_compression=compression,
     )
-    return hierarchy.solve(problem, progress=progress, **limits)
+    return hierarchy.solve(problem, progress=progress, **limits), limit
 
 
-def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Answer:
+def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Solved:
     devices = _given(parse_devices, options["devices"])
     memory = _given(parse_memory, options["memory"])
     batch = _given(parse_batch, options["batch"])
@@ -132,7 +133,7 @@ def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str,
         batch=batch,
         bytes_per_second=bandwidth,
     )
-    return menu.solve(problem, progress=progress, **limits)
+    return menu.solve(problem, progress=progress, **limits), problem.memory_bytes
 
 
 SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,20 +27,26 @@ HEADINGS = {
     "compute_seconds": "compute",
     "all_reduce_seconds": "all-reduce",
     "boundary_seconds": "boundary",
+    "seconds": "time",
     "load": "load",
     "load_seconds": "load",
     "memory": "memory",
     "memory_bytes": "memory",
-    "memory_limit": "limit",
-    "memory_limit_bytes": "limit",
 }
 
 
-def answer_report(answer: Answer, *, unit: str) -> Group:
-    """Stages, levels and certificate; `unit` is ``s``, or empty where the file has none."""
+def answer_report(answer: Answer, *, unit: str, limit: float | None = None) -> Group:
+    """Stages, levels and certificate.
+
+    `unit` is ``s``, or empty where the file has none; then the memory `limit` of a device, which
+    is bytes otherwise, has no unit either.
+    """
     parts: list[RenderableType] = []
     if answer.stages:
         parts.append(stage_table(answer.stages, unit))
+    if limit is not None and math.isfinite(limit):
+        shown = format_bytes(limit) if unit else f"{limit:.8g}"
+        parts.append(Text(f"memory limit of a device: {shown}"))
     if answer.levels:
         parts.append(Text("levels, outermost first:"))
         parts += [Text(line) for line in level_lines(answer.levels)]
@@ -135,9 +142,7 @@ def _cell(name: str, value: Any, unit: str) -> str:
         return str(value)
     if name.endswith("_bytes"):
         return format_bytes(value)
-    if name.endswith("_seconds"):
-        return format_seconds(value)
-    return _number(value, unit if name == "load" else "")
+    return _number(value, "s" if name.endswith("seconds") else unit if name == "load" else "")
 
 
 def _number(value: float, unit: str) -> str:
