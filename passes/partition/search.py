@@ -90,7 +90,7 @@ def cut(search: Search) -> Segments:
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
         segments = Segments.build(quick, prefixes(quick, FIRST + 1, search.seed, budget))
-        _run(search, segments, None)
+        run(search, segments, None)
         if search.late and search.best is not None:
             return segments
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
@@ -99,13 +99,18 @@ def cut(search: Search) -> Segments:
     chosen = ideals or prefixes(small, limit, search.seed, budget)
     segments = Segments.build(small, chosen, complete=ideals is not None)
     try:
-        _run(search, segments, None if search.best is None else budget)
+        run(search, segments, None if search.best is None else budget)
     except OutOfTimeError:
         return segments
     return segments
 
 
-def _run(search: Search, segments: Segments, budget: Budget | None) -> None:
+def run(search: Search, segments: Segments, budget: Budget | None) -> None:
+    """Offer the dynamic program's plans; its value is a bound when the ideals are complete.
+
+    Raises:
+        OutOfTimeError: `budget` ended first.
+    """
     model = search.model
     flush = search.problem.objective == "flush"
     exact = flush_bound(segments) if flush else segments.load
@@ -122,7 +127,9 @@ def _run(search: Search, segments: Segments, budget: Budget | None) -> None:
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if flush:
         for cost in dynamic_program.flush_costs(segments):
-            found = dynamic_program.solve(segments, cost, search.budget)
+            if search.late and len(segments.ideals) > FIRST:
+                return
+            found = dynamic_program.solve(segments, cost, budget)
             if found:
                 search.offer(found[1], segments.model)
 
@@ -147,19 +154,24 @@ def _look(search: Search, segments: Segments) -> None:
     look(search, segments, MAX_CHAINS)
 
 
-def look(search: Search, segments: Segments, most: int) -> None:
+def look(search: Search, segments: Segments, most: int | None) -> None:
     """Evaluate every assignment that the bound leaves, when they are at most `most`."""
     if segments.model is not search.model or not segments.complete:
         return
     flush = search.problem.objective == "flush"
     cost = flush_bound(segments) if flush else segments.load
     upper = search.upper * (1 - 1e-9)
-    if len(list(islice(chains(segments, cost, lambda: upper), most + 1))) > most:
-        return
+    if most is not None:
+        some = islice(chains(segments, cost, lambda: upper), most + 1)
+        if sum(1 for _ in some) > most:
+            return
     for groups in chains(segments, cost, lambda: search.upper * (1 - 1e-9)):
         if search.late:
             return
         search.offer(groups)
+    if search.best is None:
+        search.impossible = True
+        return
     search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
 
 

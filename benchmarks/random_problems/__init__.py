@@ -1,0 +1,1 @@
+"""Families of random small problems for `benchmarks/sweep.py`."""
