@@ -130,7 +130,7 @@ def relaxed_table(found: Explanation) -> Table:
         table.add_row(
             one.text,
             format_seconds(one.objective_seconds),
-            _change(one.objective_seconds, found.objective_seconds),
+            change_text(one.objective_seconds, found.objective_seconds),
             _says(one, found),
         )
     return table
@@ -141,7 +141,7 @@ def _says(one: Relaxed, found: Explanation) -> str:
     if one.status == "optimal":
         binds = one.objective_seconds < found.objective_seconds * (1 - 1e-5)
         return "" if binds else "does not bind"
-    most = _change(one.bound_seconds or 0.0, found.objective_seconds)
+    most = change_text(one.bound_seconds or 0.0, found.objective_seconds)
     return f"at most {most}" if one.bound_seconds else "not proved"
 
 
@@ -162,11 +162,11 @@ def _moved(found: Explanation, move: Move) -> str:
 
 
 def _price(found: Explanation, move: Move) -> str:
-    change = _change(move.objective_seconds, found.objective_seconds)
+    change = change_text(move.objective_seconds, found.objective_seconds)
     return f"{format_seconds(move.objective_seconds)}  {change}"
 
 
-def _change(after: float, before: float) -> str:
+def change_text(after: float, before: float) -> str:
     """``+1.2 %``; what is too small to see is said to be nothing."""
     if before <= 0 or abs(after / before - 1) < 5e-6:
         return "±0 %"

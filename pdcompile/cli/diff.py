@@ -1,0 +1,41 @@
+"""``pdcompile diff``: what differs between two plan files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="A plan.json.")],
+    b: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="Another one.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs between two plans.
+
+    Whether they are of one model, of the same costs and cluster; ops on another stage; schedule,
+    machines, stages, traffic, forecast, memory and certificate. The exit code is 0 whether or
+    not they differ. Needs no model and no torch.
+
+    Example:
+
+      pdcompile diff plan.json other.json
+    """
+    from pdcompile.cli.compiling import read_plan
+    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.jsonio import encode
+    from pdcompile.plan.diff import diff as compared
+
+    found = compared(read_plan(a), read_plan(b))
+    if as_json:
+        emit_json({"status": "identical" if found.identical else "different", **encode(found)})
+        return
+    from pdcompile.report.diff_table import diff_report
+
+    stdout().print(diff_report(found, str(a), str(b)))

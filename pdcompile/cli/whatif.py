@@ -1,0 +1,193 @@
+"""``pdcompile whatif``: the problem inside a plan, solved again under other limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pdcompile.change import Change, parse_devices, parse_named
+from pdcompile.cli.app import app
+from pdcompile.cli.options import MACHINES, SEARCH, TRAINING, AsJson, PlanFile
+from pdcompile.errors import ConfigError
+from pdcompile.units import parse_bytes, parse_rate, parse_seconds
+
+LEVEL = "NAME is a level of the plan's cluster, intra (innermost) or inter (outermost); none: all."
+
+
+@app.command()
+def whatif(
+    plan: PlanFile,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTSxDEVICES",
+            rich_help_panel=MACHINES,
+            help="Other machines of the same kind, one stage a device: 4x8.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            rich_help_panel=MACHINES,
+            help="Memory limit of every device, for example 24GB; none: no limit.",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]RATE",
+            rich_help_panel=MACHINES,
+            help=f"Bandwidth of links, for example inter=12.5GB/s or 25Gbit/s. {LEVEL} "
+            "May be given several times.",
+        ),
+    ] = None,
+    latency: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]TIME",
+            rich_help_panel=MACHINES,
+            help="Latency of a message, for example inter=5us. Named as --bandwidth.",
+        ),
+    ] = None,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[DEVICE=]FACTOR",
+            rich_help_panel=MACHINES,
+            help="Speed of devices relative to that of the costs: 2, or 3=0.5 for device 3.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(rich_help_panel=TRAINING, help="gpipe, 1f1b or 2bw.")
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(metavar="M", rich_help_panel=TRAINING, help="Microbatches in a minibatch."),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", rich_help_panel=TRAINING, help="Samples in a minibatch."),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit",
+            metavar="SECONDS",
+            min=0,
+            rich_help_panel=SEARCH,
+            help="Stop the search then, with the best answer so far and its gap.",
+        ),
+    ] = None,
+    write_cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-cluster",
+            metavar="FILE",
+            help="Write the changed cluster, for `pdcompile plan --cluster FILE`.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would the best plan be on other machines or with another schedule?
+
+    The problem that the planner solved is in the plan file; it is solved again under the changed
+    limits. Costs are those of the plan. No plan is written: its stages would need the model, and
+    the command that makes it is printed. Needs no model and no torch.
+
+    Examples:
+
+      pdcompile whatif plan.json --memory 24GB --bandwidth inter=12.5GB/s --devices 4x8
+
+      pdcompile whatif plan.json --schedule 2bw --json
+    """  # fmt: skip
+    change = Change(
+        devices=None if devices is None else parse_devices(devices),
+        memory_bytes=_memory(memory),
+        bandwidth=_named(bandwidth, "--bandwidth", _rate),
+        latency=_named(latency, "--latency", _latency),
+        speed=tuple(_speed(text) for text in speed or ()),
+        schedule=schedule,
+        microbatches=microbatches,
+        batch_size=batch_size,
+    )
+    from pdcompile.cli.compiling import read_plan, write_text
+    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.passes.whatif import whatif as answered
+    from pdcompile.report.progress import compiling
+    from pdcompile.report.whatif_table import command, document, whatif_report
+
+    loaded = read_plan(plan)
+    with compiling(lines=False) as listener:
+        found = answered(
+            loaded, change, time_limit=time_limit, progress=listener.found, where=str(plan)
+        )
+    if write_cluster is not None:
+        write_text(write_cluster, found.after.cluster.to_toml())
+    line = command(found, write_cluster)
+    if as_json:
+        emit_json(document(found, line))
+        return
+    console = stdout()
+    console.print(whatif_report(found))
+    # A command that can be pasted is never broken.
+    console.print(f"to get this plan: {line}", markup=False, soft_wrap=True)
+    if write_cluster is not None:
+        stderr().print(f"written: {write_cluster}", markup=False, soft_wrap=True)
+
+
+def _memory(text: str | None) -> int | Literal["none"] | None:
+    if text is None:
+        return None
+    return "none" if text.strip().lower() == "none" else parse_bytes(text, what="--memory")
+
+
+def _named(
+    texts: Sequence[str] | None, option: str, parse: Callable[[str], float]
+) -> tuple[tuple[str | None, float], ...]:
+    return tuple(parse_named(text, option, parse) for text in texts or ())
+
+
+def _rate(text: str) -> float:
+    if text.strip().lower() == "unlimited":
+        return math.inf
+    rate = parse_rate(text, what="--bandwidth", where="--bandwidth")
+    if rate <= 0:
+        raise ConfigError(
+            f"--bandwidth {text!r} is not above 0", where="--bandwidth", remedy="12.5GB/s"
+        )
+    return rate
+
+
+def _latency(text: str) -> float:
+    return parse_seconds(text, what="--latency", where="--latency")
+
+
+def _speed(text: str) -> tuple[int | None, float]:
+    def factor(number: str) -> float:
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                f"--speed {text!r} is no number above 0",
+                where="--speed",
+                remedy="--speed 2, or --speed 3=0.5 for device 3",
+            )
+        return value
+
+    name, value = parse_named(text, "--speed", factor)
+    if name is None:
+        return None, value
+    if not (name.isascii() and name.isdigit()):
+        raise ConfigError(
+            f"--speed {text!r}: {name!r} is no device",
+            where="--speed",
+            remedy="--speed 3=0.5 for device 3, counted from 0",
+        )
+    return int(name), value

@@ -1,0 +1,143 @@
+"""What differs between two plans, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdcompile.plan.diff import Changed, Moved, PlanDiff
+from pdcompile.report import names
+from pdcompile.report.explain_table import change_text
+from pdcompile.units import format_bytes, format_rate, format_seconds
+
+SHOWN = 3  # ops of a move by name
+MOST_ROWS = 24
+PRINTS = {
+    "model": "the plans are of different models",
+    "costs": "their costs were measured or estimated differently",
+    "cluster": "they are for different clusters",
+    "all": "they were made by different versions of pdcompile, or edited",
+}
+SECTIONS = (
+    ("training", "training"),
+    ("cluster", "cluster"),
+    ("stages", "stages"),
+    ("edges", "traffic"),
+    ("forecast", "forecast"),
+    ("memory", "memory"),
+    ("certificate", "certificate"),
+)
+
+
+def diff_report(found: PlanDiff, a: str, b: str) -> Group:
+    """Fingerprints, moved ops, then one table of all that differs; `a` and `b` are file names."""
+    if found.identical:
+        return Group(Text("the plans are identical (the planner's own running time apart)"))
+    parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}")]
+    parts += [Text(PRINTS[part], style="yellow") for part in found.prints]
+    if found.moved:
+        parts += [Text(""), moved_table(found.moved)]
+    rows = [
+        (title, one)
+        for name, title in SECTIONS
+        for one in getattr(found, name)
+        if one.what != "scope"  # sentences
+    ]
+    if rows:
+        parts += [Text(""), changed_table(rows)]
+    if any(one.what == "scope" for one in found.certificate):
+        parts.append(Text("the proofs hold in different scopes: pdcompile explain shows each"))
+    if any(one.what == "schedule" for one in found.training):
+        parts.append(Text("objectives are of a step with a flush (gpipe, 1f1b), else a microbatch"))
+    for note in found.notes:
+        parts.append(Text(f"only in {'b' if note.a is None else 'a'}: {note.b or note.a}"))
+    if found.says_nothing:
+        parts.append(Text("only figures inside differ: costs, or the problem that the plans hold"))
+    return Group(*parts)
+
+
+def moved_table(moved: Sequence[Moved]) -> Table:
+    """One row for all ops that go the same way."""
+    table = _table("ops on another stage", "from", "to", "ops")
+    for one in moved:
+        table.add_row(shortened(one), _stage(one.source), _stage(one.target), str(len(one.ops)))
+    return table
+
+
+def changed_table(rows: Sequence[tuple[str, Changed]]) -> Table:
+    """One row a fact; long lists are cut, and say so."""
+    table = _table("", "", "a", "b", "change")
+    for title, one in rows[:MOST_ROWS]:
+        show = _reader(one)
+        table.add_row(title, _label(one.what), show(one.a), show(one.b), _change(one, rows))
+    if len(rows) > MOST_ROWS:
+        table.add_row("…", f"{len(rows) - MOST_ROWS} more: --json lists them", "", "", "")
+    return table
+
+
+def shortened(moved: Moved) -> str:
+    """A few ops by name, more of them by module: ``blocks.2–3 (blocks_2_up … blocks_3_ln_1)``."""
+    ops = moved.ops
+    if len(ops) <= SHOWN:
+        return ", ".join(ops)
+    ends = f"{ops[0]} … {ops[-1]}"
+    return f"{names.modules(moved.modules)} ({ends})" if moved.modules else ends
+
+
+def _label(what: str) -> str:
+    """``stages[0].forward_seconds`` as ``stage 0 forward``: the unit is in the figure."""
+    text = what.replace("stages[", "stage ").replace("].", " ")
+    for unit in ("_seconds", "_bytes"):
+        text = text.removesuffix(unit)
+    return text.replace("_", " ")
+
+
+def _stage(stage: int | None) -> str:
+    return "not there" if stage is None else f"stage {stage}"
+
+
+def _reader(one: Changed) -> Callable[[Any], str]:
+    """How a fact is written: by the unit that its name ends in."""
+    name = one.what
+    formats: tuple[tuple[str, Callable[[float], str]], ...] = (
+        ("bytes_per_second", format_rate),
+        ("samples_per_second", lambda x: f"{x:,.4g}"),
+        ("seconds", format_seconds),
+        ("bytes", format_bytes),
+        ("bubble", lambda x: f"{100 * x:.1f} %"),
+    )
+    chosen = next((how for end, how in formats if name.endswith(end)), None)
+    if name.startswith("rank "):
+        chosen = format_bytes
+
+    def show(value: Any) -> str:
+        if value is None:
+            return "-"
+        if isinstance(value, tuple):
+            return ", ".join("none" if part is None else show(part) for part in value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return chosen(value) if chosen and number else str(value)
+
+    return show
+
+
+def _change(one: Changed, rows: Sequence[tuple[str, Changed]]) -> str:
+    """Relative, where both are numbers that compare."""
+    numbers = [x for x in (one.a, one.b) if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) < 2 or one.a <= 0 or one.what in ("seed", "bubble"):
+        return ""
+    unlike = any(other.what == "schedule" for _, other in rows)
+    if unlike and one.what in ("objective_seconds", "bound_seconds"):
+        return ""
+    return change_text(one.b, one.a)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table

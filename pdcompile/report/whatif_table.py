@@ -1,0 +1,262 @@
+"""Before and after under other limits, as tables and as a JSON document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdcompile import jsonio
+from pdcompile.cluster import Cluster, Level
+from pdcompile.passes.whatif import State, Whatif
+from pdcompile.report import names
+from pdcompile.report.explain_table import BINDS, change_text
+from pdcompile.units import (
+    exact_bytes,
+    format_bytes,
+    format_rate,
+    format_seconds,
+)
+
+MOST_STAGES = 16  # more are summed up
+COSTS = (
+    "note: costs are those of the plan; memory is that of the schedule, where activations and "
+    "workspace are added up over items, which a plan counts exactly"
+)
+
+
+def whatif_report(found: Whatif) -> Group:
+    """The two sides next to each other, the new stages, and what has to be known of both."""
+    parts: list[RenderableType] = [sides(found), Text(""), stages(found)]
+    parts.append(Text(kept_text(found)))
+    parts += [Text(f"note: {note}") for note in found.notes]
+    parts.append(Text(COSTS))
+    return Group(*parts)
+
+
+def sides(found: Whatif) -> Table:
+    """One row a fact; rows that say the same on both sides are kept where they matter."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("", "plan", "what if", "change"):
+        table.add_column(name, overflow="fold")
+    before, after = found.before, found.after
+    pairs = [("schedule", _schedule(before), _schedule(after))]
+    pairs += [("devices", _devices(before.cluster), _devices(after.cluster))]
+    pairs += [("links", _links(before.cluster), _links(after.cluster))]
+    pairs += [("in flight", _in_flight(before), _in_flight(after))]
+    for label, old, new in pairs:
+        table.add_row(label, old, new, "" if old == new else "changed")
+    table.add_row(
+        "time a step",
+        format_seconds(before.step_seconds),
+        format_seconds(after.step_seconds),
+        change_text(after.step_seconds, before.step_seconds),
+        style="bold",
+    )
+    table.add_row(
+        "throughput",
+        f"{before.samples_per_second:,.4g} samples/s",
+        f"{after.samples_per_second:,.4g} samples/s",
+        change_text(after.samples_per_second, before.samples_per_second),
+    )
+    table.add_row("proof", _proof(before), _proof(after))
+    table.add_row("bound by", _binds(before), _binds(after))
+    table.add_row("fullest stage", _fullest(before), _fullest(after))
+    return table
+
+
+def stages(found: Whatif) -> Table:
+    """The new stages, beside what each held before where their number is the same."""
+    after = found.after
+    same = len(after.uses) == len(found.before.uses)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("stage", justify="right")
+    if same:
+        table.add_column("held", overflow="fold")
+    table.add_column("would hold", overflow="fold")
+    for name in ("compute", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    shown = after.uses if len(after.uses) <= MOST_STAGES else after.uses[: MOST_STAGES - 1]
+    for use in shown:
+        row = [str(use.stage)]
+        if same:
+            row.append(holds(found.before, use.stage))
+        row.append(holds(after, use.stage))
+        memory = format_bytes(use.memory_bytes)
+        row += [format_seconds(use.compute_seconds), memory, BINDS[use.binds]]
+        table.add_row(*row, style="bold" if use.stage == after.bottleneck else None)
+    if len(shown) < len(after.uses):
+        table.add_row("…", *[""] * (len(table.columns) - 2), f"{len(after.uses)} in all")
+    return table
+
+
+def holds(state: State, stage: int) -> str:
+    """Modules whose weights the stage holds; without weights, its first and last op."""
+    items = [
+        item for item, s in zip(state.problem.items, state.stage_of, strict=True) if s == stage
+    ]
+    users = {i for one in state.problem.shared if one.trainable for i in one.items}
+    with_weights = [
+        item.name.partition(":")[0]
+        for i, (item, s) in enumerate(zip(state.problem.items, state.stage_of, strict=True))
+        if s == stage and (item.parameter_bytes or i in users)
+    ]
+    return names.modules(with_weights, [op for item in items for op in item.ops])
+
+
+def kept_text(found: Whatif) -> str:
+    """What the present cut would be under the changed limits."""
+    after = found.after
+    if len(after.uses) != len(found.before.uses):
+        return f"the plan has {len(found.before.uses)} stages: every cut is new"
+    if found.kept_seconds is None:
+        return f"the plan's own cut would not do: {found.kept_broken[0]}"
+    if after.stage_of == found.before.stage_of:
+        return "the plan's own cut stays the best that was found"
+    factor = 1 if after.flush else after.problem.num_microbatches
+    seconds = found.kept_seconds * factor
+    change = change_text(seconds, after.step_seconds)
+    return f"the plan's own cut would take {format_seconds(seconds)} a step ({change})"
+
+
+def command(found: Whatif, written: Path | None = None) -> str:
+    """What makes a plan of it; the cluster goes in a file where no short form says it."""
+    after, before = found.after, found.before
+    words = ["pdcompile plan TARGET", f"--cluster {_cluster_option(after.cluster, written)}"]
+    limits = {device.memory_bytes for device in after.cluster.devices}
+    limit = next(iter(limits))
+    if written is None and len(limits) == 1 and limit is not None:
+        words.append(f'--memory "{exact_bytes(limit)}"')
+    training = after.training
+    words.append(f"--schedule {training.schedule} --microbatches {training.num_microbatches}")
+    if training.max_grad_norm is not None:
+        words.append(f"--max-grad-norm {training.max_grad_norm:g}")
+    if training.seed:
+        words.append(f"--seed {training.seed}")
+    words.append("-o plan.json")
+    line = " ".join(words)
+    if training.batch_size != before.training.batch_size:
+        line += f"   (with minibatches of {training.batch_size} samples)"
+    if "changed.toml" in line and written is None:
+        line += "   (--write-cluster changed.toml makes that file)"
+    return line
+
+
+def document(found: Whatif, line: str) -> dict[str, Any]:
+    """The JSON form: both sides, the kept cut, notes and the command."""
+    return {
+        "status": found.after.status,
+        "before": _side(found.before),
+        "after": _side(found.after),
+        "kept": {"objective_seconds": found.kept_seconds, "broken": list(found.kept_broken)},
+        "notes": list(found.notes),
+        "command": line,
+    }
+
+
+def _side(state: State) -> dict[str, Any]:
+    return {
+        "status": state.status,
+        "schedule": state.training.schedule,
+        "num_microbatches": state.training.num_microbatches,
+        "batch_size": state.training.batch_size,
+        "objective": state.problem.objective,
+        "objective_seconds": state.objective_seconds,
+        "bound_seconds": state.bound_seconds,
+        "gap": state.gap,
+        "prover": state.prover,
+        "step_seconds": state.step_seconds,
+        "samples_per_second": state.samples_per_second,
+        "bottleneck": state.bottleneck,
+        "cluster": state.cluster.to_toml(),
+        "stages": [
+            jsonio.encode(use)
+            | {
+                "ops": [
+                    op
+                    for item, s in zip(state.problem.items, state.stage_of, strict=True)
+                    if s == use.stage
+                    for op in item.ops
+                ]
+            }
+            for use in state.uses
+        ],
+    }
+
+
+def _schedule(state: State) -> str:
+    training = state.training
+    return f"{training.schedule}, {training.batch_size} samples in {training.num_microbatches}"
+
+
+def _devices(cluster: Cluster) -> str:
+    sizes = "x".join(str(level.size) for level in reversed(cluster.levels))
+    limits = {device.memory_bytes for device in cluster.devices}
+    speeds = {device.speed for device in cluster.devices}
+    text = f"{sizes}, " + " / ".join(
+        "no memory limit" if limit is None else f"{format_bytes(limit)} each"
+        for limit in sorted(limits, key=lambda one: (one is None, one))
+    )
+    return text if speeds == {1.0} else text + ", speed " + " / ".join(f"{s:g}" for s in speeds)
+
+
+def _links(cluster: Cluster) -> str:
+    def one(level: Level) -> str:
+        late = f" + {format_seconds(level.latency_seconds)}" if level.latency_seconds else ""
+        return f"{level.name} {format_rate(level.bytes_per_second)}{late}"
+
+    return ", ".join(one(level) for level in cluster.levels)
+
+
+def _in_flight(state: State) -> str:
+    counts = state.problem.memory.in_flight
+    if len(counts) > MOST_STAGES // 2:
+        return f"{counts[0]} … {counts[-1]}"
+    return ", ".join(map(str, counts))
+
+
+def _proof(state: State) -> str:
+    if state.status == "optimal":
+        return f"optimal, by {state.prover}"
+    return f"gap {100 * state.gap:.2g} %, bound by {state.prover}"
+
+
+def _binds(state: State) -> str:
+    use = state.uses[state.bottleneck]
+    return f"stage {use.stage}: {BINDS[use.binds]}"
+
+
+def _fullest(state: State) -> str:
+    def share(stage: int) -> float:
+        use = state.uses[stage]
+        return use.memory_bytes / use.limit_bytes if use.limit_bytes else 0.0
+
+    if any(use.limit_bytes for use in state.uses):
+        use = state.uses[max(range(len(state.uses)), key=share)]
+        share_text = f" ({100 * share(use.stage):.0f} %)" if use.limit_bytes else ""
+        return f"stage {use.stage}: {format_bytes(use.memory_bytes)}{share_text}"
+    use = max(state.uses, key=lambda one: one.memory_bytes)
+    return f"stage {use.stage}: {format_bytes(use.memory_bytes)}"
+
+
+def _cluster_option(cluster: Cluster, written: Path | None) -> str:
+    if written is not None:
+        return str(written)
+    bare = replace(
+        cluster,
+        notes=(),
+        devices=tuple(replace(device, memory_bytes=None) for device in cluster.devices),
+    )
+    if bare == Cluster.local(len(cluster.devices)):
+        return f"local:{len(cluster.devices)}"
+    if len(cluster.levels) <= 2 and len({device.memory_bytes for device in cluster.devices}) == 1:
+        text = "x".join(str(level.size) for level in reversed(cluster.levels))
+        for name in (text, f"1x{text}", text.removeprefix("1x")):
+            if name.count("x") <= 1 and replace(Cluster.parse(name), notes=()) == bare:
+                return f"1x{name}" if "x" not in name else name
+    return "changed.toml"
