@@ -1,0 +1,159 @@
+"""The planner can be stopped at any time and then says how good its plan is at least."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pdcompile.passes.partition.search as search
+from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition import evaluate, partition
+from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.dynamic_program import OutOfTimeError, solve
+from pdcompile.passes.partition.ideals import all_ideals, prefixes
+from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.state import Search
+from tests.helpers.problems import chain_problem, gpt_problem, random_problem
+
+ROOT = Path(__file__).parent.parent
+LINE = re.compile(r"plan [\d.]+ \w+, bound [\d.]+ \w+, gap [\d.e+-]+ %")
+PROGRAM = """
+import json, sys
+from pdcompile.passes.partition import partition
+from tests.helpers.problems import gpt_problem
+
+problem = gpt_problem(12, 16, "flush")
+tell = lambda line: print(line, flush=True)
+found, certificate = partition(problem, time_limit=120, progress=tell)
+print(json.dumps([found.stage_of, certificate.status, certificate.gap, certificate.seconds]))
+"""
+
+
+def hard_search() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [1, 6])
+def test_control_c_returns_the_plan_and_its_gap(lines: int) -> None:
+    """Early, while the dynamic program runs, and later, inside CP-SAT."""
+    process = hard_search()
+    assert process.stdout is not None
+    seen = [process.stdout.readline() for _ in range(lines)]
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    stage_of, status, gap, seconds = json.loads(out.splitlines()[-1])
+    assert all(LINE.match(line) for line in seen)
+    assert evaluate(gpt_problem(12, 16, "flush"), stage_of)
+    assert status == "feasible"
+    assert 0 < gap < 1
+    assert seconds < 100
+
+
+def test_control_c_before_there_is_a_plan_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the handler that was there before is back afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(found: Search) -> Segments:
+        signal.raise_signal(signal.SIGINT)
+        return Segments.build(found.model, prefixes(found.model, 10, 0))
+
+    monkeypatch.setattr(search, "cut", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        partition(gpt_problem(2, 2))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_every_line_says_plan_bound_and_gap_and_they_only_improve() -> None:
+    lines: list[str] = []
+    _, certificate = partition(gpt_problem(6, 4), progress=lines.append)
+    assert all(LINE.fullmatch(line) for line in lines)
+    gaps = [float(line.split("gap ")[1].split(" ")[0]) for line in lines]
+    assert gaps == sorted(gaps, reverse=True)
+    assert lines[-1].endswith("gap 0 %") or gaps[-1] < 0.001
+    assert certificate.gap == 0
+
+
+def test_a_bound_alone_is_told_as_well() -> None:
+    """Without a plan there is nothing to compare a bound with; with one, each counts."""
+    problem = chain_problem([1.0, 2.0, 3.0], 2)
+    lines: list[str] = []
+    state = Search(problem, build(problem), Budget(), progress=lines.append)
+    state.prove(1.0, "relaxation")
+    assert lines == []
+    state.offer((0, 0, 1))
+    state.prove(2.0, "relaxation")
+    state.prove(2.0, "relaxation")
+    assert lines == [
+        "plan 3.00 s, bound 1.00 s, gap 67 %",
+        "plan 3.00 s, bound 2.00 s, gap 33 %",
+    ]
+
+
+@pytest.mark.parametrize("time_limit", [0.0, 0.3])
+@pytest.mark.parametrize("objective", ["bottleneck", "flush"])
+def test_large_problems_end_in_time(
+    objective: str, time_limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing long begins after the end: no matrices of 1,500 ideals, no integer program."""
+    problem = gpt_problem(400, 32, objective)
+    built: list[int] = []
+    original = Segments.build
+
+    def counted(model: object, ideals: list[int], **rest: bool) -> Segments:
+        built.append(len(ideals))
+        return original(model, ideals, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Segments, "build", staticmethod(counted))
+    monkeypatch.setattr(search, "IntegerProgram", lambda *_: pytest.fail("began too late"))
+    found, certificate = partition(problem, time_limit=time_limit)
+    assert found == evaluate(problem, found.stage_of)
+    assert 0 < certificate.bound_seconds < found.objective
+    assert time_limit > 0 or max(built) <= search.FIRST + 1
+
+
+def test_parts_of_the_search_look_at_the_budget() -> None:
+    model = build(gpt_problem(12, 4))
+    over = Budget(0)
+    assert all_ideals(model, 10**6, over) is None
+    assert len(prefixes(model, 10**6, 0, over)) == model.num_groups + 1
+    segments = Segments.build(model, prefixes(model, 200, 0))
+    with pytest.raises(OutOfTimeError):
+        solve(segments, flush_bound(segments), over)
+
+
+def test_a_part_ends_with_the_whole() -> None:
+    whole = Budget(math.inf)
+    part = Budget(math.inf, within=whole)
+    assert not part.late
+    whole.stop()
+    assert part.late
+    assert part.left == 0
+    assert not whole.deadline <= time.monotonic()
+
+
+def test_equal_seeds_give_equal_answers() -> None:
+    for number in (3, 17, 40):
+        problem = replace(random_problem(number, 7), allow_empty=False)
+        try:
+            first = partition(problem, seed=5)
+        except InfeasibleError:
+            continue
+        second = partition(problem, seed=5)
+        assert first[0] == second[0]
+        assert first[1].bound_seconds == second[1].bound_seconds
+        assert first[1].prover == second[1].prover
