@@ -1,0 +1,271 @@
+"""Seconds and bytes of every stage that two ideals can enclose, for each row of its menu.
+
+A stage J∖I with r replicas on positions p … p + r − 1 of the pipeline, `after` ranks behind it:
+what it takes depends on nothing else, but for how many stages its values go to (counted once),
+how fast the links to its neighbours are (the fastest from any of its ranks), and its warm-up
+depth (the least that the ranks behind it allow).  So the figures are lower bounds of what
+`evaluate` says, and equal for straight pipelines of values that go next door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcompile.passes.layout import GRADIENT_SLOTS, LOOKAHEAD, SCHEDULES
+from pdcompile.passes.partition.loads import always_linked
+from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.space.depths import least_depth, most_depth
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.problem import StageLimits
+from pdcompile.space import Setting
+
+Bool = NDArray[np.bool_]
+SENDS_UNDER_WAY = 2
+SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes
+FREE = StageLimits()
+
+
+@dataclass
+class Matrices:
+    """Costs of one setting; `last` is the group of the model's output, if it is pinned."""
+
+    segments: Segments
+    setting: Setting
+    straight: bool  # no row of the menu has replicas
+    recompute: tuple[bool, ...]
+    last: int | None = None
+    bounding: bool = True  # else depths are what they are likely to be
+    _links: dict[tuple[StageLimits, StageLimits], Matrix] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.segments.ideals)
+
+    def load(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Matrix, Bool]:
+        """Seconds per microbatch of a stage J∖I with r replicas from position p on, at least.
+
+        Also whether it has to recompute.  Infinite where the stage is not allowed.
+        """
+        allowed, again = self._rows(seats, p, r, rows)
+        load = self._compute(seats, p, r, rows, again) / r
+        traffic = self._transfer(seats, p, r)[rows] / r
+        load = np.maximum(load, traffic + self._reduction(seats, p, r, rows))
+        return np.where(allowed, load, np.inf), again
+
+    def bound(self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool) -> Matrix:
+        """What the candidate's objective is at least, given such a stage and its `load`.
+
+        Without a flush seconds per microbatch; with one seconds of the minibatch.
+        """
+        if SCHEDULES[self.setting.schedule][0]:
+            return load
+        return self._flush(seats, p, r, rows, load, again)
+
+    # -- seconds -----------------------------------------------------------------------------
+
+    def _compute(self, seats: Seats, p: int, r: int, rows: slice, again: Bool) -> Matrix:
+        forward, backward = self.segments.forward[rows], self.segments.backward[rows]
+        result: Matrix = (forward + backward + np.where(again, forward, 0.0)) / seats.speed(p, r)
+        return result
+
+    def _flush(
+        self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool
+    ) -> Matrix:
+        """Seconds of a minibatch, at least.
+
+        A replica's own microbatches one after the other, and the reduction.  Where every stage
+        waits for its neighbours also what runs before the first and after the last of them.
+        """
+        m, segments = self.setting.num_microbatches, self.segments
+        share = -(-m // r)
+        own = self._compute(seats, p, r, rows, again)
+        reduction = m * self._reduction(seats, p, r, rows)
+        result: Matrix = share * own + reduction
+        if self._linked:
+            speed = seats.speed(p, r)
+            before_f = segments.forward[0][rows, None] / seats.fastest
+            before = (segments.forward + segments.backward)[0] / seats.fastest
+            result = np.maximum(before_f + result, before[rows, None] + share * own)
+            f = segments.forward[rows] / speed
+            rest = share - 1 - self.depth(seats, p, r, most=True)
+            ends = before[-1] + (share - 1) * np.maximum(f, own - f)
+            result = np.maximum(result, ends + max(rest, 0) * np.minimum(f, own - f))
+        return np.where(np.isfinite(load), result, np.inf)
+
+    def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
+        """Seconds per microbatch of the stage's all-reduce."""
+        if r == 1:
+            return np.zeros((1, 1))
+        rate, latency = seats.ring(p, r)
+        once = 2 * (r - 1) * (self._trainable[rows] / r / rate + latency)
+        result: Matrix = once / self.setting.num_microbatches
+        return result
+
+    def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
+        into = seats.between(slice(0, p), slice(p, p + r))
+        out = seats.between(slice(p, p + r), slice(p + r, None))
+        if not (into.full_duplex and out.full_duplex):
+            out = replace(out, full_duplex=False)
+        if (into, out) not in self._links:
+            self._links[into, out] = self._sent(self.segments.model, into, out)
+        return self._links[into, out]
+
+    def _sent(self, model: Model, into: StageLimits, out: StageLimits) -> Matrix:
+        """Link seconds of a stage between two links."""
+        problem = replace(model.problem, stages=(into, out))
+        return replace(self.segments, model=replace(model, problem=problem), _links={}).transfer(1)
+
+    @cached_property
+    def _linked(self) -> bool:
+        model = self.segments.model
+        return always_linked(model, "forward") and always_linked(model, "backward")
+
+    # -- memory and what is allowed --------------------------------------------------------------
+
+    def depth(self, seats: Seats, p: int, r: int, *, most: bool = False) -> int:
+        """Warm-up depth of the stage: the least (or most) that it can have."""
+        after = len(seats.ranks) - p - r
+        if most:
+            return most_depth(self.setting, r, after, self.straight)
+        guess = None if self.bounding else len(seats.ranks)
+        return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
+
+    def _rows(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Bool, Bool]:
+        """Whether J∖I may be the stage, and whether it then has to recompute."""
+        allowed = self._nested[rows] & (self._whole_ties[rows] if r > 1 else True)
+        final = p + r == len(seats.ranks)
+        if self.last is not None:
+            held = self.segments.inside[:, self.last]
+            allowed = allowed & (~held[rows, None] if final else ~held[None, :])
+        limit = seats.memory(p, r)
+        none = np.zeros_like(allowed)
+        if limit is None:
+            return allowed, none if False in self.recompute else ~none
+        limit_bytes = limit * (1 + 1e-12) + 0.5
+        fits = {
+            again: self._bytes(seats, p, r, rows, again) <= limit_bytes for again in self.recompute
+        }
+        if False not in fits:
+            return allowed & fits[True], ~none
+        return allowed & (fits[False] | fits.get(True, none)), ~fits[False]
+
+    def _bytes(self, seats: Seats, p: int, r: int, rows: slice, again: bool) -> Matrix:
+        setting, m = self.setting, self.setting.num_microbatches
+        lag, versions = SCHEDULES[setting.schedule]
+        late = bool(lag) and (setting.clipping or r > 1)
+        share = -(-m // r)
+        in_flight = self.depth(seats, p, r) + 1
+        slots = in_flight + LOOKAHEAD
+        if not lag:
+            in_flight, slots = min(in_flight, share), min(slots, share)
+        copies = versions - 1 + (2 if late else 1)
+        total = self._fixed[rows] + copies * self._trainable[rows]
+        total = total + setting.optimizer_factor * self._owned[rows]
+        total = (
+            total + (1 if again else in_flight) * self._saved[rows] + slots * self._received[rows]
+        )
+        returned, sent = self._messages
+        sends = min(SENDS_UNDER_WAY, m // r)
+        result: Matrix = total + GRADIENT_SLOTS * returned[rows] + sends * sent[rows]
+        return result
+
+    @cached_property
+    def _nested(self) -> Bool:
+        result = self.segments.subset.copy()
+        np.fill_diagonal(result, False)
+        return result
+
+    @cached_property
+    def _ties(self) -> list[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
+        """Shared trainable parameters: bytes, how many of their groups lie in each ideal."""
+        model = self.segments.model
+        group_of = {i: g for g, items in enumerate(model.members) for i in items}
+        found = []
+        for parameter in model.problem.shared:
+            ends = sorted({group_of[i] for i in parameter.items})
+            if parameter.trainable:
+                count = self.segments.inside[:, ends].sum(1)
+                found.append((parameter.bytes, count, np.array([len(ends)])))
+        return found
+
+    @cached_property
+    def _whole_ties(self) -> Bool:
+        """J∖I holds all of a shared parameter's groups or none: its stage may have replicas."""
+        result = np.ones((self.size, self.size), dtype=bool)
+        for _, count, every in self._ties:
+            held = count[None, :] - count[:, None]
+            result &= (held == 0) | (held == every)
+        return result
+
+    @cached_property
+    def _own_trainable(self) -> Matrix:
+        model = self.segments.model
+        items = model.problem.items
+        each = [float(sum(items[i].trainable_bytes for i in group)) for group in model.members]
+        inside = self.segments.inside.astype(np.float64) @ np.array(each, dtype=np.float64)
+        result: Matrix = inside[None, :] - inside[:, None]
+        return result
+
+    @cached_property
+    def _trainable(self) -> Matrix:
+        total = self._own_trainable.copy()
+        for size, count, _ in self._ties:
+            total += size * (count[None, :] > count[:, None])
+        return total
+
+    @cached_property
+    def _owned(self) -> Matrix:
+        """Trainable bytes that the stage itself updates: shared ones on their first holder."""
+        total = self._own_trainable.copy()
+        for size, count, _ in self._ties:
+            total += size * ((count[None, :] > 0) & (count[:, None] == 0))
+        return total
+
+    @cached_property
+    def _fixed(self) -> Matrix:
+        """Parameters once each, and the workspace (the model's rule counts one copy)."""
+        return self._with_in_flight(0)
+
+    @cached_property
+    def _saved(self) -> Matrix:
+        saved = np.array(self.segments.model.saved_bytes, dtype=np.float64)
+        inside = self.segments.inside.astype(np.float64) @ saved
+        result: Matrix = inside[None, :] - inside[:, None]
+        return result
+
+    @cached_property
+    def _received(self) -> Matrix:
+        kept = self._with_in_flight(1) - self._with_in_flight(0)
+        return np.maximum(kept - self._saved, 0.0)
+
+    def _with_in_flight(self, count: int) -> Matrix:
+        model = self.segments.model
+        rule = replace(model.problem.memory, in_flight=(count,))
+        problem = replace(model.problem, memory=rule)
+        return replace(self.segments, model=replace(model, problem=problem)).memory(0)
+
+    @cached_property
+    def _messages(self) -> tuple[Matrix, Matrix]:
+        """Bytes of gradients that come back to the stage, and of all that it sends."""
+        model = self.segments.model
+        bytes_only = [
+            replace(flow, forward_messages=0.0, backward_messages=0.0) for flow in model.flows
+        ]
+        ahead = tuple(
+            replace(f, backward_bytes=0.0, forward_bytes=0.0 if f.tied else f.forward_bytes)
+            for f in bytes_only
+        )
+        back = tuple(replace(flow, forward_bytes=0.0) for flow in bytes_only)
+        half = replace(SAME_BYTES, full_duplex=False)
+        none = replace(model, flows=ahead)
+        out_ahead = self._sent(none, FREE, half)
+        returned = self._sent(replace(model, flows=back), FREE, half)
+        out_back = self._sent(
+            replace(model, flows=back), SAME_BYTES, replace(FREE, full_duplex=True)
+        )
+        return returned, out_ahead + out_back

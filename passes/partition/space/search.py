@@ -1,0 +1,216 @@
+"""One setting on given seats: candidates in the order of their bounds, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pdcompile.cluster import Cluster
+from pdcompile.passes.layout import SCHEDULES
+from pdcompile.passes.partition.coarse import contracted
+from pdcompile.passes.partition.ideals import all_ideals, prefixes
+from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.space.chains import Chains, Piece
+from pdcompile.passes.partition.space.evaluate import (
+    Measure,
+    Measured,
+    measure,
+    violations,
+)
+from pdcompile.passes.partition.space.matrices import Matrices
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.sketch import forecast
+from pdcompile.passes.schedules import warmup
+from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
+from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
+
+MAX_IDEALS = 1_000
+MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
+
+
+@dataclass
+class Ground:
+    """A problem prepared for the search: its coarse graph, and the ideals of that.
+
+    `complete`: these are all ideals of the whole graph, so that what is bounded is bounded.
+    """
+
+    problem: PartitionProblem
+    segments: Segments
+    complete: bool
+    last: int | None  # group of the items that are pinned to the last stage
+
+    @staticmethod
+    def of(problem: PartitionProblem, tables: int, seed: int = 0) -> Ground:
+        """`tables`: how many menus' rows there are in all."""
+        free = replace(
+            problem,
+            stages=(StageLimits(),),
+            pins=(),
+            forbidden=(),
+            max_stages=None,
+            memory=MemoryRule(1, 0, 0.0, (1,)),
+        )
+        most = max(20, min(MAX_IDEALS, int((MAX_CELLS / max(tables, 1)) ** 0.5)))
+        model = build(free)
+        small = contracted(model, most - 1, most - 1)
+        ideals = all_ideals(small, most)
+        complete = ideals is not None and small is model
+        segments = Segments.build(small, ideals or prefixes(small, most, seed))
+        final = [item for item, s in problem.pins if s == len(problem.stages) - 1]
+        group_of = {i: g for g, members in enumerate(small.members) for i in members}
+        return Ground(problem, segments, complete, group_of[final[0]] if final else None)
+
+    @property
+    def model(self) -> Model:
+        return self.segments.model
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of one microbatch on one device of speed 1, without recomputing."""
+        return sum(self.model.forward) + sum(self.model.backward)
+
+    @cached_property
+    def largest(self) -> float:
+        """Seconds of the largest group, which no cut divides."""
+        return max(f + w for f, w in zip(self.model.forward, self.model.backward, strict=True))
+
+
+def simple_bound(ground: Ground, space: SearchSpace, setting: Setting, seats: Seats) -> float:
+    """All work on all devices at full speed; in the units of `Pipelines.bound`."""
+    speed = float(sum(seats.cluster.devices[rank].speed for rank in seats.ranks))
+    seconds = ground.work / speed
+    if space.replicas == "1":
+        seconds = max(seconds, ground.largest / seats.fastest)
+    m = 1 if SCHEDULES[setting.schedule][0] else setting.num_microbatches
+    return seconds * m * (1 - 1e-12)
+
+
+class Pipelines:
+    """Everything that one setting allows on given seats."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        space: SearchSpace,
+        setting: Setting,
+        seats: Seats,
+        counts: tuple[int, ...],
+        *,
+        likely: bool = False,
+    ):
+        self.ground, self.setting, self.seats = ground, setting, seats
+        self.recompute = space.recompute
+        matrices = Matrices(
+            ground.segments,
+            setting,
+            straight=counts == (1,),
+            recompute=space.recompute,
+            last=ground.last,
+            bounding=not likely,
+        )
+        self.chains = Chains(matrices, seats, counts, space.stages, heuristic=likely)
+
+    def bound(self) -> float:
+        """What all candidates cost at least (if the ideals are all), infinite if there is none.
+
+        Seconds per microbatch without a flush, seconds of a minibatch with one.
+        """
+        return self.chains.solve() * (1 - 1e-12)
+
+    def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
+        """(bound, candidate) by rising bound, None for one that breaks something; after `bound`."""
+        for bound, pieces in self.chains.enumerate(below):
+            candidate = self._candidate(pieces)
+            broken = violations(self.ground.problem, self.seats.cluster, candidate)
+            yield bound * (1 - 1e-12), candidate if not broken else None
+
+    def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
+        model, ideals = self.ground.model, self.ground.segments.ideals
+        groups = [0] * model.num_groups
+        for s, piece in enumerate(pieces):
+            held = ideals[piece.end] & ~ideals[piece.begin]
+            for v in range(model.num_groups):
+                if held >> v & 1:
+                    groups[v] = s
+        ranks, following = [], 0
+        for piece in pieces:
+            ranks.append(self.seats.ranks[following : following + piece.replicas])
+            following += piece.replicas
+        setting, replicas = self.setting, tuple(piece.replicas for piece in pieces)
+        depths = warmup(
+            setting.schedule,
+            len(pieces),
+            setting.num_microbatches,
+            replicas,
+            setting.extra_warmup,
+        )
+        options = tuple(StageOption(r, False not in self.recompute) for r in replicas)
+        return self._recomputing(
+            Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
+        )
+
+    def _recomputing(self, candidate: Candidate) -> Candidate:
+        """Recompute where memory wants it: depths are known only now, and it only costs time."""
+        if len(set(self.recompute)) < 2:
+            return candidate
+        options = list(candidate.options)
+        measured = Measure(self.ground.problem, self.seats.cluster, candidate)
+        following = 0
+        for s, option in enumerate(candidate.options):
+            limit = self.seats.memory(following, option.replicas)
+            following += option.replicas
+            if limit is not None and measured.memory(s) > limit:
+                options[s] = replace(option, recompute=True)
+        return replace(candidate, options=tuple(options))
+
+
+def seconds_of(
+    problem: PartitionProblem, cluster: Cluster, candidate: Candidate, found: Measured
+) -> float:
+    """The objective of a candidate: exact where it is straight, else what the simulator says.
+
+    Without a flush the simulator's seconds per microbatch or the closed form, whichever is more:
+    the simulator lets a rank use several links at once, and reductions none.
+    """
+    if candidate.straight:
+        return found.seconds
+    seconds = forecast(problem, cluster, candidate).step_seconds
+    if SCHEDULES[candidate.setting.schedule][0]:
+        return max(found.seconds, seconds / candidate.setting.num_microbatches)
+    return seconds
+
+
+def best(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    space: SearchSpace,
+    setting: Setting,
+    ranks: tuple[int, ...],
+    counts: tuple[int, ...],
+    *,
+    simulated: bool = True,
+) -> tuple[float, Candidate] | None:
+    """The best candidate that uses exactly these ranks, by `seconds_of`.
+
+    With `simulated` False by the closed form of `evaluate.measure` alone.  Exact when the ideals
+    of the graph are few: candidates come by rising bound, and none whose bound is not below the
+    best is left out.  None when nothing fits.
+    """
+    seats = Seats(cluster, ranks)
+    ground = Ground.of(problem, len(ranks) ** 2)
+    pipelines = Pipelines(ground, space, setting, seats, counts)
+    if pipelines.bound() == float("inf"):
+        return None
+    found: list[tuple[float, Candidate]] = []
+    for _, candidate in pipelines.candidates(lambda: found[-1][0] if found else float("inf")):
+        if candidate is not None:
+            measured = measure(problem, cluster, candidate)
+            seconds = measured.seconds
+            if simulated and (not found or seconds < found[-1][0]):
+                seconds = seconds_of(problem, cluster, candidate, measured)
+            if not found or seconds < found[-1][0]:
+                found.append((seconds, candidate))
+    return found[-1] if found else None

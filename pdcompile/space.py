@@ -1,0 +1,122 @@
+"""What the planner may choose besides the cut: the space that a certificate speaks of.
+
+2BW's own planner (Narayanan et al., 2021, arXiv 2006.09503, section 3.3: stages of equal width,
+recomputation for all or none) and PipeDream's straight and replicated pipelines on one level
+(Narayanan et al., 2019) lie inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdcompile.errors import ConfigError
+
+MOST_COUNTS = 64  # replica counts in one menu; beyond, they are multiples of a step
+SCHEDULES = ("1f1b", "gpipe", "2bw")
+
+
+@dataclass(frozen=True, slots=True)
+class StageOption:
+    """One row of a stage's menu.
+
+    Args:
+        replicas: ranks that take microbatches in turn.
+        recompute: keep only the inputs of microbatches in flight, and run forward again before
+            each backward.
+    """
+
+    replicas: int = 1
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """The choices; every field lists what is allowed.
+
+    Args:
+        replicas: "1": one rank a stage; "equal": the same number for all; "any".
+        recompute: both: chosen for each stage.
+        microbatches: how many pieces a minibatch is cut into.
+        extra_warmup: e puts 1 + e microbatches between neighbours in flight (`extra` of
+            `pdcompile.passes.schedules.warmup`); more hides transfers and costs memory.
+        stages: how many; None: any number.
+    """
+
+    replicas: Literal["1", "equal", "any"] = "1"
+    recompute: tuple[bool, ...] = (False,)
+    schedules: tuple[str, ...] = ("1f1b",)
+    microbatches: tuple[int, ...] = (1,)
+    extra_warmup: tuple[int, ...] = (0,)
+    stages: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a choice is empty or names what there is not."""
+        checks: tuple[tuple[str, bool], ...] = (
+            ("replicas", self.replicas in ("1", "equal", "any")),
+            ("recompute", bool(self.recompute) and set(self.recompute) <= {False, True}),
+            ("schedules", bool(self.schedules) and set(self.schedules) <= set(SCHEDULES)),
+            ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
+            ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
+            ("stages", self.stages is None or self.stages >= 1),
+        )
+        for name, holds in checks:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no choice of the planner's")
+
+    def counts(self, ranks: int) -> tuple[int, ...]:
+        """Replica counts that a stage may have when so many ranks are there."""
+        if self.replicas == "1":
+            return (1,)
+        step = -(-ranks // MOST_COUNTS)
+        few = range(1, min(ranks, 16) + 1)
+        return tuple(sorted({*few, *range(step, ranks + 1, step), ranks}))
+
+    def menu(self, ranks: int) -> tuple[StageOption, ...]:
+        """All rows of a stage's menu; what does not recompute comes first."""
+        again = sorted(set(self.recompute))
+        return tuple(StageOption(r, more) for r in self.counts(ranks) for more in again)
+
+    def __str__(self) -> str:
+        """What a certificate's scope says of it."""
+        parts = [
+            f"{'any number of' if self.stages is None else self.stages} stages",
+            f"replicas {self.replicas}",
+            "recomputation "
+            + (
+                "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
+            ),
+            f"schedules {', '.join(self.schedules)}",
+            f"microbatches {', '.join(map(str, self.microbatches))}",
+            f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
+        ]
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one partition problem is solved for: the outer choices."""
+
+    schedule: str
+    num_microbatches: int
+    extra_warmup: int = 0
+    optimizer_factor: float = 2.0
+    clipping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One point of the space.
+
+    `stage_of` is by item of the problem; `options`, `ranks` and `warmup` by stage.
+    """
+
+    setting: Setting
+    stage_of: tuple[int, ...]
+    options: tuple[StageOption, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    warmup: tuple[int, ...]
+
+    @property
+    def straight(self) -> bool:
+        return all(option.replicas == 1 for option in self.options)

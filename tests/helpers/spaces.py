@@ -1,0 +1,89 @@
+"""Clusters, settings and brute force for the planner's whole space."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.passes.partition.space import measure, violations
+from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.schedules import warmup
+from pdcompile.problem import PartitionProblem
+from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
+from tests.helpers.problems import random_problem
+
+
+def random_case(seed: int) -> tuple[PartitionProblem, Cluster, SearchSpace, Setting]:
+    """A small problem on two levels of links, unlike devices, tight memory, any schedule."""
+    r = random.Random(seed)
+    problem = random_problem(seed, max_items=5)
+    last = len(problem.stages) - 1
+    pins = ((len(problem.items) - 1, last),) if r.random() < 0.5 else ()
+    problem = replace(problem, pins=pins, allow_empty=False)
+    inner, outer = r.choice(((2, 2), (2, 1), (3, 1), (4, 1)))
+    speeds, limits = [1.0], [None]
+    if r.random() < 0.3:
+        speeds = [1.0, 2.0]
+    if r.random() < 0.4:
+        limits = [r.randint(30, 200), r.randint(30, 200)]
+    devices = tuple(Device("cpu", r.choice(limits), r.choice(speeds)) for _ in range(inner * outer))
+    near = Level("near", inner, r.choice((float("inf"), 5.0)), r.choice((0.0, 0.25)))
+    levels = (near, Level("far", outer, r.choice((4.0, 1.0)), 0.5, r.random() < 0.8))
+    schedule = r.choice(("1f1b", "gpipe", "2bw", "2bw"))
+    setting = Setting(
+        schedule, r.randint(1, 9), r.randint(0, 1), r.choice((0.0, 2.0)), r.random() < 0.3
+    )
+    space = SearchSpace(
+        "any",
+        r.choice(((False,), (True,), (False, True))),
+        stages=r.choice((None, None, 2)),
+    )
+    return problem, Cluster(devices, levels[: 1 if outer == 1 else 2]), space, setting
+
+
+def every_candidate(
+    problem: PartitionProblem,
+    space: SearchSpace,
+    setting: Setting,
+    ranks: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> Iterator[Candidate]:
+    """All partitions x replicas x recomputation on exactly these ranks, allowed or not."""
+    for n in range(1, min(len(ranks), len(problem.items)) + 1):
+        if space.stages not in (None, n):
+            continue
+        for replicas in itertools.product(counts, repeat=n):
+            if sum(replicas) != len(ranks):
+                continue
+            ends = list(itertools.accumulate(replicas))
+            placed = tuple(ranks[e - r : e] for e, r in zip(ends, replicas, strict=True))
+            depths = warmup(
+                setting.schedule, n, setting.num_microbatches, replicas, setting.extra_warmup
+            )
+            for again in itertools.product(space.recompute, repeat=n):
+                options = tuple(StageOption(r, a) for r, a in zip(replicas, again, strict=True))
+                for stage_of in itertools.product(range(n), repeat=len(problem.items)):
+                    yield Candidate(setting, stage_of, options, placed, depths)
+
+
+def brute_force(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    space: SearchSpace,
+    setting: Setting,
+    ranks: tuple[int, ...],
+    counts: tuple[int, ...],
+    *,
+    simulated: bool,
+) -> float | None:
+    """The least objective (or closed form) of all that is allowed; None when nothing is."""
+    best = None
+    for one in every_candidate(problem, space, setting, ranks, counts):
+        if not violations(problem, cluster, one):
+            found = measure(problem, cluster, one)
+            seconds = seconds_of(problem, cluster, one, found) if simulated else found.seconds
+            best = seconds if best is None else min(best, seconds)
+    return best
