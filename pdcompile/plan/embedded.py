@@ -99,6 +99,8 @@ def _rates(problem: PartitionProblem) -> Iterator[Finding]:
                 yield f"problem.stages[{s}].{name}", message, "write a number above 0"
     if problem.num_microbatches < 1:
         yield "problem.num_microbatches", "num_microbatches is 0", "write 1 or more"
+    if problem.max_stages is not None and problem.max_stages < 1:
+        yield "problem.max_stages", "max_stages is 0", "write 1 or more, or null"
     in_flight = problem.memory.in_flight
     if in_flight and (len(in_flight) != len(problem.stages) or min(in_flight) < 1):
         message = f"{list(in_flight)} microbatches in flight on {len(problem.stages)} stages"
@@ -114,15 +116,24 @@ def _indices(problem: PartitionProblem) -> Iterator[Finding]:
     used += [(f"shared[{i}].items", one.items) for i, one in _each(problem.shared)]
     for name in ("order", "together", "apart"):
         used += [(f"{name}[{i}]", one) for i, one in _each(getattr(problem, name))]
-    used += [(f"pins[{i}]", one[:1]) for i, one in _each(problem.pins)]
+    placed = [(f"pins[{i}]", one) for i, one in _each(problem.pins)]
+    placed += [(f"forbidden[{i}]", one) for i, one in _each(problem.forbidden)]
+    for w, wish in enumerate(problem.wishes):
+        for name in ("together", "apart"):
+            pairs = _each(getattr(wish, name))
+            used += [(f"wishes[{w}].{name}[{i}]", one) for i, one in pairs]
+        for name in ("pins", "forbidden"):
+            pairs = _each(getattr(wish, name))
+            placed += [(f"wishes[{w}].{name}[{i}]", one) for i, one in pairs]
+    used += [(path, one[:1]) for path, one in placed]
     for path, items in used:
         for item in items:
             if not 0 <= item < len(problem.items):
                 message = f"there is no item {item}: the problem has {len(problem.items)}"
                 yield f"problem.{path}", message, AGAIN
-    for i, (_, stage) in enumerate(problem.pins):
+    for path, (_, stage) in placed:
         if stage >= len(problem.stages):
-            yield f"problem.pins[{i}]", f"there is no stage {stage}", "name an existing stage"
+            yield f"problem.{path}", f"there is no stage {stage}", "name an existing stage"
 
 
 def _each(parts: tuple[Any, ...]) -> list[tuple[int, Any]]:

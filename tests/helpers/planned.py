@@ -1,0 +1,61 @@
+"""Plans made from hand-made graphs as the driver makes them, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.constraints import Constraint
+from pdcompile.graph import OpGraph
+from pdcompile.passes.assemble import assemble
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.fit import fit
+from pdcompile.passes.partition import partition
+from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan, Training
+from pdcompile.problem import Partition, PartitionProblem
+
+
+def planned(
+    graph: OpGraph,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    microbatches: int = 4,
+    batch_size: int = 16,
+    constraints: Sequence[Constraint] = (),
+) -> Plan:
+    """One stage a device, the problem inside."""
+    num_stages = len(cluster.devices)
+    depths = warmup(schedule, num_stages, microbatches)
+    problem = coarsen(
+        graph,
+        stage_limits(cluster, num_stages),
+        num_microbatches=microbatches,
+        objective="bottleneck" if SCHEDULES[schedule][0] else "flush",
+        memory=memory_rule(schedule, depths, microbatches),
+        constraints=constraints,
+    )
+    training = Training(schedule, microbatches, batch_size, depths)
+
+    def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
+        found, certificate = partition(limited)
+        plan = assemble(graph, problem, found, certificate, training, cluster)
+        return replace(plan, forecast=simulate(plan).forecast), found
+
+    return replace(fit(problem, solve), problem=problem)
+
+
+def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:
+    """The plan as a person edits it: some ops on another stage, nothing else changed."""
+    stages = tuple(
+        replace(
+            stage,
+            ops=tuple(op for op in stage.ops if op not in ops)
+            + (tuple(ops) if stage.index == to else ()),
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, edges=())
