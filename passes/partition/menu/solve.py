@@ -1,0 +1,230 @@
+"""solve: the smallest bottleneck in Piper's space, with a bound on what any plan can reach."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from pdcompile.answer import ROUNDING, Answer, Progress
+from pdcompile.menu import MenuProblem
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.menu import bounds, exact, quick, states
+from pdcompile.passes.partition.menu.chain import cheapest_chain, smallest_threshold
+from pdcompile.passes.partition.menu.memory import Least
+from pdcompile.passes.partition.menu.model import Menu, menus
+from pdcompile.passes.partition.menu.search import EXACT, Found, Search
+from pdcompile.passes.partition.menu.segments import Space
+from pdcompile.units import format_bytes
+
+IDEALS = 1_200  # at most; beyond it the states are a choice of ideals
+STAGES = 3_000_000  # pairs of states in all tables together
+PREFIXES = 64  # of each linear order
+ROUNDS = 6  # of looking around the cuts of the best plan
+
+Status = Literal["infeasible", "unknown"]
+
+SCOPE = (
+    "Piper's space: pipelines of convex stages, each with a data-parallel degree that divides the "
+    "batch, a tensor-parallel degree and a variant of every node"
+)
+
+
+def solve(
+    problem: MenuProblem,
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Answer:
+    """The best plan found within `time_limit` seconds, re-evaluated, and a bound.
+
+    With all ideals of the graph as states the bound is exact ('Piper: Multidimensional Planner
+    for DNN Parallelization', NeurIPS 2021, has this space; its own algorithm picks variants by a
+    heuristic).  Where the ideals are too many, the plan is the best through some of them, and
+    the bound counts device-seconds and device-bytes.  Ctrl-C ends the search with what there is.
+    """
+    with Budget(time_limit) as budget:
+        return _Solve(problem, budget, seed, progress).run()
+
+
+class _Solve:
+    def __init__(
+        self, problem: MenuProblem, budget: Budget, seed: int, progress: Progress | None
+    ) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.seed = seed
+        self.progress = progress
+        self.lower = bounds.device_seconds(problem)
+        self.prover = "device-seconds"
+        self.best: Found | None = None
+
+    def run(self) -> Answer:
+        problem = self.problem
+        lists = menus(problem)
+        for node in problem.nodes:
+            if min(node.variants) > problem.devices:
+                return self._without(
+                    "infeasible",
+                    f"node {node.id!r} has variants for {min(node.variants)} devices or more, "
+                    f"and there are {problem.devices}",
+                )
+        pairs = STAGES // len(lists)
+        masks = states.all_ideals(problem, min(IDEALS, math.isqrt(2 * pairs)))
+        if masks is not None:
+            self._everywhere(Space(problem, masks), lists)
+        else:
+            self._somewhere(lists)
+        return self._answer(complete=masks is not None)
+
+    def _everywhere(self, space: Space, lists: list[Menu]) -> None:
+        """All ideals: either a proof, or what time allows."""
+        self.least = Least(space, lists)
+        if not self._begin(space, lists):
+            return
+        assert self.best is not None
+        if self.budget.late:
+            return
+        relaxed = Search(space, [quick.relaxed(space, menu) for menu in lists], self.budget)
+        relaxed.narrow(self.best.objective)
+        self._raise(relaxed, self._bound(relaxed, 1e-3), "relaxed dynamic program over ideals")
+        if self.budget.late or self._proved():
+            return
+        relaxed.narrow(self.best.objective)
+        both = [
+            exact.exact_table(space, table, rows, self.best.objective, lambda: self.budget.late)
+            for table, rows in zip(relaxed.tables, relaxed.rows, strict=True)
+        ]
+        if self.budget.late:
+            return
+        name = "dynamic program over ideals"
+        search = Search(space, [real for real, _ in both], self.budget)
+        bound, self.best = search.bisect(self.lower, self.best, self.progress)
+        assert self.best is not None
+        if any(len(real.seconds) != len(hoped.seconds) for real, hoped in both):
+            hoping = Search(space, [hoped for _, hoped in both], self.budget)
+            hoping.narrow(self.best.objective)
+            bound, name = self._bound(hoping, ROUNDING), "relaxed " + name
+        self._raise(search, bound, name)
+
+    def _somewhere(self, lists: list[Menu]) -> None:
+        """Some ideals: prefixes of linear orders, then more of them around the best cuts."""
+        orders = states.orders(self.problem, self.seed)
+        masks = states.prefixes(orders, PREFIXES)
+        space = Space(self.problem, masks)
+        self.least = Least(space, lists)
+        if not self._begin(space, lists):
+            return
+        for turn in range(ROUNDS):
+            if self.budget.late or self._proved() or self.best is None:
+                return
+            before = self.best.objective
+            order = orders[turn % len(orders)]
+            near = states.around(self.problem, self.best.masks, order, 12)
+            full = (1 << len(self.problem.nodes)) - 1
+            space = Space(self.problem, states.sort({0, full, *near}))
+            search = Search(space, [quick.achievable(space, menu) for menu in lists], self.budget)
+            _, self.best = search.bisect(self.lower, self.best, self.progress)
+            assert self.best is not None
+            if self.best.objective == before and turn >= 2:
+                break
+
+    def _begin(self, space: Space, lists: list[Menu]) -> bool:
+        """A first plan: with the least bytes, then with simple rules for the variants."""
+        chain = self.least.chain(self.problem.memory_bytes)
+        if chain is None:
+            return False
+        search = Search(space, [quick.achievable(space, menu) for menu in lists], self.budget)
+        self.best = search.plan(chain[0])
+        _, self.best = search.bisect(self.lower, self.best, self.progress)
+        return self.best is not None
+
+    def _bound(self, search: Search, exact: float) -> float:
+        """A threshold below which there is no plan, not even one with the table's bounds."""
+        assert self.best is not None
+        states, devices = len(search.space.masks), self.problem.devices
+
+        def attempt(threshold: float) -> tuple[float, None] | None:
+            chain = cheapest_chain(search.choices(threshold), states, devices)
+            return None if chain is None else (threshold, None)
+
+        return smallest_threshold(
+            attempt,
+            self.lower,
+            self.best.objective,
+            exact=exact,
+            late=lambda: self.budget.late,
+            found=lambda threshold, _: None,
+            refuted=self._refuted,
+        )
+
+    def _refuted(self, bound: float) -> None:
+        if self.progress is not None:
+            self.progress(None if self.best is None else self.best.objective, bound)
+
+    def _raise(self, search: Search, bound: float, prover: str) -> None:
+        if bound > self.lower:
+            self.lower, self.prover = bound, prover
+
+    def _proved(self) -> bool:
+        return self.best is not None and self.lower >= self.best.objective * (1 - EXACT)
+
+    def _answer(self, *, complete: bool) -> Answer:
+        if self.best is None:
+            return self._nothing(complete)
+        objective = self.best.objective
+        bound = min(self.lower, objective)
+        done = objective - bound <= ROUNDING * objective
+        return Answer(
+            "optimal" if done else "feasible",
+            objective,
+            bound,
+            self.prover,
+            self.budget.spent,
+            SCOPE,
+            self.best.stages,
+        )
+
+    def _nothing(self, complete: bool) -> Answer:
+        problem = self.problem
+        proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
+        enough = self.least.chain(math.inf)
+        if enough is None:
+            fewest = self._fewest_devices()
+            return self._without(
+                proof,
+                f"{problem.devices} devices are too few for the tensor-parallel degrees of the "
+                f"nodes, whatever their memory; {fewest} would be enough",
+            )
+        helps = math.ceil(self.least.enough(enough[1]))
+        limit = format_bytes(problem.memory_bytes)
+        node = bounds.alone(problem)
+        if node is not None:
+            proof = "infeasible"
+            reason = (
+                f"node {problem.nodes[node[0]].id!r} alone needs {math.ceil(node[1])} bytes with "
+                f"one microbatch in flight, a device has {limit}"
+            )
+        else:
+            reason = f"{problem.devices} devices of {limit} cannot hold all nodes"
+        return self._without(proof, f"{reason}; {helps} bytes on each device would be enough")
+
+    def _fewest_devices(self) -> int:
+        space = self.least.space
+        most = sum(min(node.variants) for node in self.problem.nodes)
+        wider = Space(replace(self.problem, devices=most, memory_bytes=math.inf), space.masks)
+        chain = Least(wider, menus(wider.problem)).chain(math.inf)
+        return most if chain is None else sum(w * menu.degree for _, _, menu, w in chain[0])
+
+    def _without(self, status: Status, reason: str) -> Answer:
+        proved = status == "infeasible"
+        return Answer(
+            status,
+            None,
+            math.inf if proved else self.lower,
+            "dynamic program over ideals" if proved else self.prover,
+            self.budget.spent,
+            SCOPE,
+            reason=reason,
+        )
