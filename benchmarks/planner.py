@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from planning import own, page, papers, pipedream, piper, placement, scale, sweep
+from planning import agreement, own, page, papers, pipedream, piper, placement, scale
 from planning.published import REFERENCE
 from planning.tables import Table, load, save
 
@@ -28,7 +28,7 @@ SECTIONS: dict[str, Callable[[], list[Table]]] = {
     "piper": piper.run,
     "scale": scale.run,
     "own": own.run,
-    "random": sweep.run,
+    "random": agreement.run,
 }
 PUBLISHED = {"placement", "pipedream", "papers", "piper", "scale"}  # read inputs of others
 KEPT = Path(__file__).parent.parent / "out" / "planner"

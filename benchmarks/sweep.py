@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from random_problems import straight
+from random_problems import placement, straight
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Count:
 FAMILIES: dict[str, Callable[[int], tuple[bool, str]]] = {
     # name: seed → (feasible, difference in words or "")
     **straight.FAMILIES,
+    **placement.FAMILIES,
 }
 
 

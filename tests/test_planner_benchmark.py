@@ -22,11 +22,12 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def planning() -> Iterator[SimpleNamespace]:
     """The benchmark's modules, which are a package only for their own scripts."""
     sys.path.insert(0, str(BENCHMARKS))
-    from planning import page, papers, pipedream, published, sweep, tables
+    from planning import page, papers, pipedream, published, tables
+    from random_problems import placement
 
     yield SimpleNamespace(
-        page=page, papers=papers, pipedream=pipedream, published=published, sweep=sweep,
-        tables=tables,
+        page=page, papers=papers, pipedream=pipedream, published=published, tables=tables,
+        placement=placement,
     )  # fmt: skip
     sys.path.remove(str(BENCHMARKS))
 
@@ -109,7 +110,7 @@ def test_brute_force_on_a_problem_solved_by_hand(planning: Any) -> None:
             DeviceClass("accelerator", 2, memory),
             DeviceClass("cpu", cpus, transfers=False),
         )
-        return float(planning.sweep.brute_force(PlacementProblem(nodes, edges, classes)))
+        return float(planning.placement.brute_force(PlacementProblem(nodes, edges, classes)))
 
     assert best(3.0) == 7.0
     assert best(2.0) == 7.0
@@ -124,6 +125,6 @@ def test_backward_nodes_follow_their_partners(planning: Any) -> None:
     edges = (PlacementEdge(0, 1, 1.0), PlacementEdge(3, 2, 1.0))
     classes = (DeviceClass("accelerator", 2), DeviceClass("cpu", 0, transfers=False))
     problem = PlacementProblem(forward + backward, edges, classes)
-    assert set(planning.sweep.assignments(problem, 2)) == {
+    assert set(planning.placement.assignments(problem, 2)) == {
         (0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0), (0, 1, 0, 1), (1, 1, 1, 1)
     }  # fmt: skip
