@@ -327,8 +327,10 @@ def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
             forbidden=moved(one.forbidden, pinned=False),
         )
 
+    most = problem.max_stages
     return replace(
         problem,
+        allow_empty=problem.allow_empty if most is None else most < num_stages,
         pins=moved(problem.pins, pinned=True),
         forbidden=moved(problem.forbidden, pinned=False),
         wishes=tuple(map(wish, problem.wishes)),

@@ -76,6 +76,10 @@ class MemoryRule:
     in_flight: tuple[int, ...] = ()  # per stage
 
 
+#: the text of the one wish that is nobody's: what makes the loss or output is pinned
+OUTPUT_WISH = "the loss or output on the last stage"
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What a person asked for, in their words, and the entries of the problem that it became.

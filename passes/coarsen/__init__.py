@@ -20,7 +20,7 @@ from pdcompile.passes.coarsen.neutral import Neutral
 from pdcompile.passes.coarsen.spans import close_cycles, join_spans
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
-from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
 
 __all__ = ["coarsen"]
 
@@ -59,7 +59,7 @@ def coarsen(
     given = wishes.bind(assembly.item_of, len(stages))
     output = (assembly.output_item, len(stages) - 1)
     assembly.check_output_pin(dict(pin for wish in given for pin in wish.pins), len(stages) - 1)
-    given = (*given, Wish("the loss or output on the last stage", pins=(output,)))
+    given = (*given, Wish(OUTPUT_WISH, pins=(output,)))
     counts = [wish.max_stages for wish in given if wish.max_stages is not None]
     problem = PartitionProblem(
         items=assembly.items(),

@@ -16,7 +16,7 @@ from typing import Literal
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.search import partition
-from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
 
 MORE_MEMORY = 1.1
 FASTER = 2.0
@@ -67,8 +67,10 @@ def relaxations(
         text = f"a deeper warm-up, {list(deeper.in_flight)} microbatches in flight"
         yield Relaxation("warm-up", text, replace(problem, memory=deeper))
     for wish in problem.wishes:
+        if wish.text == OUTPUT_WISH:
+            continue
         loose = without(problem, wish)
-        reason = "" if loose else "its ops became one item before the planner saw them"
+        reason = "" if loose else "what it asks for holds without it"
         yield Relaxation("constraint", f"without {wish.text}", loose, reason)
 
 
@@ -85,10 +87,11 @@ def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
         return tuple(entry for entry in getattr(problem, name) if entry not in gone)
 
     lists = {name: left(name) for name in ("pins", "together", "apart", "forbidden")}
-    most = problem.max_stages
+    loose = replace(problem, **lists)  # type: ignore[arg-type]
     if wish.max_stages is not None:
-        most = min((n for one in others if (n := one.max_stages) is not None), default=None)
-    loose = replace(problem, max_stages=most, **lists)  # type: ignore[arg-type]
+        counts = [n for one in others if (n := one.max_stages) is not None]
+        empty = any(n < len(problem.stages) for n in counts)
+        loose = replace(loose, max_stages=min(counts, default=None), allow_empty=empty)
     return None if loose == problem else replace(loose, wishes=tuple(others))
 
 

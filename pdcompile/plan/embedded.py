@@ -42,8 +42,8 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
     An item without ops (the model's output, where no op makes it) is on the last stage.
 
     Raises:
-        PlanError: there is no problem, it is of another number of stages, or an item is torn
-            apart; `where` names the op.
+        PlanError: there is no problem, it is of another number of stages, an item is torn
+            apart, or one is on an earlier stage than what it reads; `where` names the op.
     """
     problem = problem_of(plan, where)
     if len(problem.stages) != len(plan.stages):
@@ -65,6 +65,16 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
                     remedy=f"move all {len(item.ops)} ops of {item.name!r}, or plan again",
                 )
         found.append(stages[0] if stages else len(problem.stages) - 1)
+    pairs = [(one.producer, consumer) for one in problem.traffic for consumer in one.consumers]
+    for first, second in (*pairs, *problem.order):
+        if found[first] > found[second]:
+            late, early = problem.items[first].name, problem.items[second].name
+            raise PlanError(
+                f"{early!r} on stage {found[second]} needs what {late!r} makes on stage "
+                f"{found[first]}",
+                where=f"{where}: stages[{found[first]}].ops",
+                remedy=f"move {early!r} to stage {found[first]} or later, or plan again",
+            )
     return tuple(found)
 
 

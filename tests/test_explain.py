@@ -1,0 +1,305 @@
+"""Why a plan is as it is: what binds, the neighbouring cuts, looser limits, and the verb."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cli import main
+from pdcompile.cluster import Cluster
+from pdcompile.constraints import Forbid, MaxStages, Pin, Together
+from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.passes.explain import explain
+from pdcompile.passes.partition import partition, violations
+from pdcompile.passes.partition.evaluate import measure
+from pdcompile.passes.partition.relax import relax, relaxations, without
+from pdcompile.passes.partition.sensitivity import (
+    bottleneck,
+    boundaries,
+    broken,
+    critical,
+    stage_uses,
+)
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import assignment
+from pdcompile.problem import PartitionProblem
+from tests.helpers.graphs import chain, residual
+from tests.helpers.planned import moved, planned
+from tests.helpers.problems import brute_force, chain_problem, random_problem
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def solved(seed: int) -> tuple[PartitionProblem, tuple[int, ...]]:
+    """A random problem and its best assignment; hypothesis looks elsewhere when there is none."""
+    problem = random_problem(seed)
+    try:
+        return problem, partition(problem)[0].stage_of
+    except InfeasibleError:
+        assume(False)
+        raise
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None)
+def test_what_binds_adds_up_to_the_objective(seed: int) -> None:
+    problem, stage_of = solved(seed)
+    uses = stage_uses(problem, stage_of)
+    found = measure(problem, stage_of)
+    assert [use.memory_bytes for use in uses] == list(found.memory_bytes)
+    if problem.objective == "bottleneck":
+        assert max(use.binding_seconds for use in uses) == pytest.approx(found.objective)
+        decides = uses[bottleneck(problem, uses)].binding_seconds
+        assert decides == pytest.approx(found.objective)
+    elif all(stage.full_duplex for stage in problem.stages):
+        parts = [use.critical_seconds for use in uses]
+        parts.append(critical(problem, stage_of)[1])
+        assert math.fsum(parts) == pytest.approx(found.objective)
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None)
+def test_neighbours_are_what_brute_force_finds(seed: int) -> None:
+    """No single item can be moved for less than `next_best`, nor faster than `better`."""
+    problem, stage_of = solved(seed)
+    now = measure(problem, stage_of).objective
+    for one in boundaries(problem, stage_of):
+        assert one.looked_at == one.moves
+        singles = [
+            tuple(s ^ t ^ stage_of[i] if j == i else s for j, s in enumerate(stage_of))
+            for i, (s, t) in itertools.product(
+                range(len(stage_of)), itertools.permutations((one.boundary, one.boundary + 1))
+            )
+            if stage_of[i] == s
+        ]
+        allowed = [
+            measure(problem, cut).objective for cut in singles if not violations(problem, cut)
+        ]
+        if allowed:
+            assert one.next_best is not None
+            assert one.next_best.objective_seconds <= min(allowed) * (1 + 1e-9)
+        if one.next_best is not None:
+            assert one.next_best.objective_seconds >= now * (1 - 1e-6)  # the plan was the best
+            cut = [one.next_best.to if i in one.next_best.items else s
+                   for i, s in enumerate(stage_of)]  # fmt: skip
+            assert violations(problem, cut) == []
+            assert measure(problem, cut).objective == one.next_best.objective_seconds
+        if one.better is not None:
+            assert one.better.objective_seconds < now
+            assert one.better.broken
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=40)
+def test_looser_limits_are_solved_to_the_optimum(seed: int) -> None:
+    problem, stage_of = solved(seed)
+    now = measure(problem, stage_of).objective
+    wanted = tuple(relaxations(problem))
+    found = relax(problem, stage_of, wanted, time_limit=60)
+    for one, answer in zip(wanted, found, strict=True):
+        assert one.problem is not None
+        assert answer.objective_seconds is not None
+        assert answer.bound_seconds is not None
+        best = brute_force(one.problem)
+        assert best is not None
+        assert answer.bound_seconds <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= answer.objective_seconds <= now * (1 + 1e-9)
+        if answer.status == "optimal":
+            assert answer.objective_seconds == pytest.approx(best, rel=2e-5)
+
+
+def test_only_limits_that_are_there_are_eased() -> None:
+    assert list(relaxations(chain_problem([1.0, 2.0], 2))) == []
+
+
+def test_no_time_means_not_tried() -> None:
+    plan = planned(chain(6), Cluster.parse("2"))
+    found = explain(plan, time_limit=0)
+    assert {one.status for one in found.relaxed} == {"not tried"}
+    assert all(one.reason for one in found.relaxed)
+    slow = replace(plan, certificate=replace(plan.certificate, seconds=50.0))
+    assert "planning took 50 s; --time-limit 100" in explain(slow).relaxed[0].reason
+
+
+def test_each_wish_is_taken_back_alone() -> None:
+    wishes = (Pin("layers.4", 0), Forbid("layers.5", 0), Together("layers.0", "layers.1"))
+    plan = planned(chain(6), Cluster.local(2), constraints=wishes)
+    found = {one.text: one for one in explain(plan).relaxed}
+    assert len(found) == 4  # three constraints, and a deeper warm-up
+    free = planned(chain(6), Cluster.local(2), constraints=wishes[1:])
+    objective = found["without Pin('layers.4', 0)"].objective_seconds
+    assert objective == pytest.approx(free.certificate.objective_seconds)
+    assert objective < plan.certificate.objective_seconds
+    assert plan.problem is not None
+    for wish in plan.problem.wishes:
+        loose = without(plan.problem, wish)
+        assert loose is not None
+        assert wish not in loose.wishes
+        assert (loose.pins != plan.problem.pins) == bool(wish.pins)
+
+
+def test_what_two_wishes_ask_for_stays_with_one() -> None:
+    wishes = (Pin("layers.0", 0), Pin("linear_0", 0))
+    plan = planned(chain(6), Cluster.local(2), constraints=wishes)
+    problem = plan.problem
+    assert problem is not None
+    assert all(without(problem, wish) is None for wish in problem.wishes[:2])
+
+    last = explain(plan).relaxed[-1]
+    assert (last.status, last.reason) == ("not tried", "what it asks for holds without it")
+
+
+def test_the_number_of_stages_is_a_wish_too() -> None:
+    few = planned(chain(6), Cluster.local(3), constraints=(MaxStages(2),))
+    problem = few.problem
+    assert problem is not None
+    loose = without(problem, problem.wishes[0])
+    assert loose is not None
+    assert (loose.max_stages, loose.allow_empty) == (None, False)
+    found = explain(few).relaxed[-1]
+    best = planned(chain(6), Cluster.local(3)).certificate.objective_seconds
+    assert (found.text, found.objective_seconds) == ("without MaxStages(2)", pytest.approx(best))
+
+
+def test_memory_that_stands_in_the_way_is_named() -> None:
+    plan = planned(chain(6), Cluster.local(2), microbatches=8)
+    problem = plan.problem
+    assert problem is not None
+    stage_of = assignment(plan)
+    held = measure(problem, stage_of).memory_bytes
+    stages = tuple(replace(s, memory_bytes=n) for s, n in zip(problem.stages, held, strict=True))
+    worse = tuple(0 if i == 0 else 1 for i in range(len(stage_of)))
+    roomy = replace(problem, stages=(replace(stages[0], memory_bytes=held[0] // 2 + 1), stages[1]))
+    (one,) = boundaries(roomy, worse)
+    assert broken(roomy, stage_of)[0].endswith("too much")
+    assert one.better is not None
+    assert (
+        one.better.broken[0].startswith("stage 1 would need") or "stage 0" in one.better.broken[0]
+    )
+
+
+def write(plan: Plan, folder: Path) -> str:
+    path = folder / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
+def test_the_verb(schedule: str, tmp_path: Path, call: Call) -> None:
+    cluster = replace(Cluster.parse("3"), notes=())
+    plan = planned(residual(4), cluster, schedule=schedule, constraints=(Pin("wte", 0),))
+    code, out, err = call("explain", write(plan, tmp_path))
+    assert (code, err) == (0, "")
+    for part in ("certificate: ", "bound by", " decides", "0 | 1", "1 | 2", "next-best cut",
+                 "links without cost", "without Pin('wte', 0)"):  # fmt: skip
+        assert part in out, part
+    assert ("critical path" in out) == (schedule != "2bw")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_verb_as_json(tmp_path: Path, call: Call) -> None:
+    plan = planned(residual(4), Cluster.parse("2"))
+    code, out, _ = call("explain", write(plan, tmp_path), "--json")
+    document = json.loads(out)
+    assert (code, document["status"]) == (0, "optimal")
+    assert Plan.from_json(json.dumps(document["plan"])) == plan
+    found = document["explanation"]
+    assert found["objective_seconds"] == pytest.approx(plan.certificate.objective_seconds)
+    assert [use["stage"] for use in found["stages"]] == [0, 1]
+    assert found["edited"] is False
+    assert found["boundaries"][0]["next_best"]["items"]
+
+
+def test_an_edited_plan_is_told(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    first = plan.stages[0].ops[-1]
+    code, out, _ = call("explain", write(moved(plan, (first,), 1), tmp_path))
+    assert code == 0
+    assert "the plan was edited" in out
+
+
+def test_a_plan_that_breaks_its_limits_is_told(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2), constraints=(Pin("layers.2", 0),))
+    edited = moved(plan, ("linear_2",), 1)
+    code, out, _ = call("explain", write(edited, tmp_path))
+    assert code == 0
+    assert "not allowed as it is: 'layers.2' is on stage 1, pinned to 0" in out
+
+
+def test_a_plan_that_breaks_the_flow_of_data_is_told(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    code, out, _ = call("explain", write(moved(plan, ("linear_0",), 1), tmp_path))
+    assert code == 0
+    assert "'layers.1' on stage 0 needs what 'layers.0' makes on stage 1" in out
+
+
+def test_a_torn_item_is_told_and_the_tables_are_shown(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    assert plan.problem is not None
+    first, second, *rest = plan.problem.items
+    item = replace(first, ops=(*first.ops, *second.ops))
+    problem = replace(plan.problem, items=(item, replace(second, ops=()), *rest))
+    path = write(moved(replace(plan, problem=problem), second.ops, 1), tmp_path)
+    code, out, _ = call("explain", path)
+    assert code == 0
+    assert "certificate: " in out
+    assert "what binds cannot be told: op " in out
+    assert f"the planner keeps them together as {item.name!r}" in " ".join(out.split())
+    code, out, _ = call("explain", path, "--json")
+    assert (code, json.loads(out)["explanation"]) == (0, None)
+    assert item.name in json.loads(out)["missing"]
+
+
+def test_a_plan_without_problem_says_how_to_get_one(tmp_path: Path, call: Call) -> None:
+    plan = replace(planned(chain(6), Cluster.local(2)), problem=None)
+    code, out, _ = call("explain", write(plan, tmp_path))
+    assert code == 0
+    assert "does not hold the problem" in out
+    assert "pdcompile plan TARGET" in out
+    with pytest.raises(PlanError):
+        explain(plan)
+
+
+def test_a_negative_time_limit_is_refused(tmp_path: Path, call: Call) -> None:
+    path = write(planned(chain(4), Cluster.local(2)), tmp_path)
+    assert call("explain", path, "--time-limit", "-1")[0] == 2
+
+
+@pytest.mark.parametrize("verb", [["explain"], ["whatif", "--memory", "1GB"], ["diff"]])
+def test_no_torch_is_needed(verb: list[str], tmp_path: Path) -> None:
+    path = write(planned(chain(6), Cluster.local(2)), tmp_path)
+    files = [path, path] if verb == ["diff"] else [path]
+    program = (
+        "import sys\nfrom pdcompile.cli import main\n"
+        f"try:\n    main({[verb[0], *files, *verb[1:]]!r})\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "    sys.exit(str({'torch'} & set(sys.modules) or ''))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""
