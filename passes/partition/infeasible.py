@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pdcompile.errors import CostError, InfeasibleError, PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.conflict import Oracle, conflict
+from pdcompile.passes.partition.conflict import Conflict, Oracle, conflict
 from pdcompile.passes.partition.limits import listed
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.remedies import remedies_of
@@ -118,18 +118,16 @@ def explain(
     found = conflict(problem, oracle)
     remedies = remedies_of(problem, found, oracle)
     reason = contradiction
+    message = "" if reason is None else reason.message
     if reason is None:
         model = build(problem)
-        reasons = (_too_many_stages, _item_too_large, _sum_too_large, _not_contiguously)
+        reasons = (_too_many_stages, _item_too_large, _sum_too_large)
         reason = next((error for why in reasons if (error := why(model))), None)
+        message = _in_words(model, found) if reason is None else reason.message
         remedies += (
             _cheaper(model) if any(limit.stage is not None for limit in found.limits) else []
         )
     named = listed(found.limits)
-    if reason is None:
-        message = "the constraints contradict each other or the flow of data"
-    else:
-        message = reason.message
     if found.smallest:
         message += f"; the smallest conflict: {named}"
     elif found.minimal:
@@ -204,13 +202,18 @@ def _sum_too_large(model: Model) -> InfeasibleError | None:
     )
 
 
-def _not_contiguously(model: Model) -> InfeasibleError | None:
-    if not model.limited or model.apart or model.problem.pins:
-        return None
-    return InfeasibleError(
-        "the model fits into the memory of all stages in sum, but not cut into "
-        f"{model.num_stages} pieces along the flow of data ({_rule(model)})",
-    )
+def _in_words(model: Model, found: Conflict) -> str:
+    """When nothing simpler explains it."""
+    asked = any(limit.wish is not None for limit in found.limits)
+    memory = any(limit.stage is not None for limit in found.limits)
+    if memory and not asked:
+        return (
+            "the model fits into the memory of all stages in sum, but not cut into "
+            f"{model.num_stages} pieces along the flow of data ({_rule(model)})"
+        )
+    if not memory:
+        return "the constraints contradict each other or the flow of data"
+    return f"memory and constraints contradict each other ({_rule(model)})"
 
 
 def _rule(model: Model) -> str:

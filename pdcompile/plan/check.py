@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.graph import Op, OpGraph, Ref, walk
+from pdcompile.plan import claims, rivals
 from pdcompile.plan.clock import Clock
 from pdcompile.plan.model import Plan
 from pdcompile.plan.replicas import ReplicaClock, ranks_of
@@ -36,7 +37,9 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     Raises:
         PlanError: an op is missing or misplaced, an edge or tied parameter is not what crosses,
             a stage exceeds its device's memory, the certificate's objective cannot be
-            reproduced.  `where` is the place in the plan.
+            reproduced, the plan's fingerprint or problem is of another graph or cluster, or a
+            plan next to it is faster than the certificate's bound.
+            `where` is the place in the plan.
     """
     validate(plan, "plan")
     stage_of = _stage_of(plan, graph)
@@ -48,6 +51,8 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
         _stages(plan, graph, stage_of, cluster),
         _memory(plan, graph, cluster),
         _objective(plan, graph, cluster),
+        claims.findings(plan, graph, cluster),
+        rivals.findings(plan, cluster),
     ):
         for path, message, remedy in findings:
             raise PlanError(message, where=f"plan: {path}", remedy=remedy)

@@ -1,0 +1,274 @@
+"""What a plan says of itself, held against graph and cluster: fingerprint, bytes, its problem.
+
+The embedded problem is what the certificate's bound is about: if it were not that of the graph
+and the cluster, the bound would be of something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import cache
+
+from pdcompile import jsonio
+from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.errors import PlanError
+from pdcompile.graph import Op, OpGraph, Ref, fingerprint, walk
+from pdcompile.plan.embedded import assignment
+from pdcompile.plan.model import Plan
+from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
+
+Finding = tuple[str, str, str]  # path, message, remedy
+AGAIN = "make the plan again for this model and cluster"
+CLOSE = 1e-9  # relative, of sums of seconds
+FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def findings(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
+    """Claims that graph and cluster do not bear out."""
+    yield from _bytes(plan, graph)
+    yield from _fingerprint(plan, graph, cluster)
+    if plan.problem is not None:
+        yield from _items(plan.problem, graph)
+        yield from _values(plan.problem, graph)
+        yield from _machines(plan, plan.problem, cluster)
+        yield from _training(plan, plan.problem)
+        yield from _scope(plan.certificate.scope, plan.problem)
+        yield from _kept(plan, plan.problem)
+
+
+def _bytes(plan: Plan, graph: OpGraph) -> Iterator[Finding]:
+    ops = {op.name: op for op in graph.ops}
+    for s, stage in enumerate(plan.stages):
+        held = {fqn for name in stage.ops for fqn in _held(ops[name])}
+        total = sum(graph.tensors[fqn].bytes for fqn in held)
+        if stage.parameter_bytes != total:
+            message = f"parameter_bytes is {stage.parameter_bytes}, its ops hold {total}"
+            yield f"stages[{s}].parameter_bytes", message, AGAIN
+
+
+def _fingerprint(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
+    parts = plan.fingerprint.split(".")
+    given = [("another model", fingerprint(graph))]
+    if any(op.cost is not None for op in graph.ops):
+        costs = [None if op.cost is None else asdict(op.cost) for op in graph.ops]
+        given.append(("other costs", hashlib.sha256(jsonio.canonical(costs)).hexdigest()))
+    else:
+        given.append(("", parts[1] if len(parts) > 1 else ""))
+    machines = hashlib.sha256(cluster.to_toml().encode()).hexdigest()
+    given.append(("another cluster", machines))
+    if len(parts) != len(given):
+        yield "fingerprint", f"{plan.fingerprint!r} is no fingerprint", AGAIN
+        return
+    for part, (what, digest) in zip(parts, given, strict=True):
+        if not part or not digest.startswith(part):
+            yield "fingerprint", f"the plan was made for {what}", AGAIN
+    if Cluster.from_toml(plan.cluster, where="cluster").to_toml() != cluster.to_toml():
+        yield "cluster", "the plan is for another cluster", AGAIN
+
+
+def _items(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
+    """Seconds and bytes of every item are those of its ops."""
+    ops = {op.name: op for op in graph.ops}
+    if not all(op.cost is not None for op in graph.ops):
+        return
+    owners = _owners(problem, graph)
+    for i, item in enumerate(problem.items):
+        costs = [cost for name in item.ops if (cost := ops[name].cost) is not None]
+        own = [graph.tensors[fqn] for fqn, items in owners.items() if items == {i}]
+        expected = Item(
+            item.name,
+            item.ops,
+            math.fsum(cost.forward_seconds for cost in costs),
+            math.fsum(cost.backward_seconds for cost in costs),
+            sum(info.bytes for info in own),
+            sum(info.bytes for info in own if info.kind == "parameter" and info.requires_grad),
+            sum(cost.saved_bytes for cost in costs),
+            max((cost.workspace_bytes for cost in costs), default=0),
+        )
+        for name in Item.__slots__[2:]:
+            given, found = getattr(item, name), getattr(expected, name)
+            if not math.isclose(given, found, rel_tol=CLOSE, abs_tol=1e-300):
+                message = f"{name} is {given!r}, the ops of {item.name!r} make it {found!r}"
+                yield f"problem.items[{i}].{name}", message, AGAIN
+
+
+def _owners(problem: PartitionProblem, graph: OpGraph) -> dict[str, set[int]]:
+    item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
+    owners: dict[str, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        for fqn in _held(op):
+            owners[fqn].add(item_of[op.name])
+    return owners
+
+
+def _values(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
+    """What passes between items, and what several of them hold."""
+    item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
+    b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+    returned = {ref.name for ref in walk(graph.output, Ref)}
+    # The model's output is consumed by the item that the coarsener pins to the last stage.
+    last = len(problem.stages) - 1
+    ends = [i for i, s in problem.pins if s == last]
+    traffic = {}
+    for op in graph.ops:
+        value = graph.values[op.name]
+        readers = {item_of[name] for name in value.consumers} - {item_of[op.name]}
+        size = value.bytes(b)
+        traffic[op.name] = (
+            item_of[op.name],
+            readers,
+            size,
+            size if value.needs_gradient else 0,
+        )
+    seen = set()
+    for t, given in enumerate(problem.traffic):
+        path = f"problem.traffic[{t}]"
+        name = given.value
+        if name not in traffic or name in seen:
+            yield path, f"{name!r} is no value of the graph, or twice", AGAIN
+            continue
+        seen.add(name)
+        if not _same(given, traffic[name], ends if name in returned else []):
+            yield path, f"{name!r} is not what the graph makes of it", AGAIN
+    for name, (producer, readers, _, _) in traffic.items():
+        if readers and name not in seen:
+            message = f"{name!r} goes from item {producer} to {sorted(readers)} and is not listed"
+            yield "problem.traffic", message, AGAIN
+    shared = {
+        fqn: SharedParameter(
+            fqn,
+            graph.tensors[fqn].bytes,
+            graph.tensors[fqn].kind == "parameter" and graph.tensors[fqn].requires_grad,
+            tuple(sorted(items)),
+        )
+        for fqn, items in _owners(problem, graph).items()
+        if len(items) > 1
+    }
+    if shared != {parameter.fqn: parameter for parameter in problem.shared} or len(shared) != len(
+        problem.shared
+    ):
+        yield "problem.shared", "these are not the tensors that several items hold", AGAIN
+
+
+def _same(value: Traffic, found: tuple[int, set[int], int, int], ends: list[int]) -> bool:
+    producer, readers, forward, backward = found
+    more = set(value.consumers) - readers
+    return (
+        value.producer == producer
+        and readers <= set(value.consumers)
+        and len(set(value.consumers)) == len(value.consumers)
+        and len(more) <= 1
+        and more <= set(ends)
+        and (value.forward_bytes, value.backward_bytes) == (forward, backward)
+    )
+
+
+def _machines(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Iterator[Finding]:
+    """Stages are positions on the cluster; memory limits may have been lowered."""
+    if _replicated(plan) or len(problem.stages) != len(plan.stages):
+        return
+    if any(stage.ranks and stage.ranks != (s,) for s, stage in enumerate(plan.stages)):
+        return  # other positions than the planner's: the objective is checked, the bound is not
+    for s, (given, found) in enumerate(
+        zip(problem.stages, stage_limits(cluster, len(plan.stages)), strict=True)
+    ):
+        path = f"problem.stages[{s}]"
+        if replace(given, memory_bytes=None) != replace(found, memory_bytes=None):
+            yield path, f"is not what position {s} of the cluster offers", AGAIN
+        if found.memory_bytes is not None and not (
+            given.memory_bytes is not None and given.memory_bytes <= found.memory_bytes
+        ):
+            message = f"{given.memory_bytes} of the device's {found.memory_bytes} bytes"
+            yield f"{path}.memory_bytes", message, AGAIN
+
+
+def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
+    training = plan.training
+    flush = training.schedule in FLUSHING
+    if (problem.objective == "flush") != flush:
+        message = f"{problem.objective!r} is not what {training.schedule!r} minimises"
+        yield "problem.objective", message, AGAIN
+    if problem.num_microbatches != training.num_microbatches:
+        message = f"{problem.num_microbatches}, and the plan has {training.num_microbatches}"
+        yield "problem.num_microbatches", message, AGAIN
+    if problem.memory.optimizer_factor != training.optimizer_factor:
+        message = f"{problem.memory.optimizer_factor!r}, the plan has {training.optimizer_factor!r}"
+        yield "problem.memory.optimizer_factor", message, AGAIN
+    if _replicated(plan) or len(problem.stages) != len(plan.stages):
+        return
+    last = len(plan.stages) - 1
+    depths = training.warmup or [last - s for s in range(last + 1)]
+    most = training.num_microbatches
+    expected = tuple(min(depth + 1, most) if flush else depth + 1 for depth in depths)
+    if problem.memory.in_flight != expected:
+        message = f"{problem.memory.in_flight}, and warm-up {tuple(depths)} means {expected}"
+        yield "problem.memory.in_flight", message, AGAIN
+
+
+def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
+    """The scope says what was kept together and what was asked for."""
+    path, ops = "certificate.scope", sum(len(item.ops) for item in problem.items)
+    said = re.search(r"(\d+) items of (\d+) ops", scope)
+    if said is None and any(len(item.ops) > 1 for item in problem.items):
+        yield path, f"says nothing of the {len(problem.items)} items of {ops} ops", AGAIN
+    if said is not None and said.groups() != (str(len(problem.items)), str(ops)):
+        yield path, f"{said.group()}, and the problem has {len(problem.items)} of {ops}", AGAIN
+    for wish in problem.wishes:
+        own = wish == Wish(OUTPUT_WISH, pins=wish.pins[:1])
+        if wish.text not in scope and not own:
+            yield path, f"does not say that it holds under {wish.text}", AGAIN
+    for name in ("pins", "together", "apart", "forbidden"):
+        asked = {entry for wish in problem.wishes for entry in getattr(wish, name)}
+        for entry in set(getattr(problem, name)) ^ asked:
+            yield f"problem.{name}", f"{entry} is not what the wishes ask for", AGAIN
+    counts = [wish.max_stages for wish in problem.wishes if wish.max_stages is not None]
+    if problem.max_stages != min(counts, default=None):
+        yield "problem.max_stages", "is not what the wishes ask for", AGAIN
+    fewer = bool(counts) and min(counts) < len(problem.stages)
+    if problem.order or problem.allow_empty != fewer:
+        yield "problem", "order or allow_empty is not what a graph comes with", AGAIN
+
+
+def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
+    """The plan keeps what its problem demands."""
+    try:
+        stage_of = assignment(plan)
+    except PlanError as error:
+        yield "stages", error.message, error.remedy or AGAIN
+        return
+    name = cache(lambda i: repr(problem.items[i].name))
+    remedy = "move it back, or plan again"
+    for i, s in problem.pins:
+        if stage_of[i] != s:
+            yield "stages", f"{name(i)} is on stage {stage_of[i]}, pinned to {s}", remedy
+    for i, s in problem.forbidden:
+        if stage_of[i] == s:
+            yield "stages", f"{name(i)} is on stage {s}, where it may not be", remedy
+    for group in problem.together:
+        if len({stage_of[i] for i in group}) > 1:
+            yield "stages", f"{', '.join(map(name, group))} are not on one stage", remedy
+    for a, b in problem.apart:
+        if stage_of[a] == stage_of[b]:
+            yield "stages", f"{name(a)} and {name(b)} are on one stage", remedy
+    for a, b in problem.order:
+        if stage_of[a] > stage_of[b]:
+            yield "stages", f"{name(a)} is on a later stage than {name(b)}", remedy
+    used = len(set(stage_of))
+    if used < len(problem.stages) and not problem.allow_empty:
+        yield "stages", f"{len(problem.stages) - used} stages are empty", remedy
+    if problem.max_stages is not None and used > problem.max_stages:
+        yield "stages", f"{used} stages are used, and {problem.max_stages} may be", remedy
+
+
+def _replicated(plan: Plan) -> bool:
+    return any(stage.replicas > 1 or stage.recompute for stage in plan.stages)
+
+
+def _held(op: Op) -> tuple[str, ...]:
+    named = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
+    return tuple(dict.fromkeys(named))
