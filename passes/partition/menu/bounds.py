@@ -17,32 +17,16 @@ def device_seconds(problem: MenuProblem) -> float:
     (d ≥ 1; at least one microbatch is in flight).  So K ≥ Σ over the nodes of the least, over
     degrees and variants, of t·(α·seconds/T + (1 − α)·bytes/limit), for every α from 0 to 1.
     """
-    rows: list[Floats] = []
-    for node in problem.nodes:
-        row = [
-            (
-                degree * variant.seconds,
-                0.0
-                if math.isinf(problem.memory_bytes)
-                else degree * (variant.moving_bytes + variant.fixed_bytes) / problem.memory_bytes,
-            )
-            for degree, variants in node.variants.items()
-            if degree <= problem.devices
-            for variant in variants
-        ]
-        if not row:
-            return math.inf
-        rows.append(np.array(row))
+    if any(min(node.variants) > problem.devices for node in problem.nodes):
+        return math.inf
     fit = problem.devices * (1 + 1e-9)
 
     def needs(weight: float, threshold: float) -> float:
-        return math.fsum(
-            float(np.min(weight * row[:, 0] / threshold + (1 - weight) * row[:, 1])) for row in rows
-        )
+        return math.fsum(weighted(problem, weight, threshold))
 
     if needs(0.0, 1.0) > fit:
         return math.inf
-    best = math.fsum(float(row[:, 0].min()) for row in rows) / fit
+    best = needs(1.0, 1.0) / fit
     for weight in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
         # Twice the bound so far, until it is no bound; then halve the interval.
         low, high = best, best
@@ -55,6 +39,23 @@ def device_seconds(problem: MenuProblem) -> float:
             low, high = (middle, high) if needs(weight, middle) > fit else (low, middle)
         best = max(best, low)
     return best
+
+
+def weighted(problem: MenuProblem, weight: float, threshold: float) -> Floats:
+    """[node] the least of t·(weight·seconds/threshold + (1 − weight)·bytes/limit)."""
+    found = np.zeros(len(problem.nodes))
+    for v, node in enumerate(problem.nodes):
+        found[v] = min(
+            degree
+            * (
+                weight * variant.seconds / threshold
+                + (1 - weight) * (variant.moving_bytes + variant.fixed_bytes) / problem.memory_bytes
+            )
+            for degree, variants in node.variants.items()
+            if degree <= problem.devices
+            for variant in variants
+        )
+    return found
 
 
 def alone(problem: MenuProblem) -> tuple[int, float] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pdcompile.passes.partition.menu import frontier
 from pdcompile.passes.partition.menu.chain import Ints
@@ -59,16 +58,20 @@ def exact_table(
     return _table(relaxed, real), _table(relaxed, hoped)
 
 
-def _below(space: Space, i: int, ends: Ints) -> NDArray[np.int64]:
-    """States after i that lie below one of `ends`, or are one."""
-    some: NDArray[np.bool_] = space.inside[:, ends].any(axis=1) | np.isin(
-        np.arange(len(space.masks)), ends
-    )
-    return np.flatnonzero(some & space.inside[i])
+def _below(space: Space, i: int, ends: Ints) -> list[int]:
+    """States after i that lie below one of `ends`, or are one; ascending."""
+    found: set[int] = set()
+    waiting = ends.tolist()
+    while waiting:
+        j = waiting.pop()
+        if j not in found:
+            found.add(j)
+            waiting += [h for h in space.covers(j) if space.inside(i, h)]
+    return sorted(found)
 
 
 def _row(
-    space: Space, relaxed: Table, i: int, wanted: Ints, asked: set[int], budget: float
+    space: Space, relaxed: Table, i: int, wanted: list[int], asked: set[int], budget: float
 ) -> list[tuple[int, Floats, bool]]:
     """(j, points, are they all) for every state j of `asked` that a stage from i can reach.
 
@@ -78,8 +81,8 @@ def _row(
     rows = [entered(problem, item, space.masks[i]) for item in menu.items]
     reached: dict[int, tuple[Floats, bool]] = {i: (frontier.EMPTY, True)}
     found = []
-    for j in wanted.tolist():
-        below = [h for h in space.covers[j] if h == i or space.inside[i, h]]
+    for j in wanted:
+        below = [h for h in space.covers(j) if h == i or space.inside(i, h)]
         if any(h not in reached for h in below):
             continue  # a part of it is too much already
         start, whole = reached[below[0]]

@@ -13,36 +13,34 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.menu.chain import Choices, cheapest_chain
 from pdcompile.passes.partition.menu.model import Floats, Menu
+from pdcompile.passes.partition.menu.pairs import Pairs
 from pdcompile.passes.partition.menu.segments import Space, in_flight
 
 MOST_FLIGHTS = 256  # all numbers up to it; beyond it a grid
 
 
 class Least:
-    """Least bytes of the stages between all pairs of states."""
+    """Least bytes of the stages of a space, for any number of microbatches in flight."""
 
-    def __init__(self, space: Space, menus: list[Menu]) -> None:
+    def __init__(self, space: Space, stages: list[Pairs]) -> None:
         self.space = space
-        self.menus = menus
+        self.menus = [pairs.menu for pairs in stages]
         most = space.problem.devices
         grid = list(range(1, min(most, MOST_FLIGHTS) + 1))
         while grid[-1] < most:
             grid.append(min(most, grid[-1] + grid[-1] // 16))
         self.grid = np.array(grid, dtype=np.int64)
-        pairs = np.nonzero(space.inside)
         self.stages: list[tuple[Menu, Floats, NDArray[np.int64]]] = []
-        for k, menu in enumerate(menus):
+        for k, pairs in enumerate(stages):
+            menu = pairs.menu
             # Menus of one degree have the same bytes: keep the widths together.
-            if k and menus[k - 1].degree == menu.degree:
+            if k and self.menus[k - 1].degree == menu.degree:
                 continue
             held = np.zeros((len(grid), len(menu.items)))
             for v, item in enumerate(menu.items):
                 if item is not None:
                     held[:, v] = (item.first + item.moving * (self.grid[:, None] - 1)).min(axis=1)
-            gone = np.array([float(menu.missing >> v & 1) for v in range(len(menu.items))])
-            absent = space.has @ gone
-            good = absent[pairs[1]] == absent[pairs[0]]
-            rows = np.stack([pairs[0][good], pairs[1][good]]).astype(np.int64)
+            rows = np.stack([pairs.before, pairs.after])
             self.stages.append((menu, space.has @ held.T, rows))
 
     def chain(self, limit: float) -> tuple[list[tuple[int, int, Menu, int]], float] | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from pdcompile.passes.partition.menu.chain import Ints
 from pdcompile.passes.partition.menu.model import Floats, Items, Menu
+from pdcompile.passes.partition.menu.pairs import Pairs
 from pdcompile.passes.partition.menu.segments import Space, Table
 
 POLICIES = 12
@@ -15,12 +16,13 @@ FLIGHTS = 24  # numbers of microbatches in flight for which the relaxed table ha
 ROUNDING = 1e-13  # of the sums whose differences are taken
 
 
-def achievable(space: Space, menu: Menu) -> Table:
+def achievable(space: Space, pairs: Pairs) -> Table:
     """Every stage with a few choices of variants, made by the same rule for all of its nodes.
 
     Each rule weighs bytes for a further microbatch in flight against seconds.
     """
-    problem = space.problem
+    problem, menu = space.problem, pairs.menu
+    before, after = pairs.before, pairs.after
     prices = _prices(menu)
     sums = np.zeros((3, len(prices), len(menu.items)))
     for v, item in enumerate(menu.items):
@@ -30,7 +32,6 @@ def achievable(space: Space, menu: Menu) -> Table:
             sums[0, :, v] = item.seconds[best] + worst / problem.bytes_per_second
             sums[1, :, v] = item.moving[best]
             sums[2, :, v] = item.first[best]
-    before, after = _stages(space, menu)
     along = sums @ space.has.T
     # Costs of a stage are differences of sums, in which rounding may leave less than nothing.
     seconds, moving, first = np.maximum(along[:, :, after] - along[:, :, before], 0.0)
@@ -42,19 +43,19 @@ def achievable(space: Space, menu: Menu) -> Table:
         with np.errstate(divide="ignore", invalid="ignore"):
             more = np.where(moving > 0, np.floor((limit - first) / moving), most)
         flights = np.where(first <= limit, np.minimum(1 + more, most), 0.0)
-    return _dense(space, menu, before, after, seconds, np.maximum.accumulate(flights, axis=0))
+    return _dense(pairs, seconds, np.maximum.accumulate(flights, axis=0))
 
 
-def relaxed(space: Space, menu: Menu) -> Table:
+def relaxed(space: Space, pairs: Pairs) -> Table:
     """Every stage with a bound on its seconds for some numbers y of microbatches in flight.
 
     Variants that fit have Σ bytes ≤ limit; with any price for a byte, the least of
     Σ (seconds + price·bytes) − price·limit over all variants is a lower bound (Lagrange), and a
     sum over nodes.  A bound for y holds for every larger number too.
     """
-    problem = space.problem
+    problem, menu = space.problem, pairs.menu
+    before, after = pairs.before, pairs.after
     limit = problem.memory_bytes
-    before, after = _stages(space, menu)
     most = problem.devices + 1
     bounded = not math.isinf(limit)
     grid = _grid(most) if bounded else [1]
@@ -74,35 +75,23 @@ def relaxed(space: Space, menu: Menu) -> Table:
     seconds = np.maximum.accumulate(seconds, axis=0)
     # From one number of the grid up to the next nothing else is known.
     flights = np.array([*(y - 1 for y in grid[1:]), most], dtype=np.float64)
-    return _dense(space, menu, before, after, seconds, np.repeat(flights[:, None], len(before), 1))
+    return _dense(pairs, seconds, np.repeat(flights[:, None], len(before), 1))
 
 
-def _stages(space: Space, menu: Menu) -> tuple[Ints, Ints]:
-    """Pairs of states with no node between them that is not on this menu."""
-    before, after = np.nonzero(space.inside)
-    gone = np.array([item is None for item in menu.items], dtype=np.float64)
-    absent = space.has @ gone
-    good = absent[before] == absent[after]
-    return before[good].astype(np.int64), after[good].astype(np.int64)
-
-
-def _dense(
-    space: Space, menu: Menu, before: Ints, after: Ints, seconds: Floats, flights: Floats
-) -> Table:
+def _dense(pairs: Pairs, seconds: Floats, flights: Floats) -> Table:
     """A table from [step, stage]; steps that hold nothing, or take for ever, are left out."""
     height = len(seconds)
     seconds = np.maximum.accumulate(seconds, axis=0)
-    begin = np.arange(len(before), dtype=np.int64) * height
+    begin = np.arange(len(pairs), dtype=np.int64) * height
     start = begin + (flights < 1).sum(axis=0)
     stop = np.maximum(start, begin + np.isfinite(seconds).sum(axis=0))
     some = np.flatnonzero(stop > start)
-    spent = space.has @ menu.resent
     return Table(
-        menu,
-        before[some],
-        after[some],
-        space.cuts(menu)[before[some], after[some]],
-        np.maximum(0.0, spent[after[some]] - spent[before[some]]),
+        pairs.menu,
+        pairs.before[some],
+        pairs.after[some],
+        pairs.cut[some],
+        pairs.resent[some],
         start[some],
         stop[some],
         seconds.T.ravel(),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pdcompile.menu import MenuProblem
 from pdcompile.passes.partition.menu.chain import Choices, Ints
 from pdcompile.passes.partition.menu.model import Floats, Items, Menu
-from pdcompile.passes.partition.menu.states import members
+from pdcompile.passes.partition.menu.states import members, neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +64,41 @@ class Table:
 
 
 class Space:
-    """States, and for every pair of them what lies between.  `covers[j]`: largest states below."""
+    """States, in an order in which larger ideals come later."""
 
     def __init__(self, problem: MenuProblem, masks: Sequence[int]) -> None:
         self.problem = problem
         self.masks = list(masks)
-        n = len(problem.nodes)
-        self.has = np.zeros((len(masks), n))
+        self.has = np.zeros((len(masks), len(problem.nodes)))
         for i, mask in enumerate(masks):
             self.has[i, members(mask)] = 1.0
-        count = [mask.bit_count() for mask in masks]
-        self.inside = (self.has @ self.has.T >= np.array(count)[:, None]) & (
-            np.array(count)[:, None] < np.array(count)
-        )
-        self.covers: list[list[int]] = []
-        for j in range(len(masks)):
-            below = np.flatnonzero(self.inside[:, j])
-            largest = ~self.inside[np.ix_(below, below)].any(axis=1)
-            self.covers.append(below[largest].tolist())
+        self._at = {mask: i for i, mask in enumerate(masks)}
+        self._covers: dict[int, list[int]] = {}
+        _, after = neighbours(problem)
+        self._gives = [sum(1 << u for u in children) for children in after]
 
-    def cuts(self, menu: Menu) -> Floats:
-        """[i, j] least seconds, for the whole batch, of the edges that enter or leave j ∖ i."""
-        source = self.has[:, [edge.source for edge in self.problem.edges]]
-        target = self.has[:, [edge.target for edge in self.problem.edges]]
-        enters = (source * menu.entering) @ target.T
-        leaves = source * menu.leaving
-        stays = (leaves * (1 - target)).sum(axis=1)
-        moved = (enters - np.diag(enters)[:, None]) + (
-            stays - (leaves.sum(axis=1)[:, None] - leaves @ target.T)
-        )
-        result: Floats = np.maximum(moved, 0.0) / self.problem.bytes_per_second
-        return result
+    def covers(self, j: int) -> list[int]:
+        """The states below j with no other state between."""
+        found = self._covers.get(j)
+        if found is None:
+            found = self._covers[j] = self._largest_below(j)
+        return found
+
+    def inside(self, i: int, j: int) -> bool:
+        """Is i below j?"""
+        return i != j and not self.masks[i] & ~self.masks[j]
+
+    def _largest_below(self, j: int) -> list[int]:
+        mask = self.masks[j]
+        tops = [v for v in members(mask) if not self._gives[v] & mask]
+        near = [self._at.get(mask & ~(1 << v), -1) for v in tops]
+        if -1 not in near:
+            return near  # every ideal one node smaller is a state
+        found: list[int] = []
+        for h in range(j - 1, -1, -1):
+            if self.inside(h, j) and not any(self.inside(h, other) for other in found):
+                found.append(h)
+        return found
 
 
 def alive(table: Table, threshold: float) -> dict[int, Ints]:

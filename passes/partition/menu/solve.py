@@ -12,15 +12,16 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.menu import bounds, exact, quick, states
 from pdcompile.passes.partition.menu.chain import cheapest_chain, smallest_threshold
 from pdcompile.passes.partition.menu.memory import Least
-from pdcompile.passes.partition.menu.model import Menu, menus
+from pdcompile.passes.partition.menu.model import menus
+from pdcompile.passes.partition.menu.pairs import Pairs, pairs
 from pdcompile.passes.partition.menu.search import EXACT, Found, Search
 from pdcompile.passes.partition.menu.segments import Space
 from pdcompile.units import format_bytes
 
-IDEALS = 1_200  # at most; beyond it the states are a choice of ideals
-STAGES = 3_000_000  # pairs of states in all tables together
-PREFIXES = 64  # of each linear order
-ROUNDS = 6  # of looking around the cuts of the best plan
+IDEALS = 8_000  # at most; beyond it the states are a choice of ideals
+STAGES = 600_000  # pairs of states in all tables together
+PREFIXES = 48  # of each linear order
+ROUNDS = 8  # of looking around the cuts of the best plan
 
 Status = Literal["infeasible", "unknown"]
 
@@ -62,7 +63,7 @@ class _Solve:
 
     def run(self) -> Answer:
         problem = self.problem
-        lists = menus(problem)
+        self.menus = menus(problem)
         for node in problem.nodes:
             if min(node.variants) > problem.devices:
                 return self._without(
@@ -70,28 +71,64 @@ class _Solve:
                     f"node {node.id!r} has variants for {min(node.variants)} devices or more, "
                     f"and there are {problem.devices}",
                 )
-        pairs = STAGES // len(lists)
-        masks = states.all_ideals(problem, min(IDEALS, math.isqrt(2 * pairs)))
-        if masks is not None:
-            self._everywhere(Space(problem, masks), lists)
+        masks = states.all_ideals(problem, IDEALS)
+        complete = masks is not None and len(masks) ** 2 * len(self.menus) <= 2 * STAGES
+        if masks is not None and complete:
+            space = Space(problem, masks)
         else:
-            self._somewhere(lists)
-        return self._answer(complete=masks is not None)
+            space = Space(problem, states.prefixes(states.orders(problem, self.seed), PREFIXES))
+        stages = self._all(space)
+        self.least = Least(space, stages)
+        self._begin(space, stages)
+        if not complete and self.best is not None:
+            self._look_around()
+        if masks is not None and self._open() and not self.budget.late:
+            self._prove(space if complete else Space(problem, masks))
+        return self._answer(complete)
 
-    def _everywhere(self, space: Space, lists: list[Menu]) -> None:
+    def _all(self, space: Space) -> list[Pairs]:
+        found = [pairs(space, menu, math.inf, len(space.masks) ** 2) for menu in self.menus]
+        return [stages for stages in found if stages is not None]
+
+    def _begin(self, space: Space, stages: list[Pairs]) -> None:
+        """A first plan: with the least bytes, then with simple rules for the variants."""
+        chain = self.least.chain(self.problem.memory_bytes)
+        if chain is None:
+            return
+        search = Search(space, [quick.achievable(space, part) for part in stages], self.budget)
+        self.best = search.plan(chain[0])
+        _, self.best = search.bisect(self.lower, self.best, self.progress)
+
+    def _look_around(self) -> None:
+        """More states, around the cuts of the best plan, as long as that helps."""
+        orders = states.orders(self.problem, self.seed)
+        full = (1 << len(self.problem.nodes)) - 1
+        idle = 0
+        for turn in range(ROUNDS):
+            if self.budget.late or not self._open() or idle > 2:
+                return
+            assert self.best is not None
+            before = self.best.objective
+            near = states.around(self.problem, self.best.masks, orders[turn % len(orders)], 12)
+            space = Space(self.problem, states.sort({0, full, *near}))
+            tables = [quick.achievable(space, part) for part in self._all(space)]
+            _, self.best = Search(space, tables, self.budget).bisect(
+                self.lower, self.best, self.progress
+            )
+            assert self.best is not None
+            idle = 0 if self.best.objective < before else idle + 1
+
+    def _prove(self, space: Space) -> None:
         """All ideals: either a proof, or what time allows."""
-        self.least = Least(space, lists)
-        if not self._begin(space, lists):
-            return
         assert self.best is not None
-        if self.budget.late:
+        stages = self._below(space, self.best.objective)
+        if stages is None or self.budget.late:
             return
-        relaxed = Search(space, [quick.relaxed(space, menu) for menu in lists], self.budget)
+        relaxed = Search(space, [quick.relaxed(space, part) for part in stages], self.budget)
         relaxed.narrow(self.best.objective)
-        self._raise(relaxed, self._bound(relaxed, 1e-3), "relaxed dynamic program over ideals")
-        if self.budget.late or self._proved():
+        self._raise(self._bound(relaxed, 1e-3), "relaxed dynamic program over ideals")
+        if self.budget.late or not self._open():
             return
-        relaxed.narrow(self.best.objective)
         both = [
             exact.exact_table(space, table, rows, self.best.objective, lambda: self.budget.late)
             for table, rows in zip(relaxed.tables, relaxed.rows, strict=True)
@@ -106,39 +143,19 @@ class _Solve:
             hoping = Search(space, [hoped for _, hoped in both], self.budget)
             hoping.narrow(self.best.objective)
             bound, name = self._bound(hoping, ROUNDING), "relaxed " + name
-        self._raise(search, bound, name)
+        self._raise(bound, name)
 
-    def _somewhere(self, lists: list[Menu]) -> None:
-        """Some ideals: prefixes of linear orders, then more of them around the best cuts."""
-        orders = states.orders(self.problem, self.seed)
-        masks = states.prefixes(orders, PREFIXES)
-        space = Space(self.problem, masks)
-        self.least = Least(space, lists)
-        if not self._begin(space, lists):
-            return
-        for turn in range(ROUNDS):
-            if self.budget.late or self._proved() or self.best is None:
-                return
-            before = self.best.objective
-            order = orders[turn % len(orders)]
-            near = states.around(self.problem, self.best.masks, order, 12)
-            full = (1 << len(self.problem.nodes)) - 1
-            space = Space(self.problem, states.sort({0, full, *near}))
-            search = Search(space, [quick.achievable(space, menu) for menu in lists], self.budget)
-            _, self.best = search.bisect(self.lower, self.best, self.progress)
-            assert self.best is not None
-            if self.best.objective == before and turn >= 2:
-                break
-
-    def _begin(self, space: Space, lists: list[Menu]) -> bool:
-        """A first plan: with the least bytes, then with simple rules for the variants."""
-        chain = self.least.chain(self.problem.memory_bytes)
-        if chain is None:
-            return False
-        search = Search(space, [quick.achievable(space, menu) for menu in lists], self.budget)
-        self.best = search.plan(chain[0])
-        _, self.best = search.bisect(self.lower, self.best, self.progress)
-        return self.best is not None
+    def _below(self, space: Space, threshold: float) -> list[Pairs] | None:
+        """Stages that a better plan may have; None: too many to look at."""
+        found: list[Pairs] = []
+        left = STAGES
+        for menu in self.menus:
+            part = None if self.budget.late else pairs(space, menu, threshold, left)
+            if part is None:
+                return None
+            found.append(part)
+            left -= len(part)
+        return found
 
     def _bound(self, search: Search, exact: float) -> float:
         """A threshold below which there is no plan, not even one with the table's bounds."""
@@ -163,21 +180,21 @@ class _Solve:
         if self.progress is not None:
             self.progress(None if self.best is None else self.best.objective, bound)
 
-    def _raise(self, search: Search, bound: float, prover: str) -> None:
+    def _raise(self, bound: float, prover: str) -> None:
         if bound > self.lower:
             self.lower, self.prover = bound, prover
 
-    def _proved(self) -> bool:
-        return self.best is not None and self.lower >= self.best.objective * (1 - EXACT)
+    def _open(self) -> bool:
+        """There is a plan, and there may be a better one."""
+        return self.best is not None and self.lower < self.best.objective * (1 - EXACT)
 
-    def _answer(self, *, complete: bool) -> Answer:
+    def _answer(self, complete: bool) -> Answer:
         if self.best is None:
             return self._nothing(complete)
         objective = self.best.objective
         bound = min(self.lower, objective)
-        done = objective - bound <= ROUNDING * objective
         return Answer(
-            "optimal" if done else "feasible",
+            "optimal" if objective - bound <= ROUNDING * objective else "feasible",
             objective,
             bound,
             self.prover,
@@ -188,33 +205,38 @@ class _Solve:
 
     def _nothing(self, complete: bool) -> Answer:
         problem = self.problem
-        proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
-        enough = self.least.chain(math.inf)
-        if enough is None:
-            fewest = self._fewest_devices()
-            return self._without(
-                proof,
-                f"{problem.devices} devices are too few for the tensor-parallel degrees of the "
-                f"nodes, whatever their memory; {fewest} would be enough",
-            )
-        helps = math.ceil(self.least.enough(enough[1]))
         limit = format_bytes(problem.memory_bytes)
         node = bounds.alone(problem)
         if node is not None:
-            proof = "infeasible"
+            complete = True
             reason = (
                 f"node {problem.nodes[node[0]].id!r} alone needs {math.ceil(node[1])} bytes with "
                 f"one microbatch in flight, a device has {limit}"
             )
         else:
             reason = f"{problem.devices} devices of {limit} cannot hold all nodes"
-        return self._without(proof, f"{reason}; {helps} bytes on each device would be enough")
+        # The stages of `least` fit into the limit with one microbatch in flight; now all are asked.
+        roomy = Space(replace(problem, memory_bytes=math.inf), self.least.space.masks)
+        least = Least(roomy, self._all(roomy))
+        enough = least.chain(math.inf)
+        proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
+        if self.least.chain(problem.memory_bytes) is not None:
+            proof = "unknown"  # too many in flight for the grid of numbers
+        if enough is not None:
+            helps = math.ceil(least.enough(enough[1]))
+            return self._without(proof, f"{reason}; {helps} bytes on each device would be enough")
+        return self._without(
+            proof,
+            f"{problem.devices} devices are too few for the tensor-parallel degrees of the "
+            f"nodes, whatever their memory; {self._fewest_devices()} would be enough",
+        )
 
     def _fewest_devices(self) -> int:
-        space = self.least.space
         most = sum(min(node.variants) for node in self.problem.nodes)
-        wider = Space(replace(self.problem, devices=most, memory_bytes=math.inf), space.masks)
-        chain = Least(wider, menus(wider.problem)).chain(math.inf)
+        problem = replace(self.problem, devices=most, memory_bytes=math.inf)
+        space = Space(problem, self.least.space.masks)
+        self.menus = menus(problem)
+        chain = Least(space, self._all(space)).chain(math.inf)
         return most if chain is None else sum(w * menu.degree for _, _, menu, w in chain[0])
 
     def _without(self, status: Status, reason: str) -> Answer:
