@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan import claims, rivals
 from pdcompile.plan.clock import Clock
-from pdcompile.plan.model import Plan
+from pdcompile.plan.model import Plan, StagePlan
 from pdcompile.plan.replicas import ReplicaClock, ranks_of
 from pdcompile.plan.validate import validate
 
@@ -72,6 +73,7 @@ def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
                 remedy = f"move it to stage {last}"
                 raise PlanError(f"op {name!r} of the loss", where=where, remedy=remedy)
             placed[name] = s
+        _in_order(stage, s, graph)
     for op in graph.ops:
         if op.region == "loss":
             placed.setdefault(op.name, last)
@@ -82,6 +84,17 @@ def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
                 remedy="add it to the ops of one stage",
             )
     return placed
+
+
+def _in_order(stage: StagePlan, s: int, graph: OpGraph) -> None:
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    for i, (before, name) in enumerate(pairwise(stage.ops), 1):
+        if position[before] > position[name]:
+            raise PlanError(
+                f"op {name!r} comes before {before!r} in the graph",
+                where=f"plan: stages[{s}].ops[{i}]",
+                remedy="list the ops of a stage in the order of the graph",
+            )
 
 
 def _order(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
@@ -157,6 +170,10 @@ def _edges(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[
         if edge.bytes != value.bytes(b):
             message = f"{edge.value!r} has {value.bytes(b)} bytes, not {edge.bytes}"
             yield f"{path}.bytes", message, AGAIN
+        shape = tuple(str(size) for size in value.shape)
+        if value.is_tensor and (edge.shape, edge.dtype) != (shape, value.dtype):
+            message = f"{edge.value!r} is {value.dtype} {list(shape)}, not {edge.dtype} "
+            yield path, message + f"{list(edge.shape)}", AGAIN
         if edge.gradient and not value.needs_gradient:
             yield f"{path}.gradient", f"{edge.value!r} has no gradient", "write false"
         if value.needs_gradient and not edge.gradient and _returns(graph, edge.value, stage_of):
