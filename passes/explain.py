@@ -20,7 +20,7 @@ from pdcompile.passes.partition.sensitivity import (
 )
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
-from pdcompile.plan.embedded import assignment, problem_of
+from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
 from pdcompile.problem import MemoryRule, PartitionProblem
 
 DEFAULT_SECONDS = 10.0
@@ -57,10 +57,12 @@ def explain(
             plan itself took the planner longer, none is tried.
 
     Raises:
-        PlanError: the plan holds no problem, or its stages tear an item apart.
+        PlanError: the plan holds no problem, its stages tear an item apart, are replicated or
+            recompute.
     """
     begin = time.monotonic()
     problem = problem_of(plan, where)
+    refuse_replicas(plan, where)
     stage_of = assignment(plan, where)
     uses = stage_uses(problem, stage_of)
     objective = measure(problem, stage_of).objective

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pdcompile.change import Change, changed_cluster
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.passes.fit import excess, fit
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.evaluate import measure
@@ -23,11 +23,12 @@ from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken,
 from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
 from pdcompile.passes.sketch import sketch
 from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.plan.embedded import assignment, problem_of
+from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
 from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
 from pdcompile.units import format_bytes
 
 CLOSE = 0.1  # of a memory limit: sketched ledgers were up to 7 % off at stages of real plans
+MOST_EXTRA = 4
 OPTIMAL = 1e-5  # gap that counts as none, as in `Certificate`
 
 
@@ -102,7 +103,7 @@ def whatif(
     """
     problem = problem_of(plan, where)
     stage_of = assignment(plan, where)
-    _refuse_replicas(plan, where)
+    refuse_replicas(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
     changed, training, cluster, notes = changed_problem(plan, change, now)
     known = plan.forecast if _same_memory(plan, problem, changed, training) else None
@@ -225,7 +226,7 @@ def changed_problem(
     name = training.schedule
     resized = num_stages != len(plan.problem.stages)
     if resized or (name, m) != (before.schedule, before.num_microbatches):
-        depths = warmup(name, num_stages, m)
+        depths = warmup(name, num_stages, m, extra=_extra(before, len(plan.stages)))
         rule = memory_rule(
             name,
             depths,
@@ -248,6 +249,15 @@ def changed_problem(
             "activations and traffic are scaled in proportion, which planning anew would measure",
         )
     return problem, training, after, notes
+
+
+def _extra(training: Training, num_stages: int) -> int:
+    """How much deeper than the least the plan's warm-up is (`extra` of `warmup`); 0 when odd."""
+    for extra in range(MOST_EXTRA + 1):
+        depths = warmup(training.schedule, num_stages, training.num_microbatches, extra=extra)
+        if depths == training.warmup:
+            return extra
+    return 0
 
 
 def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
@@ -335,17 +345,6 @@ def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
         forbidden=moved(problem.forbidden, pinned=False),
         wishes=tuple(map(wish, problem.wishes)),
     )
-
-
-def _refuse_replicas(plan: Plan, where: str) -> None:
-    for stage in plan.stages:
-        if stage.replicas > 1:
-            raise PlanError(
-                f"stage {stage.index} has {stage.replicas} replicas, and whatif knows stages of "
-                "one rank only",
-                where=f"{where}: stages[{stage.index}].replicas",
-                remedy="plan again with the changed limits: pdcompile plan TARGET",
-            )
 
 
 def _state(plan: Plan) -> State:

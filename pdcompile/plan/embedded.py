@@ -36,6 +36,24 @@ def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
     return plan.problem
 
 
+def refuse_replicas(plan: Plan, where: str = "plan.json") -> None:
+    """Refuse what the problem's own objective does not count: replicas and recomputation.
+
+    Raises:
+        PlanError: a stage has several replicas or runs its forward again.
+    """
+    for s, stage in enumerate(plan.stages):
+        for name, what in (("replicas", stage.replicas > 1), ("recompute", stage.recompute)):
+            if what:
+                shown = "recomputes" if stage.recompute and name == "recompute" else "is replicated"
+                raise PlanError(
+                    f"stage {s} {shown}, and only stages of one rank that keep their activations "
+                    "can be taken apart here",
+                    where=f"{where}: stages[{s}].{name}",
+                    remedy="plan again with other limits and compare: pdcompile diff a.json b.json",
+                )
+
+
 def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
     """The stage of every item of the embedded problem, read off the ops of the stages.
 

@@ -210,7 +210,7 @@ def _links(cluster: Cluster) -> str:
         late = f" + {format_seconds(level.latency_seconds)}" if level.latency_seconds else ""
         return f"{level.name} {format_rate(level.bytes_per_second)}{late}"
 
-    return ", ".join(one(level) for level in cluster.levels)
+    return "\n".join(one(level) for level in cluster.levels)
 
 
 def _in_flight(state: State) -> str:
@@ -247,16 +247,26 @@ def _fullest(state: State) -> str:
 def _cluster_option(cluster: Cluster, written: Path | None) -> str:
     if written is not None:
         return str(written)
-    bare = replace(
-        cluster,
-        notes=(),
-        devices=tuple(replace(device, memory_bytes=None) for device in cluster.devices),
-    )
-    if bare == Cluster.local(len(cluster.devices)):
-        return f"local:{len(cluster.devices)}"
-    if len(cluster.levels) <= 2 and len({device.memory_bytes for device in cluster.devices}) == 1:
-        text = "x".join(str(level.size) for level in reversed(cluster.levels))
-        for name in (text, f"1x{text}", text.removeprefix("1x")):
-            if name.count("x") <= 1 and replace(Cluster.parse(name), notes=()) == bare:
-                return f"1x{name}" if "x" not in name else name
+    count = len(cluster.devices)
+    if _same_machines(cluster, Cluster.local(count)):
+        return f"local:{count}"
+    inner = cluster.levels[0].size
+    for name in (f"1x{count}", f"{count // inner}x{inner}"):
+        if _same_machines(cluster, Cluster.parse(name)):
+            return name
     return "changed.toml"
+
+
+def _same_machines(a: Cluster, b: Cluster) -> bool:
+    """Whether plans for them are the same but for memory limits; names mean nothing."""
+
+    def facts(one: Cluster) -> tuple[object, ...]:
+        links = [
+            (level.size, level.bytes_per_second, level.latency_seconds, level.full_duplex)
+            for level in one.levels
+            if level.size > 1
+        ]
+        return [replace(device, memory_bytes=None) for device in one.devices], links
+
+    unlike = len({device.memory_bytes for device in a.devices}) > 1
+    return not unlike and facts(a) == facts(b)

@@ -1,0 +1,378 @@
+"""Other limits: the answer is that of planning anew, and every wrong option is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.change import Change, changed_cluster, parse_devices
+from pdcompile.cli import main
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.constraints import Forbid, Pin
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.passes.partition import partition
+from pdcompile.passes.simulate import simulate
+from pdcompile.passes.sketch import ledgers_of, sketch
+from pdcompile.passes.whatif import changed_problem, scaled, whatif
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import assignment
+from tests.helpers.graphs import chain, residual
+from tests.helpers.planned import moved, planned
+
+Call = Callable[..., tuple[int, str, str]]
+HOSTS = Cluster((Device(),) * 4, (Level("nvlink", 2, 1e3), Level("ethernet", 2, 100.0, 1e-3)))
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def write(plan: Plan, folder: Path) -> str:
+    path = folder / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize(
+    ("change", "cluster", "training"),
+    [
+        (Change(), HOSTS, {}),
+        (Change(devices=(1, 3)), replace(HOSTS, devices=(Device(),) * 3, levels=(
+            replace(HOSTS.levels[0], size=3), replace(HOSTS.levels[1], size=1))), {}),
+        (Change(devices=(2,)), replace(HOSTS, devices=(Device(),) * 2,
+            levels=(HOSTS.levels[0], replace(HOSTS.levels[1], size=1))), {}),
+        (Change(bandwidth=((None, 30.0),)), replace(HOSTS, levels=tuple(
+            replace(level, bytes_per_second=30.0) for level in HOSTS.levels)), {}),
+        (Change(bandwidth=(("inter", 20.0),), latency=(("nvlink", 0.5),)), replace(HOSTS, levels=(
+            replace(HOSTS.levels[0], latency_seconds=0.5),
+            replace(HOSTS.levels[1], bytes_per_second=20.0))), {}),
+        (Change(speed=((None, 2.0), (1, 0.5))), replace(HOSTS, devices=(
+            Device(speed=2.0), Device(speed=0.5), Device(speed=2.0), Device(speed=2.0))), {}),
+        (Change(memory_bytes=10**6), replace(HOSTS, devices=(Device(memory_bytes=10**6),) * 4), {}),
+        (Change(schedule="gpipe"), HOSTS, {"schedule": "gpipe"}),
+        (Change(schedule="2bw"), HOSTS, {"schedule": "2bw"}),
+        (Change(microbatches=8, batch_size=32), HOSTS, {"microbatches": 8, "batch_size": 32}),
+    ],
+)  # fmt: skip
+def test_it_is_what_planning_anew_gives(
+    schedule: str, change: Change, cluster: Cluster, training: dict[str, Any]
+) -> None:
+    graph = residual(2)
+    found = whatif(planned(graph, HOSTS, schedule=schedule), change)
+    anew = planned(graph, cluster, **({"schedule": schedule} | training))
+    assert found.after.cluster == cluster
+    assert found.after.problem == anew.problem
+    objective = anew.certificate.objective_seconds
+    assert found.after.objective_seconds == pytest.approx(objective, rel=1e-6)
+    assert found.after.status == anew.certificate.status
+    assert found.after.training == anew.training
+
+
+@given(
+    st.sampled_from(("1f1b", "2bw")),
+    st.sampled_from((10.0, 100.0, math.inf)),
+    st.sampled_from((0.0, 0.3)),
+    st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=20)
+def test_any_links_are_what_planning_anew_gives(
+    schedule: str, rate: float, latency: float, hosts: int
+) -> None:
+    plan = planned(residual(2), HOSTS, schedule=schedule)
+    change = Change(devices=(hosts, 2), bandwidth=((None, rate),), latency=(("ethernet", latency),))
+    found = whatif(plan, change)
+    anew = planned(residual(2), found.after.cluster, schedule=schedule)
+    assert found.after.problem == anew.problem
+    objective = anew.certificate.objective_seconds
+    assert found.after.objective_seconds == pytest.approx(objective, rel=1e-6)
+
+
+def test_nothing_changed_is_the_plan() -> None:
+    plan = planned(residual(4), HOSTS)
+    found = whatif(plan, Change())
+    assert found.after.objective_seconds == plan.certificate.objective_seconds
+    assert found.after.stage_of == found.before.stage_of == assignment(plan)
+    assert found.kept_seconds == plan.certificate.objective_seconds
+    assert plan.forecast is not None
+    totals = [ledger.total_bytes for ledger in plan.forecast.ledgers]
+    assert [use.memory_bytes for use in found.before.uses] == totals
+    assert [use.memory_bytes for use in found.after.uses] == totals
+
+
+def test_a_plan_that_just_fits_still_fits() -> None:
+    """Its ledgers are known; the sketched ones of other cuts may be a little off."""
+    free = planned(residual(4), HOSTS)
+    assert free.forecast is not None
+    most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
+    found = whatif(free, Change(memory_bytes=most))
+    assert found.after.objective_seconds == free.certificate.objective_seconds
+    assert any("% full" in note for note in found.notes)
+    less = whatif(free, Change(memory_bytes=most - 1))
+    assert less.kept_seconds is None
+    assert "more memory, by the ledger" in less.kept_broken[0]
+    assert less.after.objective_seconds > free.certificate.objective_seconds
+    assert all(use.memory_bytes <= most - 1 for use in less.after.uses)
+
+
+def test_the_sketched_ledger() -> None:
+    """All that does not need the graph is the plan's own; so is the ledger without a clock."""
+    for schedule in ("1f1b", "gpipe", "2bw"):
+        plan = planned(residual(4), HOSTS, schedule=schedule)
+        assert plan.problem is not None
+        assert plan.forecast is not None
+        drawn = sketch(plan.problem, assignment(plan), plan.certificate, plan.training, HOSTS)
+        assert drawn.forecast is not None
+        assert ledgers_of(plan) == plan.forecast.ledgers
+        assert simulate(drawn).forecast.ledgers == drawn.forecast.ledgers
+        for name in ("weights", "gradients", "optimizer", "receive", "send"):
+            ours = [getattr(one, f"{name}_bytes") for one in drawn.forecast.ledgers]
+            theirs = [getattr(one, f"{name}_bytes") for one in plan.forecast.ledgers]
+            assert ours == theirs, name
+        seconds = simulate(drawn).forecast.step_seconds
+        assert seconds == pytest.approx(drawn.forecast.step_seconds, rel=0.02)
+
+
+def test_microbatches_of_another_size_are_scaled_and_said_so() -> None:
+    plan = planned(residual(4), HOSTS, microbatches=4, batch_size=16)
+    found = whatif(plan, Change(microbatches=8))
+    assert "microbatches of 2 samples, and the costs are of 4" in found.notes[0]
+    assert plan.problem is not None
+    before, after = plan.problem.items[1], found.after.problem.items[1]
+    assert after.forward_seconds == before.forward_seconds / 2
+    assert (after.parameter_bytes, after.saved_bytes) == (
+        before.parameter_bytes,
+        math.ceil(before.saved_bytes / 2),
+    )
+    assert scaled(plan.problem, 1.0) == plan.problem
+
+
+def test_pins_follow_the_last_stage() -> None:
+    plan = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.0", 0),))
+    assert plan.problem is not None
+    loss = len(plan.problem.items) - 1
+    found = whatif(plan, Change(devices=(2,)))
+    assert dict(found.after.problem.pins) == {0: 0, loss: 1}
+    assert found.after.problem.wishes[-1].pins == ((loss, 1),)
+    inside = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.4", 2),))
+    with pytest.raises(ConfigError, match="pinned to stage 2, and there would be 2 stages"):
+        whatif(inside, Change(devices=(2,)))
+    not_there = planned(chain(8), Cluster.local(4), constraints=(Forbid("layers.4", 2),))
+    assert whatif(not_there, Change(devices=(2,))).after.problem.forbidden == ()
+
+
+def test_what_does_not_fit_is_infeasible() -> None:
+    plan = planned(residual(4), HOSTS)
+    with pytest.raises(InfeasibleError):
+        whatif(plan, Change(memory_bytes=100))
+    with pytest.raises(InfeasibleError, match="stages"):
+        whatif(plan, Change(devices=(10, 10)))
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "message"),
+    [
+        (Change(bandwidth=(("eth", 1.0),)), "--bandwidth", "'nvlink', 'ethernet' (innermost first"),
+        (Change(latency=(("eth", 1.0),)), "--latency", "no level is named 'eth'"),
+        (Change(bandwidth=(("inter", 1.0), ("ethernet", 2.0))), "--bandwidth", "given twice"),
+        (Change(bandwidth=((None, 1.0), (None, 2.0))), "--bandwidth", "given 2 times"),
+        (Change(speed=((9, 1.0),)), "--speed", "no device 9: there are 4"),
+        (Change(speed=((1, 1.0), (1, 2.0))), "--speed", "twice for device 1"),
+        (Change(speed=((None, 1.0), (None, 2.0))), "--speed", "given 2 times"),
+        (Change(devices=(0,)), "--devices", "0 devices"),
+        (Change(devices=(300, 300)), "--devices", "90000 devices"),
+        (Change(devices=(2, 2, 2, 2)), "--devices", "4 levels"),
+        (Change(schedule="3bw"), "--schedule", "'3bw' is not available"),
+        (Change(microbatches=0), "--microbatches", "below 1"),
+        (Change(batch_size=0), "--batch-size", "below 1"),
+        (Change(microbatches=17), "--microbatches", "17 microbatches of a minibatch of 16"),
+    ],
+)
+def test_wrong_changes_are_named(change: Change, where: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        whatif(planned(residual(3), HOSTS), change)
+    assert message in caught.value.message
+    assert caught.value.where == where
+    assert caught.value.remedy
+
+
+def test_unlike_devices_are_not_multiplied() -> None:
+    cluster = replace(HOSTS, devices=(Device(speed=2.0), *HOSTS.devices[1:]))
+    with pytest.raises(ConfigError, match="unlike"):
+        changed_cluster(cluster, Change(devices=(4, 2)))
+    assert changed_cluster(cluster, Change(devices=(1, 4)))[0].devices == cluster.devices
+
+
+def test_a_new_level_is_assumed_and_said_so() -> None:
+    one = Cluster((Device(),) * 2, (Level("network", 2, 1e9),))
+    cluster, notes = changed_cluster(one, Change(devices=(3, 2)))
+    assert [level.name for level in cluster.levels] == ["network", "network'"]
+    assert cluster.levels[1].bytes_per_second == 12.5e9
+    assert "assumed 12.5 GB/s" in notes[0]
+    cluster, notes = changed_cluster(one, Change(devices=(3, 2), bandwidth=(("inter", 7.0),)))
+    assert (cluster.levels[1].bytes_per_second, notes) == (7.0, ())
+    assert cluster.levels[0] == one.levels[0]
+
+
+def test_levels_of_one_name_go_by_alias() -> None:
+    twins = Cluster((Device(),) * 4, (Level("link", 2, 1.0), Level("link", 2, 2.0)))
+    with pytest.raises(ConfigError, match="several levels are named 'link'"):
+        changed_cluster(twins, Change(bandwidth=(("link", 5.0),)))
+    changed, _ = changed_cluster(twins, Change(bandwidth=(("intra", 5.0), ("inter", 6.0))))
+    assert [level.bytes_per_second for level in changed.levels] == [5.0, 6.0]
+
+
+@pytest.mark.parametrize("text", ["", "4x", "x8", "4x8x", "four", "-2", "2.5", "9999999x1"])
+def test_devices_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--devices"):
+        parse_devices(text)
+
+
+def test_the_warm_up_stays_as_deep_as_it_was() -> None:
+    plan = planned(chain(8), Cluster.local(3), microbatches=16)
+    assert plan.problem is not None
+    deep = replace(
+        plan,
+        training=replace(plan.training, warmup=(4, 2, 0)),
+        problem=replace(plan.problem, memory=replace(plan.problem.memory, in_flight=(5, 3, 1))),
+    )
+    problem, training, _, _ = changed_problem(deep, Change(devices=(4,)), Cluster.local(3))
+    assert (training.warmup, problem.memory.in_flight) == ((6, 4, 2, 0), (7, 5, 3, 1))
+
+
+def test_replicas_and_recomputation_are_refused() -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    again = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
+    with pytest.raises(PlanError, match="stage 0 recomputes"):
+        whatif(again, Change())
+    twice = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], replicas=2)))
+    with pytest.raises(PlanError, match="stage 1 is replicated"):
+        whatif(twice, Change())
+
+
+def test_the_verb(tmp_path: Path, call: Call) -> None:
+    path = write(planned(residual(4), HOSTS), tmp_path)
+    code, out, err = call(
+        "whatif", path, "--memory", "24GB", "--bandwidth", "inter=25 Gbit/s", "--bandwidth",
+        "nvlink=unlimited", "--latency", "5us", "--devices", "3x2", "--speed", "2",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    for part in ("3x2, 24.0 GB each, speed 2", "nvlink unlimited + 5.00 us",
+                 "ethernet 3.12 GB/s + 5.00 us", "time a step", "optimal, by", "bound by",
+                 "the plan has 4 stages", "costs are those of the plan",
+                 "pdcompile plan TARGET --cluster changed.toml", "--write-cluster changed.toml",
+                 "--schedule 1f1b --microbatches 4"):  # fmt: skip
+        assert part in out, part
+    assert max(len(line) for line in out.splitlines() if "to get this plan" not in line) <= 100
+
+
+def test_the_verb_as_json_equals_partition(tmp_path: Path, call: Call) -> None:
+    plan = planned(residual(4), HOSTS)
+    written = tmp_path / "changed.toml"
+    code, out, _ = call(
+        "whatif", write(plan, tmp_path), "--bandwidth", "20B/s", "--json",
+        "--write-cluster", str(written),
+    )  # fmt: skip
+    document = json.loads(out)
+    assert (code, document["status"]) == (0, "optimal")
+    cluster = Cluster.load(str(written))
+    assert document["after"]["cluster"] == cluster.to_toml()
+    assert [level.bytes_per_second for level in cluster.levels] == [20.0, 20.0]
+    anew = planned(residual(4), cluster)
+    assert anew.problem is not None
+    best, _ = partition(anew.problem)
+    assert document["after"]["objective_seconds"] == pytest.approx(best.objective)
+    assert document["after"]["gap"] <= 1e-5
+    assert [stage["ops"] for stage in document["after"]["stages"]] == [
+        list(stage.ops) for stage in anew.stages
+    ]
+    assert document["before"]["objective_seconds"] == plan.certificate.objective_seconds
+    assert f"--cluster {written}" in document["command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "--cluster local:2 --schedule 1f1b --microbatches 4 -o plan.json"),
+        (("--memory", "1GB"), '--cluster local:2 --memory "1 GB" --schedule'),
+        (("--devices", "3"), "--cluster local:3"),
+        (("--devices", "2x2", "--bandwidth", "intra=100GB/s"), "--cluster 2x2"),
+        (("--batch-size", "32", "--microbatches", "8"), "(with minibatches of 32 samples)"),
+    ],
+)
+def test_the_command_to_get_the_plan(
+    options: tuple[str, ...], expected: str, tmp_path: Path, call: Call
+) -> None:
+    plan = planned(chain(8), Cluster.local(2))
+    code, out, _ = call("whatif", write(plan, tmp_path), *options)
+    assert code == 0
+    assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--memory", "24"), 2, "with a unit"),
+        (("--memory", "many GB"), 2, "with a unit"),
+        (("--bandwidth", "12.5GB"), 2, "with a unit"),
+        (("--bandwidth", "inter="), 2, "is not NAME=NUMBER"),
+        (("--bandwidth", "=5GB/s"), 2, "is not NAME=NUMBER"),
+        (("--bandwidth", "0B/s"), 2, "not above 0"),
+        (("--bandwidth", "lan=5GB/s"), 2, "no level is named 'lan'"),
+        (("--latency", "5 parsecs"), 2, "with a unit"),
+        (("--speed", "fast"), 2, "no number above 0"),
+        (("--speed", "-1"), 2, "no number above 0"),
+        (("--speed", "gpu=2"), 2, "'gpu' is no device"),
+        (("--devices", "2 hosts"), 2, "is not HOSTSxDEVICES"),
+        (("--microbatches", "99"), 2, "99 microbatches"),
+        (("--memory", "1kB"), 3, "infeasible"),
+        (("--devices", "100"), 3, "infeasible"),
+    ],
+)
+def test_wrong_options_end_with_a_code_and_a_remedy(
+    options: tuple[str, ...], code: int, message: str, tmp_path: Path, call: Call
+) -> None:
+    path = write(planned(residual(3), HOSTS), tmp_path)
+    found, out, err = call("whatif", path, *options)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert "remedy: " in err
+    found, out, _ = call("whatif", path, *options, "--json")
+    assert found == code
+    assert json.loads(out)["status"] == ("infeasible" if code == 3 else "error")
+
+
+def test_plans_that_cannot_be_asked(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    code, _, err = call("whatif", write(replace(plan, problem=None), tmp_path), "--memory", "1GB")
+    assert (code, "does not hold the problem" in err) == (2, True)
+    code, _, err = call("whatif", write(moved(plan, ("linear_0",), 1), tmp_path))
+    assert (code, "needs what 'layers.0' makes" in err) == (2, True)
+    code, _, err = call("whatif", str(tmp_path / "none.json"))
+    assert (code, "No such file" in err) == (2, True)
+
+
+def test_an_edited_plan_is_compared_as_it_is() -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    edited = moved(plan, (plan.stages[0].ops[-1],), 1)
+    found = whatif(edited, Change())
+    assert found.before.objective_seconds > plan.certificate.objective_seconds
+    assert found.before.status == "feasible"
+    assert found.after.objective_seconds == plan.certificate.objective_seconds
