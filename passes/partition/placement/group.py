@@ -55,7 +55,7 @@ def grouped(problem: PlacementProblem) -> LoadProblem:
         for b in following
         if part_of[a] != part_of[b]
     }
-    order = _topological(len(member_lists), arcs, [members[0] for members in member_lists])
+    order = topological(len(member_lists), arcs, [members[0] for members in member_lists])
     place = {part: position for position, part in enumerate(order)}
     group_of = [place[part_of[color]] for color in color_of]
     members = tuple(tuple(member_lists[part]) for part in order)
@@ -133,7 +133,7 @@ def components(after: Sequence[Sequence[int]]) -> list[int]:
     return part
 
 
-def _topological(n: int, arcs: set[tuple[int, int]], rank: Sequence[int]) -> list[int]:
+def topological(n: int, arcs: set[tuple[int, int]], rank: Sequence[int]) -> list[int]:
     """An order of the vertices along the arcs, the smallest rank first where it is free."""
     after: list[list[int]] = [[] for _ in range(n)]
     waiting = [0] * n

@@ -1,0 +1,269 @@
+"""From groups to the best placement with its proof: orders, ideals, integer program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pdcompile.answer import ROUNDING
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
+from pdcompile.passes.partition.placement.integer_program import prove
+from pdcompile.passes.partition.placement.linear import best_linear
+from pdcompile.passes.partition.placement.loads import Placement, objective
+from pdcompile.passes.partition.placement.orders import around, orders
+from pdcompile.passes.partition.placement.reduce import together, without_zeros
+from pdcompile.placement import LoadProblem
+
+IDEALS = 4_000  # above, pairs of them are too many
+PAIRS = 4e8  # pairs of ideals times device counts
+ROUNDS = 5  # of four random orders each
+NEAR = 12  # orders through the cuts of a new incumbent
+EFFORT = 8.0  # CP-SAT's deterministic seconds before the incumbent is looked at again
+CLOSED = ROUNDING / 10  # a relative gap up to this ends the search
+RESTART = 2e-3  # an incumbent better by this part tightens the ranges enough to start again
+
+Report = Callable[[float | None, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best placement of the problem's groups, and `bound` ≤ the least objective.
+
+    No placement and bound inf: there is none, proved.  No placement and a finite bound: unknown.
+    """
+
+    placement: Placement | None
+    objective: float
+    bound: float
+    prover: str
+
+    @property
+    def proved(self) -> bool:
+        return self.objective - self.bound <= ROUNDING / 10 * self.objective or math.isinf(
+            self.bound
+        )
+
+
+def solve(
+    problem: LoadProblem,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    report: Report | None = None,
+    enough: float = -math.inf,
+) -> Found:
+    """The best placement, or the best within the budget.
+
+    Args:
+        report: called with (objective or None, bound) whenever either improves.
+        enough: an objective at which the search may stop.
+    """
+    search = _Search(without_zeros(problem), budget, seed, report, enough)
+    search.run()
+    best = search.best
+    if best is not None:
+        best = lifted(search.problem, problem, best)
+    return Found(best, search.upper, min(search.bound, search.upper), search.prover)
+
+
+class _Search:
+    def __init__(
+        self,
+        problem: LoadProblem,
+        budget: Budget,
+        seed: int,
+        report: Report | None,
+        enough: float,
+    ) -> None:
+        self.problem, self.budget, self.seed = problem, budget, seed
+        self.report, self.enough = report, enough
+        self.best: Placement | None = None
+        self.upper = math.inf
+        self.bound = simple_bound(problem)
+        self.prover = "average and largest load"
+
+    @property
+    def done(self) -> bool:
+        if math.isinf(self.bound):
+            return True
+        if self.enough > -math.inf:  # a decision, which has no tolerance
+            return self.upper <= self.enough or self.bound > self.enough
+        return self.bound >= self.upper * (1 - CLOSED) and self.best is not None
+
+    @property
+    def sought(self) -> float:
+        """Placements above this are of no interest; positive."""
+        if self.enough == -math.inf:
+            return self.upper
+        least = min((s for row in self.problem.seconds for s in row if s > 0), default=1.0)
+        return min(self.upper, max(self.enough * (1 + CLOSED), least / 2))
+
+    def offer(self, placement: Placement) -> float:
+        value = objective(self.problem, placement)
+        if value < self.upper:
+            self.best, self.upper = placement, value
+            self.tell()
+        return value
+
+    def tell(self) -> None:
+        if self.report is not None:
+            self.report(None if self.best is None else self.upper, min(self.bound, self.upper))
+
+    def raise_bound(self, bound: float, prover: str) -> None:
+        if bound > self.bound:
+            self.bound, self.prover = bound, prover
+            self.tell()
+
+    def run(self) -> None:
+        if self.done:
+            return
+        self.linear(orders(self.problem, self.seed, 0))
+        if self.done or self.ideals() or self.budget.late:
+            return
+        self.linear(orders(self.problem, self.seed, ROUNDS))
+        if self.best is None:
+            self.fit()
+        if self.best is None or self.done:
+            return
+        self.near()
+        self.integer_program()
+
+    def linear(self, lines: Iterable[Sequence[int]]) -> None:
+        _, found = best_linear(self.problem, lines, budget=self.budget)
+        if found is not None:
+            self.offer(found)
+
+    def near(self) -> None:
+        """Orders through the cuts of the incumbent, as long as they improve it."""
+        for turn in range(20):
+            before = self.upper
+            if self.best is None or self.budget.late or self.done:
+                return
+            line = around(self.problem, self.best.stage_of, self.seed + turn, NEAR)
+            self.linear(line)
+            if self.upper >= before * (1 - RESTART / 4):
+                return
+
+    def ideals(self) -> bool:
+        """True when the dynamic program over all ideals settled the matter."""
+        found = all_ideals(self.problem, IDEALS)
+        devices = math.prod(1 + min(k.count, len(self.problem.sizes)) for k in self.problem.classes)
+        if found is None or len(found) ** 2 * devices > PAIRS:
+            return False
+        chain = best_chain(self.problem, found, self.budget, self.upper)
+        if chain is None:
+            return False
+        self.raise_bound(chain.bound, f"dynamic program over all {len(found)} down-closed sets")
+        if chain.placement is not None:
+            self.offer(chain.placement)
+        return self.done
+
+    def fit(self) -> None:
+        """Memory alone, when no order has a placement: some placement, or the proof of none."""
+        memory, limit = memory_problem(self.problem)
+        found = solve(memory, budget=self.budget, seed=self.seed, enough=limit)
+        if found.bound > limit * (1 + 1e-12):
+            self.raise_bound(math.inf, f"least memory: {found.prover}")
+        if found.placement is not None and not math.isinf(self.offer(found.placement)):
+            self.linear(around(self.problem, found.placement.stage_of, self.seed, NEAR))
+
+    def integer_program(self) -> None:
+        effort = EFFORT
+        while not (self.budget.late or self.done):
+            before, known = self.upper, self.sought
+            tight = together(self.problem, known)
+
+            def offer(placement: Placement, tight: LoadProblem = tight) -> float:
+                return self.offer(lifted(tight, self.problem, placement))
+
+            proof = prove(
+                tight,
+                known,
+                budget=self.budget,
+                offer=offer,
+                seed=self.seed,
+                effort=effort,
+                enough=max(self.enough, before * (1 - RESTART)),
+                progress=lambda bound: self.raise_bound(bound, "CP-SAT"),
+            )
+            self.raise_bound(proof.bound, "CP-SAT over thresholds")
+            if proof.complete:
+                return
+            if self.upper < before:
+                self.near()
+            else:
+                effort *= 2
+
+
+def simple_bound(problem: LoadProblem) -> float:
+    """No placement is better: the slowest group alone, and all work shared by all devices.
+
+    With `unit` class c as the measure, a device of class d does at most T·max(w_c / w_d) of the
+    work; summed over the devices that has to reach all of it.
+    """
+    kinds = [c for c, kind in enumerate(problem.classes) if kind.count]
+    if not kinds:
+        return math.inf
+    largest = max(min(row[c] for c in kinds) for row in problem.seconds)
+    average = 0.0
+    for c in kinds:
+        work = [row[c] for row in problem.seconds]
+        if not all(map(math.isfinite, work)):
+            continue
+        capacity = 0.0
+        for d in kinds:
+            rates = [
+                math.inf if row[d] == 0 else row[c] / row[d]
+                for row in problem.seconds
+                if row[c] > 0 and math.isfinite(row[d])
+            ]
+            capacity += problem.classes[d].count * max(rates, default=0.0)
+        if capacity > 0:
+            average = max(average, math.fsum(work) / capacity)
+    return max(largest, average) * (1 - 1e-12)
+
+
+def memory_problem(problem: LoadProblem) -> tuple[LoadProblem, float]:
+    """(problem, limit): the placements that fit are those of `problem` with objective ≤ limit.
+
+    The load of a device is the memory it holds; where classes have unlike limits, in parts of
+    the first one's.
+    """
+    total = math.fsum(problem.sizes)
+    bounded = [kind.memory for kind in problem.classes if kind.count and kind.memory < total]
+    limit = bounded[0] if bounded else total
+
+    def amount(v: int, c: int) -> float:
+        memory, size = problem.classes[c].memory, problem.sizes[v]
+        if math.isinf(problem.seconds[v][c]):
+            return math.inf
+        if memory >= total:
+            return 0.0
+        if memory == limit or size == 0:
+            return size
+        return size * (limit / memory) if memory > 0 else math.inf
+
+    return (
+        replace(
+            problem,
+            seconds=tuple(
+                tuple(amount(v, c) for c in range(len(problem.classes)))
+                for v in range(len(problem.sizes))
+            ),
+            sizes=(0.0,) * len(problem.sizes),
+            pins=(),
+            costs=(),
+            classes=tuple(
+                replace(kind, memory=math.inf, transfers=False) for kind in problem.classes
+            ),
+        ),
+        limit,
+    )
+
+
+def lifted(small: LoadProblem, large: LoadProblem, placement: Placement) -> Placement:
+    """A placement of merged groups as one of the groups they were merged from."""
+    stage = {v: placement.stage_of[g] for g, group in enumerate(small.members) for v in group}
+    return Placement(tuple(stage[group[0]] for group in large.members), placement.kinds)
