@@ -36,13 +36,21 @@ class Choices:
     objective: Literal["bottleneck", "flush"]
 
 
-def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | None) -> Choices:
+def choose(
+    options: Options,
+    *,
+    batch_size: int,
+    splits: bool,
+    num_ranks: int | None,
+    searching: bool = False,
+) -> Choices:
     """Resolve the options.
 
     Args:
         batch_size: samples in the global minibatch.
         splits: False when nothing has a batch dimension (one microbatch).
         num_ranks: processes under torchrun, None in one process.
+        searching: the planner decides how many devices a stage has; there may be fewer stages.
 
     Raises:
         ConfigError: an option does not fit the minibatch or the machines.
@@ -52,7 +60,7 @@ def choose(options: Options, *, batch_size: int, splits: bool, num_ranks: int | 
     stages = _num_stages(options, num_ranks)
     cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
     cluster = _limited(cluster, options.memory)
-    if len(cluster.devices) != stages:
+    if len(cluster.devices) < stages or (len(cluster.devices) > stages and not searching):
         raise ConfigError(
             f"{stages} stages on a cluster of {len(cluster.devices)} devices",
             remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "

@@ -12,6 +12,7 @@ from pdcompile.batch import FlatCall, example_call, resolve_batch
 from pdcompile.choices import Choices, check_model, check_options, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
+from pdcompile.explored import explored_plan
 from pdcompile.graph import Capture
 from pdcompile.optimizers import default_optimizer
 from pdcompile.options import Options
@@ -32,6 +33,7 @@ from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.searching import Open
 from pdcompile.start import check_memory, chosen_sources, following, given_plan, preparation
 from pdcompile.steps import Steps
 
@@ -42,12 +44,15 @@ def build(
     options: Options,
     *,
     num_ranks: int | None = None,
+    wish: Open | None = None,
     step: Steps | None = None,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
-    `num_ranks` is the number of processes, None for one process.  A plan or sources given in
-    the options take the place of the passes that would make them, and are checked instead.
+    `num_ranks` is the number of processes, None for one process.  With a `wish` the planner also
+    decides replicas, schedule and microbatches, as far as the wish leaves them open.  A plan or
+    sources given in the options take the place of the passes that would make them, and are
+    checked instead.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -55,14 +60,24 @@ def build(
     step = step or Steps()
     options = following(options)
     layout = resolve_batch(flat, options.batch_dims)
-    chosen = choose(options, batch_size=layout.size, splits=layout.splits, num_ranks=num_ranks)
+    chosen = choose(
+        options,
+        batch_size=layout.size,
+        splits=layout.splits,
+        num_ranks=num_ranks,
+        searching=wish is not None,
+    )
     size = chosen.microbatch_size
 
     captured = step(
         "graph", lambda: capture(model, flat, layout, options.loss_fn, microbatch_size=size)
     )
     given = given_plan(options, chosen, captured.train)
-    plan = given or make_plan(model, captured, options, chosen, step)
+    if given is None and wish is not None:
+        plan = explored_plan(model, captured, options, chosen, wish, step)
+        size = -(-layout.size // plan.training.num_microbatches)
+    else:
+        plan = given or make_plan(model, captured, options, chosen, step)
     proof = step("proof", lambda: check(plan))
     simulation = step("forecast", lambda: simulate(plan))
     plan = replace(plan, forecast=simulation.forecast)

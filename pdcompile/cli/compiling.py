@@ -13,11 +13,16 @@ from pdcompile.plan import Plan
 if TYPE_CHECKING:
     from pdcompile.cli.options import Flags
     from pdcompile.compiled import Compiled
+    from pdcompile.searching import Open
     from pdcompile.workload import Workload
 
 
-def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compiled]:
+def compiled(
+    target: str, flags: Flags, wish: Open | None = None, **more: object
+) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a spinner on stderr.
+
+    `wish`: what the planner decides besides the cut.
 
     Raises:
         PdcompileError: whatever the target or a pass refuses.
@@ -39,7 +44,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
 
     with compiling(lines=True) as listener:
         flat = example_call(workload.model, inputs, wanted)
-        return workload, driver.build(workload.model, flat, options, step=Steps(listener))
+        return workload, driver.build(
+            workload.model, flat, options, wish=wish, step=Steps(listener)
+        )
 
 
 def read_plan(path: Path) -> Plan:

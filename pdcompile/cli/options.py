@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,6 +16,9 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.workload import Workload
+
+if TYPE_CHECKING:
+    from pdcompile.searching import Open
 
 Target = Annotated[
     str,
@@ -160,10 +163,85 @@ class Flags:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlanFlags(Flags):
+    """What only `plan` may leave open."""
+
+    microbatches: Annotated[
+        str,
+        typer.Option(
+            metavar="M", rich_help_panel=TRAINING,
+            help="Microbatches in a minibatch, auto, or several to choose from: 4,8,16.",
+        ),
+    ] = "auto"  # fmt: skip
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="1|equal|any", rich_help_panel=SEARCH,
+            help="Devices of a stage: one; equally many for all stages; or as many as is best.",
+        ),
+    ] = "1"  # fmt: skip
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="off|on|auto", rich_help_panel=SEARCH,
+            help="Keep only inputs and run forward again before backward; auto: where memory asks.",
+        ),
+    ] = "off"  # fmt: skip
+    warmup: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|E", rich_help_panel=SEARCH,
+            help="Microbatches in flight between neighbouring stages beyond one, to hide "
+            "transfers; auto: 0 or 1.",
+        ),
+    ] = None  # fmt: skip
+    max_staleness: Annotated[
+        str,
+        typer.Option(
+            "--max-staleness", metavar="0|1|any", rich_help_panel=SEARCH,
+            help="With --schedule auto: 1 or any allows 2bw, whose gradients are one minibatch "
+            "old.",
+        ),
+    ] = "0"  # fmt: skip
+
+    def wish(self) -> Open | None:
+        """What the planner decides besides the cut; None when that is nothing.
+
+        Raises:
+            ConfigError: a flag has no such value.
+        """
+        from pdcompile.searching import Open
+
+        _one_of("--replicas", self.replicas, ("1", "equal", "any"))
+        _one_of("--recompute", self.recompute, ("off", "on", "auto"))
+        _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
+        asked = (self.replicas, self.recompute, self.warmup) != ("1", "off", None)
+        if not (asked or "," in self.microbatches or self.schedule == "auto"):
+            return None
+        counts = (
+            None if self.microbatches == "auto" else _numbers("--microbatches", self.microbatches)
+        )
+        extra = (0, 1) if self.warmup in (None, "auto") else _numbers("--warmup", self.warmup)
+        return Open(
+            self.replicas,  # type: ignore[arg-type]
+            {"off": False, "on": True, "auto": None}[self.recompute],
+            counts,
+            extra,
+        )
+
+    def to_options(self, workload: Workload, **more: Any) -> Options:
+        """`Flags.to_options`; of several microbatch counts the first one."""
+        staleness: Any = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
+        first = replace(self, microbatches=self.microbatches.partition(",")[0])
+        return Flags.to_options(first, workload, max_staleness=staleness, **more)
+
+
 def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb with a parameter ``flags: Flags`` one command-line option for each field."""
-    hints = get_type_hints(Flags, include_extras=True)
+    """Give a verb with a parameter ``flags: Flags`` (or a kind of it) an option for each field."""
     signature = inspect.signature(verb, eval_str=True)
+    kind: type[Flags] = signature.parameters["flags"].annotation
+    hints = get_type_hints(kind, include_extras=True)
     added = [
         inspect.Parameter(
             field.name,
@@ -171,7 +249,7 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
             default=field.default,
             annotation=hints[field.name],
         )
-        for field in fields(Flags)
+        for field in fields(kind)
     ]
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -181,7 +259,7 @@ def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def wrapped(**given: Any) -> None:
-        flags = Flags(**{field.name: given.pop(field.name) for field in fields(Flags)})
+        flags = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
         verb(flags=flags, **given)
 
     del wrapped.__wrapped__  # inspect must see the new signature, not the old one
@@ -214,6 +292,23 @@ def _microbatches(text: str) -> Any:
         raise ConfigError(
             f"--microbatches {text} is neither a number nor auto", where="--microbatches"
         ) from error
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """``4,8,16``.  Raises ConfigError."""
+    parts = (text or "").split(",")
+    if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
+        raise ConfigError(
+            f"{flag} {text} is neither auto nor numbers", where=flag, remedy=f"such as {flag} 4,8"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ConfigError(
+            f"{flag} {given} is not known", where=flag, remedy=f"one of {', '.join(known)}"
+        )
 
 
 def _optimizer(name: str, lr: float) -> Any:

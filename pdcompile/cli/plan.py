@@ -10,14 +10,14 @@ import typer
 
 from pdcompile.cli import import_options as imports
 from pdcompile.cli.app import app
-from pdcompile.cli.options import AsJson, Flags, takes_flags
+from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
 
 
 @app.command()
 @takes_flags
 def plan(
     target: imports.Target,
-    flags: Flags,
+    flags: PlanFlags,
     context: typer.Context,
     output: Annotated[
         Path | None,
@@ -43,6 +43,9 @@ def plan(
 
       pdcompile plan examples/unet.py:build --cluster cluster.toml --schedule 2bw --json
 
+      pdcompile plan examples/gpt.py:build --cluster 2x4 --replicas any --recompute auto
+      --schedule auto --max-staleness 1 -o plan.json
+
     With --import, TARGET is a problem that others published, and the objective is exactly that
     of their paper: the largest load of a device (device-placement), the slowest stage or
     transfer (pipedream), the slowest stage (piper). Needs no torch. Ctrl-C ends the search with
@@ -66,7 +69,7 @@ def plan(
     from pdcompile.report.plan_answer import answer_of
     from pdcompile.report.plan_table import plan_report
 
-    _, result = compiled(target, flags)
+    _, result = compiled(target, flags, flags.wish())
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:

@@ -63,9 +63,15 @@ def every_candidate(
             depths = warmup(
                 setting.schedule, n, setting.num_microbatches, replicas, setting.extra_warmup
             )
+            arcs = [(t.producer, c) for t in problem.traffic for c in t.consumers]
+            cuts = [
+                cut
+                for cut in itertools.product(range(n), repeat=len(problem.items))
+                if len(set(cut)) == n and all(cut[a] <= cut[b] for a, b in arcs)
+            ]
             for again in itertools.product(space.recompute, repeat=n):
                 options = tuple(StageOption(r, a) for r, a in zip(replicas, again, strict=True))
-                for stage_of in itertools.product(range(n), repeat=len(problem.items)):
+                for stage_of in cuts:
                     yield Candidate(setting, stage_of, options, placed, depths)
 
 

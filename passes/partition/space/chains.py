@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pdcompile.passes.partition.segments import Matrix
-from pdcompile.passes.partition.space.matrices import Matrices
+from pdcompile.passes.partition.space.matrices import Bool, Matrices
 from pdcompile.passes.partition.space.seats import Seats
 
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
@@ -39,17 +39,20 @@ class Piece(NamedTuple):
 class Chains:
     """All ways to cut into stages on exactly these seats.
 
-    `counts`: replica counts of a stage; `stages`: how many there are, None for any number.
-    `heuristic`: order by load per microbatch instead of by the bound.
+    `counts`: replica counts of a stage; `stages`: how many there are, None for any number;
+    `numbered`: the model's pins are to these stages.  `heuristic`: order by load per microbatch
+    instead of by the bound.
     """
 
     matrices: Matrices
     seats: Seats
     counts: tuple[int, ...]
     stages: int | None = None
+    numbered: bool = False
     heuristic: bool = False
     rest: dict[Key, Matrix] = field(default_factory=dict)
     squares: dict[Key, Matrix] = field(default_factory=dict)
+    _allowed: dict[int, Bool] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -72,19 +75,26 @@ class Chains:
             behind = (max(left - 1, 0), u - r)
             if behind not in self.rest:
                 continue
-            cost, load = self._costs(u, r, slice(None))
+            cost, load = self._costs(left, u, r, slice(None))
             rest = np.maximum(cost, self.rest[behind][None, :]).min(1)
             squares = (load**2 + self.squares[behind][None, :]).min(1)
             self.rest[known] = np.minimum(self.rest.get(known, np.inf), rest)
             self.squares[known] = np.minimum(self.squares.get(known, np.inf), squares)
 
+    def _pinned(self, stage: int) -> Bool:
+        if stage not in self._allowed:
+            self._allowed[stage] = self.matrices.segments.allowed(stage)
+        return self._allowed[stage]
+
     @property
     def _start(self) -> Key:
         return (self.stages or 0, self.num_ranks)
 
-    def _costs(self, u: int, r: int, rows: slice) -> tuple[Matrix, Matrix]:
+    def _costs(self, left: int, u: int, r: int, rows: slice) -> tuple[Matrix, Matrix]:
         position = self.num_ranks - u
         load, again = self.matrices.load(self.seats, position, r, rows)
+        if self.numbered:
+            load = np.where(self._pinned((self.stages or 0) - left)[rows], load, np.inf)
         if self.heuristic:
             return load, load
         return self.matrices.bound(self.seats, position, r, rows, load, again), load
@@ -115,7 +125,7 @@ class Chains:
             if behind not in self.rest:
                 continue
             row = slice(begin, begin + 1)
-            cost, load = (table[0] for table in self._costs(u, r, row))
+            cost, load = (table[0] for table in self._costs(left, u, r, row))
             bound = np.maximum(np.maximum(cost, self.rest[behind]), one.worst)
             for end in map(int, np.flatnonzero(bound < below)):
                 squares = one.squares + float(load[end]) ** 2

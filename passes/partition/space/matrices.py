@@ -137,24 +137,21 @@ class Matrices:
 
     def _rows(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Bool, Bool]:
         """Whether J∖I may be the stage, and whether it then has to recompute."""
-        allowed = self._nested[rows] & (self._whole_ties[rows] if r > 1 else True)
-        final = p + r == len(seats.ranks)
-        if self.last is not None:
-            held = self.segments.inside[:, self.last]
-            allowed = allowed & (~held[rows, None] if final else ~held[None, :])
+        allowed = self.structure(seats, p, r, rows)
         limit = seats.memory(p, r)
         none = np.zeros_like(allowed)
         if limit is None:
             return allowed, none if False in self.recompute else ~none
         limit_bytes = limit * (1 + 1e-12) + 0.5
         fits = {
-            again: self._bytes(seats, p, r, rows, again) <= limit_bytes for again in self.recompute
+            again: self.bytes(seats, p, r, rows, again) <= limit_bytes for again in self.recompute
         }
         if False not in fits:
             return allowed & fits[True], ~none
         return allowed & (fits[False] | fits.get(True, none)), ~fits[False]
 
-    def _bytes(self, seats: Seats, p: int, r: int, rows: slice, again: bool) -> Matrix:
+    def bytes(self, seats: Seats, p: int, r: int, rows: slice, again: bool) -> Matrix:
+        """Memory of one rank of such a stage, at least."""
         setting, m = self.setting, self.setting.num_microbatches
         lag, versions = SCHEDULES[setting.schedule]
         late = bool(lag) and (setting.clipping or r > 1)
@@ -173,6 +170,15 @@ class Matrices:
         sends = min(SENDS_UNDER_WAY, m // r)
         result: Matrix = total + GRADIENT_SLOTS * returned[rows] + sends * sent[rows]
         return result
+
+    def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
+        """Whether J∖I may be the stage if memory does not matter."""
+        allowed = self._nested[rows] & (self._whole_ties[rows] if r > 1 else True)
+        if self.last is not None:
+            held = self.segments.inside[:, self.last]
+            final = p + r == len(seats.ranks)
+            allowed = allowed & (~held[rows, None] if final else ~held[None, :])
+        return allowed
 
     @cached_property
     def _nested(self) -> Bool:

@@ -43,15 +43,22 @@ class Ground:
     last: int | None  # group of the items that are pinned to the last stage
 
     @staticmethod
-    def of(problem: PartitionProblem, tables: int, seed: int = 0) -> Ground:
-        """`tables`: how many menus' rows there are in all."""
+    def of(
+        problem: PartitionProblem, tables: int, *, stages: int | None = None, seed: int = 0
+    ) -> Ground:
+        """`tables`: how many menus' rows there are in all; `stages`: where pins have numbers.
+
+        Raises InfeasibleError: constraints contradict each other.
+        """
         free = replace(
             problem,
-            stages=(StageLimits(),),
-            pins=(),
-            forbidden=(),
+            stages=(StageLimits(),) * (stages or 1),
+            pins=problem.pins if stages else (),
+            forbidden=problem.forbidden if stages else (),
             max_stages=None,
-            memory=MemoryRule(1, 0, 0.0, (1,)),
+            allow_empty=False,
+            wishes=(),
+            memory=MemoryRule(1, 0, 0.0, (1,) * (stages or 1)),
         )
         most = max(20, min(MAX_IDEALS, int((MAX_CELLS / max(tables, 1)) ** 0.5)))
         model = build(free)
@@ -99,8 +106,10 @@ class Pipelines:
         seats: Seats,
         counts: tuple[int, ...],
         *,
+        stages: int | None = None,
         likely: bool = False,
     ):
+        """`stages`: how many; `likely`: by load, with the depths that are likely, not by bound."""
         self.ground, self.setting, self.seats = ground, setting, seats
         self.recompute = space.recompute
         matrices = Matrices(
@@ -111,7 +120,8 @@ class Pipelines:
             last=ground.last,
             bounding=not likely,
         )
-        self.chains = Chains(matrices, seats, counts, space.stages, heuristic=likely)
+        numbered = ground.model.num_stages == stages and stages is not None
+        self.chains = Chains(matrices, seats, counts, stages, numbered, likely)
 
     def bound(self) -> float:
         """What all candidates cost at least (if the ideals are all), infinite if there is none.
@@ -201,7 +211,7 @@ def best(
     """
     seats = Seats(cluster, ranks)
     ground = Ground.of(problem, len(ranks) ** 2)
-    pipelines = Pipelines(ground, space, setting, seats, counts)
+    pipelines = Pipelines(ground, space, setting, seats, counts, stages=space.stages)
     if pipelines.bound() == float("inf"):
         return None
     found: list[tuple[float, Candidate]] = []

@@ -1,0 +1,375 @@
+"""Explore: the best plan over depth, replicas, microbatches, warm-up, schedule, recomputation.
+
+Branch and bound.  A *branch* is a setting (schedule, microbatches, warm-up) on some of the
+cluster's ranks with some replica counts; the branch of the least bound goes first.  Its bound is
+all work on all devices, then that of the dynamic program over ideals and replicas, then that of
+the candidate which comes next.  A candidate counts with the objective of `space.search`; what the
+schedule's own ledger does not fit is dropped.  The search ends when no branch is left whose bound
+is below the best, or with what there is when its budget is spent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from pdcompile.cluster import Cluster
+from pdcompile.constraints import Constraint
+from pdcompile.errors import ConfigError
+from pdcompile.graph import OpGraph
+from pdcompile.passes.assemble import assemble
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.layout import SCHEDULES
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.space.arrangements import arrangements
+from pdcompile.passes.partition.space.evaluate import measure, violations
+from pdcompile.passes.partition.space.lacking import does_not_fit
+from pdcompile.passes.partition.space.search import (
+    Ground,
+    Pipelines,
+    seconds_of,
+    simple_bound,
+)
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.space import Candidate, SearchSpace, Setting
+
+Progress = Callable[[str], None]
+
+DEFAULT_SECONDS = 20.0
+PROBES = 3  # candidates of a branch that are tried as soon as it is opened
+MAX_TRIED = 600  # candidates in all; those with replicas are simulated
+EXACT = 1e-9  # relative: bounds this close to the best are met
+PROVER = "branch and bound, dynamic program over ideals x replicas"
+RULES = (
+    "contiguous ranks; stages that share a trained parameter have one replica; "
+    "memory by formula and by the ledger of the schedule"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """The best plan, and the problem that its stages were cut from."""
+
+    plan: Plan
+    problem: PartitionProblem
+    candidate: Candidate
+
+
+@dataclass(slots=True)
+class Branch:
+    """Part of the space; seconds are those of a step, whatever the schedule."""
+
+    setting: Setting
+    seats: Seats
+    counts: tuple[int, ...]
+    stages: int | None
+    ground: Ground
+    bound: float = 0.0
+    candidates: Iterator[tuple[float, Candidate | None]] | None = None
+
+    @property
+    def scale(self) -> int:
+        """Microbatches in what the search calls seconds."""
+        return self.setting.num_microbatches if SCHEDULES[self.setting.schedule][0] else 1
+
+
+@dataclass
+class Explorer:
+    """One search: the best candidate so far and what is left."""
+
+    graph_at: Callable[[int], OpGraph]
+    cluster: Cluster
+    space: SearchSpace
+    training: Training
+    constraints: Sequence[Constraint]
+    seed: int
+    progress: Progress
+    budget: Budget
+    best: Candidate | None = None
+    seconds: float = math.inf  # of a step
+    plan: Plan | None = None
+    floor: float = math.inf  # bound of what was left unfinished
+    tried: int = 0
+    seen: set[Candidate] = field(default_factory=set)
+    grounds: dict[int, Ground] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Search until nothing is left or the budget is spent."""
+        ticket = count()
+        heap = [(branch.bound, next(ticket), branch) for branch in self._branches()]
+        heapq.heapify(heap)
+        while heap and heap[0][0] < self._below():
+            if self.budget.late or self.tried >= MAX_TRIED:
+                self.floor = min(self.floor, heap[0][0])
+                return
+            bound, _, branch = heapq.heappop(heap)
+            if branch.candidates is None:
+                self._open(branch)
+            else:
+                self._next(branch)
+            if branch.bound < math.inf:
+                heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
+
+    def _below(self) -> float:
+        return self.seconds * (1 - EXACT)
+
+    # -- branches ----------------------------------------------------------------------------
+
+    def _branches(self) -> Iterator[Branch]:
+        orders, _ = arrangements(self.cluster)
+        most = len(self.cluster.devices)
+        seen = set()
+        for order in orders:
+            for used in range(1, most + 1):
+                if order[:used] in seen:
+                    continue
+                seen.add(order[:used])
+                seats = Seats(self.cluster, order[:used])
+                for counts, stages in self._widths(used):
+                    for setting in self._settings(used):
+                        ground = self._ground(setting.num_microbatches)
+                        branch = Branch(setting, seats, counts, stages, ground)
+                        simple = simple_bound(ground, self.space, setting, seats)
+                        branch.bound = simple * branch.scale
+                        yield branch
+
+    def _widths(self, used: int) -> Iterator[tuple[tuple[int, ...], int | None]]:
+        """Replica counts of a stage, and the number of stages where it is asked for or follows."""
+        wanted, cap = self.space.stages, self._most_stages()
+        if self.space.replicas == "any":
+            depths = [wanted] if wanted or cap is None else list(range(1, min(used, cap) + 1))
+            for stages in depths:
+                if stages is None or stages <= used:
+                    yield self.space.counts(used), stages
+            return
+        for width in (1,) if self.space.replicas == "1" else range(1, used + 1):
+            stages, rest = divmod(used, width)
+            if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
+                yield (width,), stages if wanted else None
+
+    def _settings(self, used: int) -> Iterator[Setting]:
+        for schedule in self.space.schedules:
+            for m in self.space.microbatches:
+                for extra in self.space.extra_warmup:
+                    if extra and (schedule == "gpipe" or used == 1):
+                        continue  # the same as without
+                    yield Setting(
+                        schedule,
+                        m,
+                        extra,
+                        self.training.optimizer_factor,
+                        self.training.max_grad_norm is not None,
+                    )
+
+    def _most_stages(self) -> int | None:
+        return self._ground(self.space.microbatches[0]).problem.max_stages
+
+    def _ground(self, m: int) -> Ground:
+        if m not in self.grounds:
+            most, wanted = len(self.cluster.devices), self.space.stages
+            problem = coarsen(
+                self.graph_at(m),
+                (StageLimits(),) * (wanted or most),
+                num_microbatches=m,
+                constraints=self.constraints,
+            )
+            self._refuse_numbers(problem)
+            tables = most * len(self.space.counts(most)) * (wanted or 1)
+            self.grounds[m] = Ground.of(problem, tables, stages=wanted, seed=self.seed)
+        return self.grounds[m]
+
+    def _refuse_numbers(self, problem: PartitionProblem) -> None:
+        last = len(problem.stages) - 1
+        if self.space.stages is None and (
+            problem.forbidden or any(s != last for _, s in problem.pins)
+        ):
+            raise ConfigError(
+                "constraints name stages by number, and the number of stages is open",
+                remedy="say how many stages there are to be: stages=4",
+            )
+
+    # -- candidates --------------------------------------------------------------------------
+
+    def _open(self, branch: Branch) -> None:
+        """Solve the branch, and try its most promising candidates."""
+        pipelines = self._pipelines(branch)
+        bound = pipelines.bound() * branch.scale
+        if branch.ground.complete:
+            branch.bound = max(branch.bound, bound)
+        elif bound < math.inf:
+            self.floor = min(self.floor, branch.bound)  # only some ideals were looked at
+        branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
+        if bound == math.inf:
+            branch.bound = math.inf
+            return
+        if bound < self._below():
+            self._probe(branch, self._pipelines(branch, likely=True))
+
+    def _pipelines(self, branch: Branch, *, likely: bool = False) -> Pipelines:
+        return Pipelines(
+            branch.ground,
+            self.space,
+            branch.setting,
+            branch.seats,
+            branch.counts,
+            stages=branch.stages,
+            likely=likely,
+        )
+
+    def _probe(self, branch: Branch, likely: Pipelines) -> None:
+        for _ in range(PROBES):
+            if branch.bound < math.inf:
+                self._next(branch)
+        if likely.bound() < math.inf:
+            listed = likely.candidates(lambda: math.inf)
+            for _, (_, candidate) in zip(range(PROBES), listed, strict=False):
+                self._try(branch, candidate)
+
+    def _next(self, branch: Branch) -> None:
+        assert branch.candidates is not None
+        bound, candidate = next(branch.candidates, (math.inf, None))
+        if branch.ground.complete or bound == math.inf:
+            branch.bound = max(branch.bound, bound * branch.scale)
+        self._try(branch, candidate)
+
+    def _try(self, branch: Branch, candidate: Candidate | None) -> None:
+        """Make it the best if it is."""
+        self.tried += 1
+        if candidate is None or candidate in self.seen:
+            return
+        self.seen.add(candidate)
+        problem = branch.ground.problem
+        measured = measure(problem, self.cluster, candidate)
+        if measured.seconds * branch.scale >= self._below():
+            return
+        seconds = seconds_of(problem, self.cluster, candidate, measured) * branch.scale
+        if seconds >= self._below():
+            return
+        plan = self._plan(problem, candidate)
+        if self._fits(plan):
+            self.best, self.seconds, self.plan = candidate, seconds, plan
+            self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
+
+    # -- plans -------------------------------------------------------------------------------
+
+    def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
+        speeds = [
+            min(self.cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks
+        ]
+        cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
+        partition = Partition(candidate.stage_of, 0.0, (), ())
+        setting = candidate.setting
+        training = replace(
+            self.training,
+            schedule=setting.schedule,
+            num_microbatches=setting.num_microbatches,
+            warmup=candidate.warmup,
+        )
+        graph = self.graph_at(setting.num_microbatches)
+        nothing = Certificate(0.0, 0.0, "feasible", PROVER, 0.0, "")
+        plan = assemble(graph, cut, partition, nothing, training, self.cluster)
+        stages = tuple(
+            replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
+            for stage, option, ranks in zip(
+                plan.stages, candidate.options, candidate.ranks, strict=True
+            )
+        )
+        plan = replace(plan, stages=stages)
+        return replace(plan, forecast=simulate(plan).forecast)
+
+    def _fits(self, plan: Plan) -> bool:
+        assert plan.forecast is not None
+        for rank, ledger in enumerate(plan.forecast.ledgers):
+            limit = self.cluster.devices[rank].memory_bytes
+            if limit is not None and ledger.total_bytes > limit:
+                return False
+        return True
+
+    def result(self) -> Explored:
+        """The best plan with its certificate.  Raises InfeasibleError when there is none."""
+        if self.best is None or self.plan is None:
+            proved = self.floor == math.inf
+            raise does_not_fit(self.grounds, self.cluster, self.space, self.training, proved=proved)
+        setting = self.best.setting
+        problem = self.grounds[setting.num_microbatches].problem
+        broken = violations(problem, self.cluster, self.best)
+        assert not broken, broken
+        every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
+        certificate = Certificate(
+            objective_seconds=self.seconds / every,
+            bound_seconds=min(self.floor, self.seconds) / every,
+            status="feasible",
+            prover=PROVER,
+            seconds=self.budget.spent,
+            scope=f"{problem.scope}; {self.scope()}",
+        )
+        if certificate.gap == 0:
+            certificate = replace(certificate, status="optimal")
+        plan = replace(
+            self.plan,
+            certificate=certificate,
+            notes=(*self.plan.notes, *self._notes(self.best)),
+        )
+        return Explored(plan, problem, self.best)
+
+    def scope(self) -> str:
+        """What the certificate speaks of, besides coarsening."""
+        orders, all_orders = arrangements(self.cluster)
+        parts = [str(self.space), RULES]
+        if len(orders) > 1:
+            which = "all" if all_orders else "some"
+            parts.append(f"{which} orders of unlike devices ({len(orders)})")
+        return "; ".join(parts)
+
+    def _notes(self, candidate: Candidate) -> Iterator[str]:
+        used = {rank for ranks in candidate.ranks for rank in ranks}
+        idle = sorted(set(range(len(self.cluster.devices))) - used)
+        if idle:
+            yield f"ranks {', '.join(map(str, idle))} stay idle: with them it would be slower"
+
+
+def explore(
+    graph_at: Callable[[int], OpGraph],
+    cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
+    *,
+    constraints: Sequence[Constraint] = (),
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Explored:
+    """The best plan of the space; its certificate says what was exhausted.
+
+    Args:
+        graph_at: the graph with costs of one microbatch, for a number of microbatches.
+        training: what every plan of the space has in common; schedule, microbatches and warm-up
+            are chosen.
+        time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
+        seed: equal seeds give equal plans as long as the time limit is not reached.
+
+    Raises:
+        InfeasibleError: no plan fits, or none was found in time; names what lacks.
+        ConfigError: constraints that need a number of stages.
+    """
+    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
+        search = Explorer(
+            graph_at, cluster, space, training, constraints, seed,
+            progress or (lambda _: None), budget,
+        )  # fmt: skip
+        search.run()
+        return search.result()
+
+
+def describe(candidate: Candidate) -> str:
+    """``2bw, 16 microbatches, stages of 4-2-2 ranks``."""
+    widths = "-".join(str(option.replicas) for option in candidate.options)
+    again = sum(option.recompute for option in candidate.options)
+    text = f"{candidate.setting.schedule}, {candidate.setting.num_microbatches} microbatches, "
+    return text + f"stages of {widths} ranks" + (f", {again} recompute" if again else "")

@@ -1,0 +1,74 @@
+"""The driver's way to a plan when more than the cut is open: replicas, schedule, microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pdcompile.choices import Choices
+from pdcompile.graph import Capture, OpGraph
+from pdcompile.options import Options
+from pdcompile.passes.explore import Explored, explore
+from pdcompile.passes.optimizer_state import optimizer_factor
+from pdcompile.passes.profile import profile
+from pdcompile.plan import Plan, Training, check
+from pdcompile.searching import Open, search_space
+from pdcompile.steps import Steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def explored_plan(
+    model: nn.Module,
+    captured: Capture,
+    options: Options,
+    chosen: Choices,
+    wish: Open,
+    step: Steps,
+) -> Plan:
+    """Costs at every microbatch size that comes up, the search, and the plan it ends with.
+
+    Raises:
+        InfeasibleError: no plan of the space fits.
+        ConfigError: wishes that cannot be.
+    """
+    factor, assumed = optimizer_factor(options.optimizer)
+    space = search_space(wish, options, chosen, captured.train.sizes)
+
+    @cache
+    def graph_at(m: int) -> OpGraph:
+        return profile(
+            captured.train,
+            model,
+            microbatch_size=-(-chosen.batch_size // m),
+            costs=options.costs,
+            progress=step.listener.part,
+        )
+
+    training = Training(
+        batch_size=chosen.batch_size,
+        loss_reduction=chosen.loss_reduction,
+        max_grad_norm=options.max_grad_norm,
+        optimizer_factor=factor,
+        seed=options.seed,
+    )
+
+    def search() -> Explored:
+        return explore(
+            graph_at,
+            chosen.cluster,
+            space,
+            training,
+            constraints=options.constraints,
+            time_limit=options.time_limit,
+            seed=options.seed,
+            progress=step.listener.found,
+        )
+
+    step("costs", lambda: [graph_at(m) for m in space.microbatches])
+    plan = step("plan", search).plan
+    check(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
+    notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
+    return replace(plan, notes=notes)
