@@ -25,6 +25,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.report.answer_table import level_lines, members
 from pdcompile.report.search_line import SearchLine
 from pdcompile.units import parse_limit
+from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
@@ -331,3 +332,75 @@ def test_ctrl_c_ends_the_search_with_the_best_plan() -> None:
     assert child.returncode == 0
     assert "best 3, bound 2, gap 33 %" in seen
     assert (document["status"], document["objective"], document["bound"]) == ("feasible", 3.0, 2.0)
+
+
+NEEDED = {
+    "device-placement": (),
+    "pipedream": ("--cluster", "2", "--bandwidth", "1GB/s"),
+    "piper": (),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(NEEDED))
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\x00\xff\xfe", b"[]", b"{", b"{}", b"null", b"[" * 100_000, b"node1 -- a\n"],
+    ids=lambda content: "missing" if content is None else repr(content[:8]),
+)
+def test_files_that_are_none_end_with_two(
+    kind: str, content: bytes | None, tmp_path: Path, call: Call
+) -> None:
+    file = tmp_path / "input"
+    if content is not None:
+        file.write_bytes(content)
+    code, out, err = call("--import", kind, str(file), *NEEDED[kind], "--json")
+    document = json.loads(out)
+    assert (code, document["status"]) == (2, "error")
+    assert str(file) in document["error"]["where"]
+    assert "remedy: " in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "options", "objective"),
+    [
+        ("device-placement", "device_placement/LayerGraphs/bert24_inference.json", (), 17.789906),
+        ("piper", "piper/bert32a100.json",
+         ("--devices", "8", "--memory", "8GiB", "--batch", "1920", "--bandwidth", "25 GiB/s"),
+         0.16585575),
+        ("pipedream", "pipedream/vgg16.txt",
+         ("--cluster", "16", "--bandwidth", "3125000000.0B/s"), 0.04552480782648889),
+        ("pipedream", "pipedream/vgg16.txt",
+         ("--cluster", "2x8", "--bandwidth", "30GB/s,25Gbit/s"), 0.06576668672),
+    ],
+)  # fmt: skip
+def test_published_optimum_and_no_torch(
+    kind: str, file: str, options: tuple[str, ...], objective: float
+) -> None:
+    """In a process of its own: the whole command imports no torch."""
+    name, _, rest = file.partition("/")
+    arguments = ["plan", "--import", kind, str(folder(name) / rest), *options, "--json"]
+    program = (
+        "import sys\nfrom pdcompile.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    sys.stderr.write('torch' * ('torch' in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    document = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert document["objective"] == pytest.approx(objective, rel=1e-7)
+    assert (document["status"], document["gap"]) == ("optimal", 0)
+    assert document["stages"]
+
+
+def test_nothing_fits(call: Call) -> None:
+    """4 GB hold no pipeline of VGG-16; the published option returns one that needs 15 GB."""
+    file = folder("pipedream") / "vgg16.txt"
+    code, out, _ = call(
+        "--import", "pipedream", str(file), "--cluster", "16", "--bandwidth", "10Gbit/s",
+        "--memory", "4GB", "--json",
+    )  # fmt: skip
+    document = json.loads(out)
+    assert (code, document["status"], document["objective"]) == (3, "infeasible", None)
+    assert document["reason"]

@@ -23,10 +23,16 @@ from pdcompile.cli.import_options import (
     parse_time_limit,
 )
 from pdcompile.cli.output import EXIT_INFEASIBLE
+from pdcompile.errors import PdcompileError
 
 Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
 Read = TypeVar("Read")
+FILES = {
+    "device-placement": "the JSON of the NeurIPS 2020 paper: maxFPGAs, maxCPUs, nodes, edges",
+    "pipedream": "PipeDream's graph.txt: one line a node, then one line an edge",
+    "piper": "Piper's JSON: maxDevices, nodes with TMPCs, edges",
+}
 UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
 
 
@@ -76,8 +82,12 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
         "time_limit": parse_time_limit(options["time_limit"]),
         "seed": check_seed(options["seed"]),
     }
-    with searching() as progress:
-        answer, limit = SOLVERS[kind](options, progress, limits)
+    try:
+        with searching() as progress:
+            answer, limit = SOLVERS[kind](options, progress, limits)
+    except PdcompileError as error:
+        error.remedy = error.remedy or f"--import {kind} reads {FILES[kind]}"
+        raise
     return replace(answer, seconds=time.monotonic() - begin), limit
 
 
