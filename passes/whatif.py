@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pdcompile.change import Change, changed_cluster
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.errors import ConfigError, InfeasibleError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.fit import excess, fit
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.evaluate import measure
@@ -220,6 +220,7 @@ def changed_problem(
     training = _training(before, change)
     num_stages = len(problem.stages) if change.devices is None else len(after.devices)
     if change.of_machines:
+        _refuse_odd_ranks(plan)
         problem = _on_stages(problem, num_stages)
         problem = replace(problem, stages=stage_limits(after, num_stages))
     m = training.num_microbatches
@@ -249,6 +250,18 @@ def changed_problem(
             "activations and traffic are scaled in proportion, which planning anew would measure",
         )
     return problem, training, after, notes
+
+
+def _refuse_odd_ranks(plan: Plan) -> None:
+    """What position s offers is read off device s."""
+    for s, stage in enumerate(plan.stages):
+        if stage.ranks not in ((), (s,)):
+            raise PlanError(
+                f"stage {s} runs on rank {stage.ranks[0]}, and other machines can be asked for "
+                "only where stage s runs on rank s",
+                where=f"plan: stages[{s}].ranks",
+                remedy="plan again with the machines that you have in mind",
+            )
 
 
 def _extra(training: Training, num_stages: int) -> int:

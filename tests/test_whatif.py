@@ -267,6 +267,15 @@ def test_replicas_and_recomputation_are_refused() -> None:
         whatif(twice, Change())
 
 
+def test_stages_on_other_ranks_are_not_put_on_other_machines() -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    stages = tuple(replace(stage, ranks=(1 - stage.index,)) for stage in plan.stages)
+    odd = replace(plan, stages=stages)
+    assert whatif(odd, Change(microbatches=8)).after.objective_seconds > 0
+    with pytest.raises(PlanError, match="stage 0 runs on rank 1"):
+        whatif(odd, Change(bandwidth=((None, 1e9),)))
+
+
 def test_the_verb(tmp_path: Path, call: Call) -> None:
     path = write(planned(residual(4), HOSTS), tmp_path)
     code, out, err = call(

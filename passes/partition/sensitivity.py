@@ -25,8 +25,8 @@ from pdcompile.passes.partition.model import Model, build
 from pdcompile.problem import PartitionProblem
 from pdcompile.units import format_bytes
 
-#: steps of work for all neighbouring cuts together, about five seconds
-WORK = 4_000_000
+#: steps of work for all neighbouring cuts together, about three seconds
+WORK = 1_500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def boundaries(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Boun
     size = len(problem.items) + len(problem.traffic)
     if problem.objective == "flush":
         size += 4 * problem.num_microbatches * len(problem.stages)
-    most = max(4, WORK // size // max(1, len(moves)))
+    most = max(2, WORK // size // max(1, len(moves)))
     return tuple(
         _boundary(model, stages, now, s, possible, most) for s, possible in enumerate(moves)
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 from pdcompile.passes.explain import Explanation
 from pdcompile.passes.partition.relax import Relaxed
 from pdcompile.passes.partition.sensitivity import Boundary, Move, StageUse
+from pdcompile.report import names
 from pdcompile.units import format_bytes, format_seconds
 
 SHOWN = 3  # items of a move by name
@@ -80,12 +81,17 @@ def deciding(found: Explanation) -> Text:
             f"stage {use.stage} decides: {why} takes {format_seconds(use.binding_seconds)} of "
             f"each microbatch's {format_seconds(found.objective_seconds)}"
         )
-    parts = [
-        f"{_times(one.forwards, 'forward')} and {_times(one.backwards, 'backward')} of stage "
-        f"{one.stage} ({format_seconds(one.critical_seconds)})"
-        for one in found.stages
-        if one.forwards or one.backwards
-    ]
+    alike: dict[tuple[int, int], list[StageUse]] = {}
+    for one in found.stages:
+        if one.forwards or one.backwards:
+            alike.setdefault((one.forwards, one.backwards), []).append(one)
+    parts = []
+    for (ahead, back), uses in alike.items():
+        stages = ", ".join(names.ranges({one.stage for one in uses}))
+        where = f"stage {stages}" if len(uses) == 1 else f"each of stages {stages}"
+        seconds = format_seconds(sum(one.critical_seconds for one in uses))
+        work = f"{_times(ahead, 'forward')} and {_times(back, 'backward')}"
+        parts.append(f"{work} of {where} ({seconds})")
     parts.append(f"transfers ({format_seconds(found.transfer_seconds)})")
     return Text(
         f"stage {use.stage} decides; the longest chain of a step, {_objective(found)}, is "
