@@ -59,7 +59,9 @@ def place(
 def _solve(groups: LoadProblem, budget: Budget, seed: int, progress: Progress | None) -> Found:
     devices = sum(min(kind.count, len(groups.sizes)) for kind in groups.classes)
     if len(groups.sizes) > MOST_GROUPS or len(groups.sizes) * devices > MOST_CELLS:
-        raise NotImplementedError
+        from pdcompile.passes.partition.placement import large
+
+        return large.solve(groups, budget=budget, seed=seed, report=progress)
     return solve(groups, budget=budget, seed=seed, report=progress)
 
 

@@ -1,10 +1,9 @@
 """Exact dynamic program over all ideals (down-closed sets) of the groups, when they are few.
 
 Every contiguous pipeline is a chain of ideals, and every chain of ideals is one; the best chain
-is found from the loads of all pairs I ⊂ J.  For such a pair, a value with pins P is paid by
-J \\ I unless J \\ I holds none of P, which is |P ∩ I| = |P ∩ J|, or all of P, which is
-P ∩ I = ∅ and P ⊆ J.  Both are products of an indicator of I with one of J, so that the loads of
-a block of pairs are one product of matrices; integers below 2^52 keep it exact in floats.
+is found from the loads of pairs I ⊂ J (`pairs`).  A known placement narrows that: with loads up
+to its objective, the devices used so far hold a limited amount of work, and so do the others,
+so that few ideals can follow each number of devices.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement.integers import NEVER, Ints, integers
+from pdcompile.passes.partition.placement.integers import NEVER, Ints
 from pdcompile.passes.partition.placement.loads import Placement, neighbours
+from pdcompile.passes.partition.placement.pairs import BLOCK, Floats, Pairs
 from pdcompile.placement import LoadProblem
-
-BLOCK = 256  # ideals whose loads are computed at once
-Floats = npt.NDArray[np.float64]
 
 
 def all_ideals(problem: LoadProblem, limit: int) -> list[int] | None:
@@ -51,149 +47,177 @@ def all_ideals(problem: LoadProblem, limit: int) -> list[int] | None:
 @dataclass(frozen=True, slots=True)
 class Chain:
     """`bound` ≤ the least objective (inf: there is no placement); the placement that reaches it
-    but for rounding, None when there is none.  `exact_memory`: sizes are whole numbers, hence
-    the placement fits; otherwise it fits but for rounding."""
+    but for rounding, None when there is none.  Where sizes are no whole numbers, it fits but for
+    rounding too."""
 
     bound: float
     placement: Placement | None
-    exact_memory: bool
 
 
 def best_chain(
-    problem: LoadProblem, ideals: list[int], budget: Budget, upper: float = math.inf
+    problem: LoadProblem,
+    ideals: list[int],
+    budget: Budget,
+    upper: float = math.inf,
+    most: float = math.inf,
 ) -> Chain | None:
     """The best placement over chains of the given ideals (∅ and all groups among them).
 
-    With `upper`, the objective of a known placement, pairs further apart than that are left
-    out.  None when the budget ran out.
+    With `upper`, the objective of a known placement, only loads up to that count.  None when the
+    budget ran out or more than `most` pairs had to be looked at.
     """
-    table = _Pairs(problem, ideals, upper)
-    ideals = table.ideals
-    blocks: list[tuple[int, int, int, list[Floats]]] = []
+    program = _Program(problem, ideals, upper)
     for begin in range(0, len(ideals), BLOCK):
-        if budget.late:
+        if budget.late or program.looked > most:
             return None
-        end = min(len(ideals), begin + BLOCK)
-        low = table.low(begin)
-        blocks.append((low, begin, end, table.loads(low, begin, end)))
-    counts = [min(kind.count, len(problem.sizes)) for kind in problem.classes]
-    start = np.full(len(ideals), float(NEVER))
-    start[0] = 0
-    value: dict[tuple[int, ...], Floats] = {(0,) * len(counts): start}
-    came: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
-    for state in itertools.product(*(range(count + 1) for count in counts)):
-        if state in value:
-            continue
-        if budget.late:
-            return None
-        least = np.full(len(ideals), float(NEVER))
-        cut, chosen = (np.zeros(len(ideals), dtype=np.int64) for _ in range(2))
-        for low, begin, end, loads in blocks:
-            for c, load in enumerate(loads):
-                if state[c]:
-                    previous = value[_less(state, c)][low:end]
-                    reached = np.maximum(previous[:, None], load)
-                    where = reached.argmin(axis=0)
-                    best = reached[where, np.arange(end - begin)]
-                    better = best < least[begin:end]
-                    least[begin:end][better] = best[better]
-                    cut[begin:end][better] = where[better] + low
-                    chosen[begin:end][better] = c
-        value[state], came[state] = least, (cut, chosen)
-    final = tuple(counts)
-    exact = table.ints.exact_sizes
-    if value[final][-1] >= NEVER:
-        return Chain(math.inf, None, exact)
-    bound = table.ints.time(int(value[final][-1]))
-    return Chain(bound, _trace(len(problem.sizes), ideals, final, came), exact)
+        program.advance(begin, min(len(ideals), begin + BLOCK))
+    return program.result()
 
 
-def _trace(
-    groups: int,
-    ideals: list[int],
-    state: tuple[int, ...],
-    came: dict[tuple[int, ...], tuple[Ints, Ints]],
-) -> Placement:
-    at = len(ideals) - 1
-    stages: list[tuple[int, int]] = []
-    while any(state):
-        cut, chosen = came[state]
-        i, c = int(cut[at]), int(chosen[at])
-        if i != at:
-            stages.append((ideals[at] & ~ideals[i], c))
-        state, at = _less(state, c), i
-    stages.reverse()
-    stage_of = [0] * groups
-    for s, (mask, _) in enumerate(stages):
-        for v in range(groups):
-            if mask >> v & 1:
-                stage_of[v] = s
-    return Placement(tuple(stage_of), tuple(c for _, c in stages))
+def promising(problem: LoadProblem, ideals: list[int], number: int) -> list[int]:
+    """About `number` of the ideals: of those with like work the ones that cut the least cost.
+
+    A chain of them is a placement, hence a good upper bound, found at little cost.
+    """
+    pairs = Pairs(problem, ideals)
+    count, full = pairs.count, pairs.full[:, None]
+    cut = pairs.costs @ ((count > 0) & (count < full))
+    size = len(ideals)
+    kept = {0, size - 1}
+    width = max(1, round(size / number)) * 16
+    for begin in range(0, size, width):
+        best = np.argsort(cut[begin : begin + width], kind="stable")[:16]
+        kept.update((best + begin).tolist())
+    return [pairs.ideals[i] for i in sorted(kept)]
+
+
+class _Program:
+    """value[devices used of each class][I]: the least largest load that leads to I, or NEVER."""
+
+    def __init__(self, problem: LoadProblem, ideals: list[int], upper: float) -> None:
+        self.problem = problem
+        self.pairs = Pairs(problem, ideals)
+        self.looked = 0
+        n, size = len(problem.sizes), len(ideals)
+        self.top = NEVER - 1 if math.isinf(upper) else self.pairs.ints.units(upper)
+        self.counts = [min(kind.count, n) for kind in problem.classes]
+        self.states = list(itertools.product(*(range(count + 1) for count in self.counts)))
+        self.value = {state: np.full(size, float(NEVER)) for state in self.states}
+        self.value[self.states[0]][0] = 0.0
+        self.cut = {state: np.zeros(size, dtype=np.int32) for state in self.states}
+        self.kind = {state: np.zeros(size, dtype=np.int8) for state in self.states}
+        self.share = [self._share(c) for c in range(len(self.counts))]
+        self.window = {state: self._window(state) for state in self.states}
+
+    def _share(self, c: int) -> float:
+        """The most least work (see `Pairs.least`) that a device of class c does within `top`."""
+        ints = self.pairs.ints
+        runs = ints.supported[c] & (self.pairs.each > 0)
+        if self.top >= NEVER - 1 or not runs.any():
+            return float(NEVER) if runs.any() else 0.0
+        seconds = ints.seconds[c][runs]
+        ratio = float((self.pairs.each[runs] / np.maximum(seconds, 1e-300)).max())
+        return min(1.0, ratio) * self.top * (1 + 1e-12) + 1
+
+    def _window(self, state: tuple[int, ...]) -> tuple[int, int]:
+        """The ideals that can follow these devices: they, and the others, can do the work."""
+        before = sum(n * share for n, share in zip(state, self.share, strict=True))
+        rest = zip(self.counts, state, self.share, strict=True)
+        after = sum((count - n) * share for count, n, share in rest)
+        least = self.pairs.least
+        low = int(np.searchsorted(least, least[-1] - after, side="left"))
+        return low, int(np.searchsorted(least, before, side="right"))
+
+    def advance(self, begin: int, end: int) -> None:
+        """The values of ideals begin … end − 1, those of all before being final."""
+        wanted = [
+            s for s in self.states[1:] if self.window[s][0] < end and self.window[s][1] > begin
+        ]
+        if not wanted:
+            return
+        spans: list[tuple[int, int]] = []
+        for state in wanted:
+            spans += [
+                span for c in range(len(self.counts)) if (span := self._span(state, c, begin, end))
+            ]
+        tables = []
+        for low, high in _merged(spans):
+            rows = self._reached(low, high, begin)
+            if len(rows):
+                tables.append((rows, self.pairs.loads(rows, begin, end)))
+        self.looked += sum(len(rows) for rows, _ in tables) * (end - begin)
+        for state in wanted:
+            for c in range(len(self.counts)):
+                span = self._span(state, c, begin, end)
+                if span is None:
+                    continue
+                for rows, loads in tables:
+                    first, last = np.searchsorted(rows, span)
+                    if first < last:
+                        self._relax(state, c, rows[first:last], loads[c][first:last], begin, end)
+
+    def _span(self, state: tuple[int, ...], c: int, begin: int, end: int) -> tuple[int, int] | None:
+        """Ideals from which a device of class c, the last of `state`, may lead to the block."""
+        if not state[c]:
+            return None
+        low, high = self.window[_less(state, c)]
+        near = self.pairs.least[begin] - self.share[c]
+        low = max(low, int(np.searchsorted(self.pairs.least, near, side="left")))
+        return (low, min(high, end)) if low < min(high, end) else None
+
+    def _reached(self, low: int, high: int, begin: int) -> Ints:
+        """Those of low … high − 1 that some chain leads to; inside the block, all."""
+        reached = np.zeros(high - low, dtype=np.bool_)
+        for state in self.states:
+            if self.window[state][0] < high and self.window[state][1] > low:
+                reached |= self.value[state][low:high] <= self.top
+        reached[max(0, begin - low) :] = True
+        return np.flatnonzero(reached) + low
+
+    def _relax(
+        self, state: tuple[int, ...], c: int, rows: Ints, load: Floats, begin: int, end: int
+    ) -> None:
+        reached = np.maximum(self.value[_less(state, c)][rows][:, None], load)
+        where = reached.argmin(axis=0)
+        best = reached[where, np.arange(end - begin)]
+        value = self.value[state][begin:end]
+        better = (best < value) & (best <= self.top)
+        value[better] = best[better]
+        self.cut[state][begin:end][better] = rows[where[better]]
+        self.kind[state][begin:end][better] = c
+
+    def result(self) -> Chain:
+        state, at = tuple(self.counts), len(self.pairs.ideals) - 1
+        value = self.value[state][at]
+        if value > self.top:
+            free = self.top >= NEVER - 1
+            return Chain(math.inf if free else self.pairs.ints.time(self.top + 1), None)
+        bound = self.pairs.ints.time(int(value))
+        stages: list[tuple[int, int]] = []
+        while any(state):
+            i, c = int(self.cut[state][at]), int(self.kind[state][at])
+            if i != at:
+                stages.append((self.pairs.ideals[at] & ~self.pairs.ideals[i], c))
+            state, at = _less(state, c), i
+        stages.reverse()
+        stage_of = [0] * len(self.problem.sizes)
+        for s, (mask, _) in enumerate(stages):
+            for v in range(len(stage_of)):
+                if mask >> v & 1:
+                    stage_of[v] = s
+        return Chain(bound, Placement(tuple(stage_of), tuple(c for _, c in stages)))
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Overlapping ranges as one."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return found
 
 
 def _less(state: tuple[int, ...], c: int) -> tuple[int, ...]:
     return (*state[:c], state[c] - 1, *state[c + 1 :])
-
-
-class _Pairs:
-    """Loads of pairs of ideals.  Ideals are sorted by least work, which grows with inclusion, so
-    that those within reach of a block lie side by side."""
-
-    def __init__(self, problem: LoadProblem, ideals: list[int], upper: float) -> None:
-        self.problem = problem
-        self.ints = integers(problem, sizes_up=False)
-        n, width = len(problem.sizes), (len(problem.sizes) + 7) // 8
-        raw = b"".join(mask.to_bytes(width, "little") for mask in ideals)
-        packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(ideals), width)
-        held = np.unpackbits(packed, axis=1, bitorder="little")[:, :n].astype(np.float64)
-        least = np.where(self.ints.supported, self.ints.seconds, NEVER).min(axis=0)
-        work = held @ np.where(least < NEVER, least, 0).astype(np.float64)
-        order = np.lexsort((held.sum(axis=1), work))
-        self.ideals = [ideals[i] for i in order]
-        self.least, self.held = work[order], held[order]
-        self.reach = np.ldexp(upper, self.ints.shift) * (1 + 1e-12)
-        self.size = self.held.sum(axis=1)
-        self.work = [self.held @ row.astype(np.float64) for row in self.ints.seconds]
-        self.barred = [self.held @ (~row).astype(np.float64) for row in self.ints.supported]
-        self.bytes = self.held @ self.ints.sizes.astype(np.float64)
-        self.costs = self.ints.costs.astype(np.float64)
-        none, whole, level, weight = [], [], [], []
-        for pins, cost in zip(problem.pins, self.costs, strict=True):
-            count = self.held[:, list(pins)].sum(axis=1)
-            none.append(count == 0)
-            whole.append(count == len(pins))
-            for number in range(len(pins) + 1):
-                level.append(count == number)
-                weight.append(cost)
-        self.none, self.whole = _columns(none, len(ideals)), _columns(whole, len(ideals))
-        self.level, self.weight = _columns(level, len(ideals)), np.array(weight)
-
-    def low(self, begin: int) -> int:
-        """The first ideal that a stage ending in `begin` or later can start from."""
-        return int(np.searchsorted(self.least, self.least[begin] - self.reach))
-
-    def loads(self, low: int, begin: int, end: int) -> list[Floats]:
-        """[class][I, J]: load of J \\ I for J in begin..end and I in low..end."""
-        to, rows = slice(begin, end), slice(low, end)
-        inside = self.held[rows] @ self.held[to].T == self.size[rows, None]
-        moved = self.costs.sum() - self.level[rows] @ (self.level[to] * self.weight).T
-        moved -= self.none[rows] @ (self.whole[to] * self.costs).T
-        held = self.bytes[None, to] - self.bytes[rows, None]
-        tables = []
-        for c, kind in enumerate(self.problem.classes):
-            table = self.work[c][None, to] - self.work[c][rows, None]
-            if kind.transfers:
-                table = table + moved
-            wrong = ~inside | (self.barred[c][None, to] > self.barred[c][rows, None])
-            if (limit := self.ints.limits[c]) is not None:
-                wrong |= held > limit
-            table[wrong] = NEVER
-            table[np.arange(begin - low, end - low), np.arange(end - begin)] = 0
-            tables.append(table)
-        return tables
-
-
-def _columns(columns: list[npt.NDArray[np.bool_]], rows: int) -> Floats:
-    if not columns:
-        return np.zeros((rows, 0))
-    return np.stack(columns, axis=1).astype(np.float64)

@@ -30,6 +30,9 @@ class Integers:
     shift: int  # integer time = time · 2^shift, rounded down
     exact_sizes: bool
 
+    def units(self, value: float) -> int:
+        return math.floor(math.ldexp(value, self.shift))
+
     def time(self, value: int) -> float:
         return math.ldexp(value, -self.shift)
 

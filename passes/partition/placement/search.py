@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pdcompile.answer import ROUNDING
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
+from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain, promising
 from pdcompile.passes.partition.placement.integer_program import prove
 from pdcompile.passes.partition.placement.linear import best_linear
 from pdcompile.passes.partition.placement.loads import Placement, objective
@@ -16,8 +16,10 @@ from pdcompile.passes.partition.placement.orders import around, orders
 from pdcompile.passes.partition.placement.reduce import together, without_zeros
 from pdcompile.placement import LoadProblem
 
-IDEALS = 4_000  # above, pairs of them are too many
-PAIRS = 4e8  # pairs of ideals times device counts
+IDEALS = 100_000  # down-closed sets, listed at most
+CELLS = 2e7  # of the table: down-closed sets times combinations of devices
+FEW = 3_000  # down-closed sets that need no better incumbent first
+PAIRS = 3e8  # of down-closed sets, before the integer program has its turn
 ROUNDS = 5  # of four random orders each
 NEAR = 12  # orders through the cuts of a new incumbent
 EFFORT = 8.0  # CP-SAT's deterministic seconds before the incumbent is looked at again
@@ -150,9 +152,19 @@ class _Search:
         """True when the dynamic program over all ideals settled the matter."""
         found = all_ideals(self.problem, IDEALS)
         devices = math.prod(1 + min(k.count, len(self.problem.sizes)) for k in self.problem.classes)
-        if found is None or len(found) ** 2 * devices > PAIRS:
+        if found is None or len(found) * devices > CELLS:
             return False
-        chain = best_chain(self.problem, found, self.budget, self.upper)
+        if len(found) > FEW:
+            if self.enough == -math.inf:
+                self.linear(orders(self.problem, self.seed, ROUNDS))
+                self.near()
+            few = promising(self.problem, found, FEW)
+            chain = best_chain(self.problem, few, self.budget, self.sought)
+            if chain is not None and chain.placement is not None:
+                self.offer(chain.placement)
+        if self.done:
+            return True
+        chain = best_chain(self.problem, found, self.budget, self.sought, PAIRS)
         if chain is None:
             return False
         self.raise_bound(chain.bound, f"dynamic program over all {len(found)} down-closed sets")
