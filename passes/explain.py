@@ -61,8 +61,8 @@ def explain(
             recompute.
     """
     begin = time.monotonic()
-    problem = problem_of(plan, where)
     refuse_replicas(plan, where)
+    problem = problem_of(plan, where)
     stage_of = assignment(plan, where)
     uses = stage_uses(problem, stage_of)
     objective = measure(problem, stage_of).objective

@@ -101,9 +101,9 @@ def whatif(
         ConfigError: the change names what is not there.
         InfeasibleError: no assignment satisfies the changed limits; says which conflict.
     """
+    refuse_replicas(plan, where)
     problem = problem_of(plan, where)
     stage_of = assignment(plan, where)
-    refuse_replicas(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
     changed, training, cluster, notes = changed_problem(plan, change, now)
     known = plan.forecast if _same_memory(plan, problem, changed, training) else None

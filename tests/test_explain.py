@@ -283,6 +283,14 @@ def test_a_plan_without_problem_says_how_to_get_one(tmp_path: Path, call: Call) 
         explain(plan)
 
 
+def test_replicas_and_recomputation_are_told(tmp_path: Path, call: Call) -> None:
+    plan = planned(chain(6), Cluster.local(2))
+    again = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
+    code, out, _ = call("explain", write(again, tmp_path))
+    assert code == 0
+    assert "cannot be told: stage 0 recomputes" in out
+
+
 def test_a_negative_time_limit_is_refused(tmp_path: Path, call: Call) -> None:
     path = write(planned(chain(4), Cluster.local(2)), tmp_path)
     assert call("explain", path, "--time-limit", "-1")[0] == 2

@@ -31,7 +31,8 @@ def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
         raise PlanError(
             "the plan does not hold the problem that the planner solved: costs, traffic and limits",
             where=f"{where}: problem",
-            remedy="make the plan again with this version: pdcompile plan TARGET -o plan.json",
+            remedy="make the plan again with this version, one device a stage, schedule and "
+            "microbatches given: pdcompile plan TARGET -o plan.json",
         )
     return plan.problem
 
