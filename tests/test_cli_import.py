@@ -62,8 +62,8 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[s
     def use(answer: Answer) -> list[dict[str, Any]]:
         seen: list[dict[str, Any]] = []
 
-        def solver(options: dict[str, Any], progress: Any, limits: dict[str, Any]) -> Any:
-            seen.append(options | limits | {"progress": progress})
+        def solver(options: dict[str, Any], limits: Callable[[], dict[str, Any]]) -> Any:
+            seen.append(options | limits())
             return answer, 16.5
 
         monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
@@ -302,16 +302,16 @@ from pdcompile.answer import Answer
 from pdcompile.cli import importing, main
 from pdcompile.passes.partition.budget import Budget
 
-def search(options, progress, limits):
-    with Budget(limits["time_limit"]) as budget:
-        progress(3.0, 2.0)
+def search(options, limits):
+    with Budget(60) as budget:
+        limits()["progress"](3.0, 2.0)
         while not budget.late:
             time.sleep(0.01)
     assert budget.stopped
     return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous"), None
 
 importing.SOLVERS["device-placement"] = search
-main(["plan", "--import", "device-placement", "f.json", "--time-limit", "60", "--json"])
+main(["plan", "--import", "device-placement", "f.json", "--json"])
 """
 
 
@@ -332,6 +332,20 @@ def test_ctrl_c_ends_the_search_with_the_best_plan() -> None:
     assert child.returncode == 0
     assert "best 3, bound 2, gap 33 %" in seen
     assert (document["status"], document["objective"], document["bound"]) == ("feasible", 3.0, 2.0)
+
+
+def test_ctrl_c_before_the_search_leaves_no_time_for_it(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solver(options: dict[str, Any], limits: Callable[[], dict[str, Any]]) -> Any:
+        assert limits()["time_limit"] == 60
+        signal.raise_signal(signal.SIGINT)  # while the file is read
+        assert limits()["time_limit"] == 0
+        return PLANNED, None
+
+    monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
+    code, out, _ = call(*PLACEMENT, "--time-limit", "60", "--json")
+    assert (code, json.loads(out)["status"]) == (0, "feasible")
 
 
 NEEDED = {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from pdcompile.answer import Answer, Progress
+from pdcompile.answer import Answer
 from pdcompile.cli.import_options import (
     check_seed,
     parse_bandwidth,
@@ -25,6 +25,7 @@ from pdcompile.cli.import_options import (
 from pdcompile.cli.output import EXIT_INFEASIBLE
 from pdcompile.errors import PdcompileError
 
+Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
 Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
 Read = TypeVar("Read")
@@ -75,16 +76,20 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
         ConfigError: a malformed option.
         PdcompileError: what the reader refuses in the file.
     """
+    from pdcompile.passes.partition.budget import Budget
     from pdcompile.report.search_line import searching
 
     begin = time.monotonic()
-    limits = {
-        "time_limit": parse_time_limit(options["time_limit"]),
-        "seed": check_seed(options["seed"]),
-    }
+    time_limit, seed = parse_time_limit(options["time_limit"]), check_seed(options["seed"])
     try:
-        with searching() as progress:
-            answer, limit = SOLVERS[kind](options, progress, limits)
+        with Budget() as until_search, searching() as progress:
+
+            def limits() -> dict[str, Any]:
+                # Ctrl-C while reading: what a search finds at once is the answer.
+                seconds = 0.0 if until_search.stopped else time_limit
+                return {"time_limit": seconds, "seed": seed, "progress": progress}
+
+            answer, limit = SOLVERS[kind](options, limits)
     except PdcompileError as error:
         error.remedy = error.remedy or f"--import {kind} reads {FILES[kind]}"
         raise
@@ -95,19 +100,15 @@ def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
     return None if value is None else read(value)
 
 
-def _device_placement(
-    options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
-) -> Solved:
+def _device_placement(options: dict[str, Any], limits: Limits) -> Solved:
     from pdcompile.imports import device_placement
     from pdcompile.passes.partition.placement import place
 
     problem = device_placement.read(Path(options["target"]))
-    return place(problem, progress=progress, **limits), problem.classes[0].memory
+    return place(problem, **limits()), problem.classes[0].memory
 
 
-def _pipedream(
-    options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]
-) -> Solved:
+def _pipedream(options: dict[str, Any], limits: Limits) -> Solved:
     levels = parse_levels(options["cluster"], options["bandwidth"])
     compression = parse_compression(options["activation_compression"])
     limit = _given(parse_memory, options["memory"])
@@ -124,10 +125,10 @@ def _pipedream(
         memory_bytes=limit,
         activation_compression=compression,
     )
-    return hierarchy.solve(problem, progress=progress, **limits), limit
+    return hierarchy.solve(problem, **limits()), limit
 
 
-def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str, Any]) -> Solved:
+def _piper(options: dict[str, Any], limits: Limits) -> Solved:
     devices = _given(parse_devices, options["devices"])
     memory = _given(parse_memory, options["memory"])
     batch = _given(parse_batch, options["batch"])
@@ -143,7 +144,7 @@ def _piper(options: dict[str, Any], progress: Progress | None, limits: dict[str,
         batch=batch,
         bytes_per_second=bandwidth,
     )
-    return menu.solve(problem, progress=progress, **limits), problem.memory_bytes
+    return menu.solve(problem, **limits()), problem.memory_bytes
 
 
 SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}
