@@ -1,0 +1,3 @@
+"""Placement at scale: thousands of groups, thousands of devices."""
+
+from pdcompile.passes.partition.placement.large.solve import solve as solve
