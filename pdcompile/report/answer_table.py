@@ -22,8 +22,8 @@ STYLES = {"optimal": "bold green", "feasible": "bold yellow"}
 HEADINGS = {
     "device": "device",
     "replicas": "replicas",
-    "data_parallel": "data parallel",
-    "tensor_parallel": "tensor parallel",
+    "data_parallel": "data",
+    "tensor_parallel": "tensor",
     "compute_seconds": "compute",
     "all_reduce_seconds": "all-reduce",
     "boundary_seconds": "boundary",
@@ -67,7 +67,8 @@ def stage_table(stages: Sequence[StageAnswer], unit: str) -> Table:
     columns += sorted(used - set(HEADINGS))
     for name in columns:
         heading = HEADINGS.get(name, name.removesuffix("_seconds").replace("_", " "))
-        table.add_column(heading, justify="left" if name == "device" else "right")
+        words = name in ("device", "variants")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
     for index, (stage, row) in enumerate(zip(stages, rows, strict=True)):
         table.add_row(
             str(index),
@@ -112,8 +113,8 @@ def verdict(answer: Answer, unit: str) -> Text:
     text.append(answer.status, style=STYLES.get(answer.status, "bold red"))
     if answer.objective is not None:
         assert answer.gap is not None
-        text.append(f": {_number(answer.objective, unit)}")
-        text.append(f", lower bound {_number(answer.bound, unit)}, gap {100 * answer.gap:.2g} %")
+        shown = [f"{value:.8g} {unit}".strip() for value in (answer.objective, answer.bound)]
+        text.append(f": {shown[0]}, lower bound {shown[1]}, gap {100 * answer.gap:.2g} %")
     if answer.reason:
         text.append(f": {answer.reason}")
     text.append(f"; by {answer.prover} in {format_seconds(answer.seconds)}; scope: {answer.scope}")
