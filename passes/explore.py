@@ -18,10 +18,11 @@ from itertools import count
 
 from pdcompile.cluster import Cluster
 from pdcompile.constraints import Constraint
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.graph import OpGraph
 from pdcompile.passes.assemble import assemble
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.costs import residents
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
@@ -91,9 +92,7 @@ class Explorer:
     seed: int
     progress: Progress
     budget: Budget
-    best: Candidate | None = None
-    seconds: float = math.inf  # of a step
-    plan: Plan | None = None
+    found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
     tried: int = 0
     seen: set[Candidate] = field(default_factory=set)
@@ -117,7 +116,7 @@ class Explorer:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
     def _below(self) -> float:
-        return self.seconds * (1 - EXACT)
+        return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
 
     # -- branches ----------------------------------------------------------------------------
 
@@ -248,13 +247,22 @@ class Explorer:
         measured = measure(problem, self.cluster, candidate)
         if measured.seconds * branch.scale >= self._below():
             return
-        seconds = seconds_of(problem, self.cluster, candidate, measured) * branch.scale
+        seconds = seconds_of(problem, self.cluster, candidate, measured, self._held) * branch.scale
         if seconds >= self._below():
             return
-        plan = self._plan(problem, candidate)
-        if self._fits(plan):
-            self.best, self.seconds, self.plan = candidate, seconds, plan
-            self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
+        self.found.append((seconds, candidate))
+        self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
+
+    def _held(self, candidate: Candidate) -> list[tuple[int, int]]:
+        """Saved bytes and workspace of each stage, from its ops: items do not add up."""
+        graph = self.graph_at(candidate.setting.num_microbatches)
+        problem = self.grounds[candidate.setting.num_microbatches].problem
+        pairs = zip(problem.items, candidate.stage_of, strict=True)
+        stage_of = {name: s for item, s in pairs for name in item.ops}
+        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+        stages = [stage_of[op.name] for op in graph.ops]
+        found = residents(graph, stages, len(candidate.options), b)
+        return [(one.saved_bytes, one.workspace_bytes) for one in found]
 
     # -- plans -------------------------------------------------------------------------------
 
@@ -292,31 +300,34 @@ class Explorer:
         return True
 
     def result(self) -> Explored:
-        """The best plan with its certificate.  Raises InfeasibleError when there is none."""
-        if self.best is None or self.plan is None:
-            proved = self.floor == math.inf
-            raise does_not_fit(self.grounds, self.cluster, self.space, self.training, proved=proved)
-        setting = self.best.setting
-        problem = self.grounds[setting.num_microbatches].problem
-        broken = violations(problem, self.cluster, self.best)
-        assert not broken, broken
-        every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
-        certificate = Certificate(
-            objective_seconds=self.seconds / every,
-            bound_seconds=min(self.floor, self.seconds) / every,
-            status="feasible",
-            prover=PROVER,
-            seconds=self.budget.spent,
-            scope=f"{problem.scope}; {self.scope()}",
-        )
-        if certificate.gap == 0:
-            certificate = replace(certificate, status="optimal")
-        plan = replace(
-            self.plan,
-            certificate=certificate,
-            notes=(*self.plan.notes, *self._notes(self.best)),
-        )
-        return Explored(plan, problem, self.best)
+        """The best plan with its certificate.  Raises InfeasibleError when there is none.
+
+        Should the ledger of a plan exceed a device after all, the next best is taken, and the
+        bound remains.
+        """
+        for seconds, candidate in reversed(self.found):
+            setting = candidate.setting
+            problem = self.grounds[setting.num_microbatches].problem
+            plan = self._plan(problem, candidate)
+            if not self._fits(plan):
+                continue
+            for broken in violations(problem, self.cluster, candidate):
+                raise PlanError(f"internal error: the search's answer breaks its rules: {broken}")
+            every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
+            certificate = Certificate(
+                objective_seconds=seconds / every,
+                bound_seconds=min(self.floor, self.found[-1][0]) / every,
+                status="feasible",
+                prover=PROVER,
+                seconds=self.budget.spent,
+                scope=f"{problem.scope}; {self.scope()}",
+            )
+            if certificate.gap == 0:
+                certificate = replace(certificate, status="optimal")
+            notes = (*plan.notes, *self._notes(candidate))
+            return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
+        proved = self.floor == math.inf
+        raise does_not_fit(self.grounds, self.cluster, self.space, self.training, proved=proved)
 
     def scope(self) -> str:
         """What the certificate speaks of, besides coarsening."""

@@ -159,10 +159,10 @@ def make_plan(
         plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
         return replace(plan, forecast=simulate(plan).forecast), answer
 
-    plan = step("plan", lambda: fit(problem, solve))
+    plan = step("plan", lambda: replace(fit(problem, solve), problem=problem))
     check_plan(plan, graph, chosen.cluster)
     notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
-    return replace(plan, notes=notes, problem=problem)
+    return replace(plan, notes=notes)
 
 
 def compile(

@@ -34,4 +34,4 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
     if setting.schedule == "gpipe":
         return share - 1
     depth = apart * after if straight else ((1 + apart) * after + replicas - 1) // replicas
-    return min(depth, share - 1)
+    return min(depth, share - 1) if setting.schedule == "1f1b" else min(depth, m // replicas)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.layout import GRADIENT_SLOTS, LOOKAHEAD, SCHEDULES
-from pdcompile.passes.partition.loads import always_linked
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.depths import least_depth, most_depth
+from pdcompile.passes.partition.space.paths import Paths
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
 from pdcompile.space import Setting
@@ -60,11 +60,29 @@ class Matrices:
     def bound(self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool) -> Matrix:
         """What the candidate's objective is at least, given such a stage and its `load`.
 
-        Without a flush seconds per microbatch; with one seconds of the minibatch.
+        Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
+        those that are in flight.  With one seconds of the minibatch: what runs before, a
+        replica's microbatches one after the other, the reduction or what runs after.
         """
+        own = self._compute(seats, p, r, rows, again)
+        paths, v = self._paths, seats.fastest
+        before, behind, back = (
+            (table if len(table) == 1 else table[rows]) / v
+            for table in (paths.before, paths.behind, paths.back)
+        )
+        share, depth = -(-self.setting.num_microbatches // r), self.depth(seats, p, r, most=True)
+        f = self.segments.forward[rows] / seats.speed(p, r)
         if SCHEDULES[self.setting.schedule][0]:
-            return load
-        return self._flush(seats, p, r, rows, load, again)
+            trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
+            return trip
+        # Until its first backward a replica does depth + 1 forwards, and at the end so many
+        # backwards; in between one microbatch goes all the way to the end and back.
+        reduction = self.setting.num_microbatches * self._reduction(seats, p, r, rows)
+        through = own + behind + (share - 1) * np.maximum(f, own - f)
+        through = through + max(share - 1 - depth, 0) * np.minimum(f, own - f)
+        result: Matrix = before + np.maximum(share * own, through)
+        result = np.maximum(result + back, before + share * own + reduction)
+        return np.where(np.isfinite(load), result, np.inf)
 
     # -- seconds -----------------------------------------------------------------------------
 
@@ -72,30 +90,6 @@ class Matrices:
         forward, backward = self.segments.forward[rows], self.segments.backward[rows]
         result: Matrix = (forward + backward + np.where(again, forward, 0.0)) / seats.speed(p, r)
         return result
-
-    def _flush(
-        self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool
-    ) -> Matrix:
-        """Seconds of a minibatch, at least.
-
-        A replica's own microbatches one after the other, and the reduction.  Where every stage
-        waits for its neighbours also what runs before the first and after the last of them.
-        """
-        m, segments = self.setting.num_microbatches, self.segments
-        share = -(-m // r)
-        own = self._compute(seats, p, r, rows, again)
-        reduction = m * self._reduction(seats, p, r, rows)
-        result: Matrix = share * own + reduction
-        if self._linked:
-            speed = seats.speed(p, r)
-            before_f = segments.forward[0][rows, None] / seats.fastest
-            before = (segments.forward + segments.backward)[0] / seats.fastest
-            result = np.maximum(before_f + result, before[rows, None] + share * own)
-            f = segments.forward[rows] / speed
-            rest = share - 1 - self.depth(seats, p, r, most=True)
-            ends = before[-1] + (share - 1) * np.maximum(f, own - f)
-            result = np.maximum(result, ends + max(rest, 0) * np.minimum(f, own - f))
-        return np.where(np.isfinite(load), result, np.inf)
 
     def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
         """Seconds per microbatch of the stage's all-reduce."""
@@ -121,9 +115,8 @@ class Matrices:
         return replace(self.segments, model=replace(model, problem=problem), _links={}).transfer(1)
 
     @cached_property
-    def _linked(self) -> bool:
-        model = self.segments.model
-        return always_linked(model, "forward") and always_linked(model, "backward")
+    def _paths(self) -> Paths:
+        return Paths.of(self.segments)
 
     # -- memory and what is allowed --------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from pdcompile.passes.partition.space.evaluate import (
 )
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.partition.space.sketch import forecast
+from pdcompile.passes.partition.space.sketch import Held, forecast
 from pdcompile.passes.schedules import warmup
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
@@ -178,19 +178,30 @@ class Pipelines:
 
 
 def seconds_of(
-    problem: PartitionProblem, cluster: Cluster, candidate: Candidate, found: Measured
+    problem: PartitionProblem,
+    cluster: Cluster,
+    candidate: Candidate,
+    found: Measured,
+    held: Held | None = None,
 ) -> float:
     """The objective of a candidate: exact where it is straight, else what the simulator says.
 
     Without a flush the simulator's seconds per microbatch or the closed form, whichever is more:
-    the simulator lets a rank use several links at once, and reductions none.
+    the simulator lets a rank use several links at once, and reductions none.  Infinite where the
+    ledger of the schedule exceeds the memory of a device.
     """
+    limits = [device.memory_bytes for device in cluster.devices]
+    if candidate.straight and not any(limit is not None for limit in limits):
+        return found.seconds
+    told = forecast(problem, cluster, candidate, held)
+    for ledger, limit in zip(told.ledgers, limits, strict=False):
+        if limit is not None and ledger.total_bytes > limit:
+            return float("inf")
     if candidate.straight:
         return found.seconds
-    seconds = forecast(problem, cluster, candidate).step_seconds
     if SCHEDULES[candidate.setting.schedule][0]:
-        return max(found.seconds, seconds / candidate.setting.num_microbatches)
-    return seconds
+        return max(found.seconds, told.step_seconds / candidate.setting.num_microbatches)
+    return told.step_seconds
 
 
 def best(
@@ -219,8 +230,9 @@ def best(
         if candidate is not None:
             measured = measure(problem, cluster, candidate)
             seconds = measured.seconds
-            if simulated and (not found or seconds < found[-1][0]):
+            least = found[-1][0] if found else float("inf")
+            if simulated and seconds < least:
                 seconds = seconds_of(problem, cluster, candidate, measured)
-            if not found or seconds < found[-1][0]:
+            if seconds < least:
                 found.append((seconds, candidate))
     return found[-1] if found else None

@@ -1,0 +1,213 @@
+"""The search over the whole space: certificates, unlike devices, idle ranks, what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.constraints import MaxStages, Pin
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.graph import OpGraph
+from pdcompile.passes.check import check as check_schedule
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.explore import Explored, explore
+from pdcompile.passes.partition.space import measure
+from pdcompile.passes.partition.space.arrangements import MAX_ARRANGEMENTS, arrangements
+from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan, Training, check
+from pdcompile.problem import StageLimits
+from pdcompile.space import SearchSpace, Setting
+from tests.helpers.graphs import chain, residual
+from tests.helpers.spaces import every_candidate
+
+BATCH = 8
+GraphAt = Callable[[int], OpGraph]
+
+
+def at(graph: OpGraph) -> GraphAt:
+    """The graph with costs that grow with the microbatch, and a part that does not."""
+
+    @cache
+    def found(m: int) -> OpGraph:
+        size = BATCH // m
+        ops = []
+        for n, op in enumerate(graph.ops):
+            assert op.cost is not None
+            seconds = (0.2 + size / 4) * (1 + n % 3)
+            cost = replace(
+                op.cost,
+                forward_seconds=seconds,
+                backward_seconds=2 * seconds,
+                microbatch_size=size,
+            )
+            ops.append(replace(op, cost=cost))
+        return replace(graph, ops=tuple(ops))
+
+    return found
+
+
+def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> Explored:
+    training = Training(batch_size=BATCH, **more.pop("training", {}))
+    return explore(at(graph), cluster, space, training, **more)
+
+
+def cluster_of(*devices: Device, rate: float = 1e3, latency: float = 0.0) -> Cluster:
+    return Cluster(devices, (Level("link", len(devices), rate, latency),))
+
+
+def step_seconds(plan: Plan) -> float:
+    every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
+    return plan.certificate.objective_seconds * every
+
+
+ANY = SearchSpace("any", (False, True), ("1f1b", "gpipe", "2bw"), (2, 4, 8), (0, 1))
+SPACES = [
+    ANY,
+    SearchSpace("equal", (False,), ("1f1b", "2bw"), (4, 8)),
+    SearchSpace("1", (True,), ("1f1b", "gpipe"), (4,), (0, 1)),
+    replace(ANY, stages=2),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+@pytest.mark.parametrize("make", [chain, residual])
+def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpace) -> None:
+    graph, cluster = make(), cluster_of(*(Device(),) * 4)
+    found = explored(graph, cluster, space)
+    plan, m = found.plan, found.plan.training.num_microbatches
+    assert Plan.from_json(plan.to_json()) == plan
+    check(plan, at(graph)(m), cluster)
+    check_schedule(plan)
+    assert m in space.microbatches
+    assert plan.training.schedule in space.schedules
+    assert space.stages in (None, len(plan.stages))
+    assert all(stage.recompute in space.recompute for stage in plan.stages)
+    if space.replicas != "any":
+        assert len({stage.replicas for stage in plan.stages}) == 1
+    told = simulate(plan).forecast.step_seconds
+    assert step_seconds(plan) == pytest.approx(told, rel=0.05)
+
+
+def test_nothing_of_the_space_is_better() -> None:
+    graph, cluster = chain(3), cluster_of(*(Device(),) * 3, rate=1e2)
+    space = SearchSpace("any", (False,), ("1f1b", "2bw"), (2, 4), (0, 1))
+    plan = explored(graph, cluster, space, time_limit=200).plan
+    best = float("inf")
+    for m, schedule, extra in itertools.product((2, 4), space.schedules, (0, 1)):
+        problem = coarsen(at(graph)(m), (StageLimits(),) * 3, num_microbatches=m)
+        setting = Setting(schedule, m, extra)
+        for used in (1, 2, 3):
+            ranks = tuple(range(used))
+            for one in every_candidate(problem, space, setting, ranks, (1, 2, 3)):
+                every = m if schedule == "2bw" else 1
+                closed = measure(problem, cluster, one)
+                if closed.seconds * every < best:
+                    best = min(best, seconds_of(problem, cluster, one, closed) * every)
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
+    assert step_seconds(plan) == pytest.approx(best)
+
+
+def test_unlike_devices_take_the_positions_that_suit_them() -> None:
+    """The fast device gets the heavy end of the chain, wherever its rank is."""
+    graph = chain(6)
+    slow, fast = Device(speed=1.0), Device(speed=4.0)
+    space = SearchSpace("1", (False,), ("2bw",), (8,), stages=3)
+    times = set()
+    for devices in ((fast, slow, slow), (slow, fast, slow), (slow, slow, fast)):
+        cluster = cluster_of(*devices, rate=float("inf"))
+        plan = explored(graph, cluster, space).plan
+        check(plan, at(graph)(8), cluster)
+        assert plan.certificate.status == "optimal"
+        assert "all orders of unlike devices (3)" in plan.certificate.scope
+        times.add(round(step_seconds(plan), 9))
+    assert len(times) == 1
+
+
+def test_arrangements() -> None:
+    a, b = Device(speed=1.0), Device(speed=2.0)
+    assert arrangements(cluster_of(a, a, a)) == (((0, 1, 2),), True)
+    found, every = arrangements(cluster_of(a, b, a))
+    assert every
+    assert sorted(found) == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    many, every = arrangements(cluster_of(*(a, b) * 6))
+    assert not every
+    assert 1 < len(many) < MAX_ARRANGEMENTS
+    assert all(sorted(order) == list(range(12)) for order in many)
+
+
+def test_ranks_that_only_slow_down_stay_idle() -> None:
+    graph = chain(2)
+    cluster = cluster_of(*(Device(),) * 4, rate=1.0)
+    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,))).plan
+    assert plan.num_ranks < 4
+    assert any("stay idle" in note for note in plan.notes)
+    check(plan, at(graph)(4), cluster)
+
+
+def fitting(graph: OpGraph, limit: int, space: SearchSpace) -> Plan | None:
+    cluster = cluster_of(*(Device("cpu", limit),) * 2)
+    try:
+        plan = explored(graph, cluster, space).plan
+    except InfeasibleError:
+        return None
+    check(plan, at(graph)(8), cluster)
+    return plan
+
+
+def test_memory_chooses_recomputation_and_names_what_lacks() -> None:
+    graph = chain(6)
+    space = SearchSpace("1", (False, True), ("gpipe",), (8,), stages=2)
+    loose = explored(graph, cluster_of(*(Device(),) * 2), space).plan
+    assert not any(stage.recompute for stage in loose.stages)
+    assert loose.forecast is not None
+    most = max(ledger.total_bytes for ledger in loose.forecast.ledgers)
+    found = set()
+    for percent in range(96, 40, -4):
+        limit = most * percent // 100
+        plan = fitting(graph, limit, space)
+        if plan is not None:
+            assert plan.forecast is not None
+            assert all(ledger.total_bytes <= limit for ledger in plan.forecast.ledgers)
+            found.add(sum(stage.recompute for stage in plan.stages))
+    assert max(found) > 0
+    tiny = cluster_of(*(Device("cpu", most // 10),) * 2)
+    with pytest.raises(InfeasibleError, match="times that") as caught:
+        explored(graph, tiny, space)
+    assert "raise memory to" in (caught.value.remedy or "")
+
+
+def test_constraints() -> None:
+    graph, cluster = chain(6), cluster_of(*(Device(),) * 4)
+    space = SearchSpace("any", (False,), ("2bw",), (8,))
+    last = graph.ops[-2].name
+    with pytest.raises(ConfigError, match="stages by number"):
+        explored(graph, cluster, space, constraints=(Pin(graph.ops[0].name, 1),))
+    capped = explored(graph, cluster, space, constraints=(MaxStages(2),)).plan
+    assert len(capped.stages) <= 2
+    three = replace(space, stages=3)
+    plan = explored(graph, cluster, three, constraints=(Pin(last, 1),)).plan
+    assert last in plan.stages[1].ops
+    assert len(plan.stages) == 3
+
+
+def test_spaces_that_are_none() -> None:
+    for wrong in ({"replicas": "2"}, {"recompute": ()}, {"schedules": ("zb",)}, {"stages": 0}):
+        with pytest.raises(ConfigError, match="no choice"):
+            SearchSpace(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_certificate_that_promises_more_is_refused() -> None:
+    graph, cluster = chain(), cluster_of(*(Device(),) * 4)
+    plan = explored(graph, cluster, SearchSpace("any", (False,), ("1f1b",), (4,))).plan
+    assert any(stage.replicas > 1 for stage in plan.stages)
+    less = plan.certificate.objective_seconds * 0.99
+    lying = replace(plan.certificate, objective_seconds=less, bound_seconds=less)
+    with pytest.raises(PlanError, match="the stages take"):
+        check(replace(plan, certificate=lying), at(graph)(4), cluster)
