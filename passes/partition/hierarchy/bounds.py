@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.hierarchy.closures import least_boundaries, parameter_ranges
 from pdcompile.passes.partition.hierarchy.recursion import Level
 from pdcompile.passes.partition.hierarchy.search import operations, search
 from pdcompile.passes.partition.hierarchy.states import Dag, Floats, Segments, membership
 
-BUCKETS = 400
+BUCKETS = 800
 AFFORDABLE = 2.5e9  # nanoseconds of one core, roughly
 ROUNDING = 1e-10  # of all work: sums in another order stay within it
 
@@ -68,9 +69,13 @@ def relaxation(dag: Dag, size: int) -> Segments:
     nested = np.triu(np.ones_like(between, bool), 1)
     seconds = np.where(nested, np.maximum(np.maximum(spread, between), 0), np.inf)
     seconds[0, -1] = float(dag.seconds.sum())
-    parameters = np.where(nested, (before * dag.parameters) @ behind.T, 0)
+    least, most = parameter_ranges(dag, buckets.inside, buckets.outside, buckets.low, buckets.high)
+    sure = (before * dag.parameters) @ behind.T
+    parameters = np.where(nested, np.maximum(sure, least[None, :] - most[:, None]), 0)
     held = np.where(nested, (before * (dag.parameters + dag.activations)) @ behind.T, 0)
-    return Segments(seconds, parameters, held, _boundaries(dag, buckets))
+    return Segments(
+        seconds, parameters, held, least_boundaries(dag, buckets.inside, buckets.outside)
+    )
 
 
 def _atoms(dag: Dag, size: int) -> _Buckets:
@@ -124,12 +129,3 @@ def _merge(dag: Dag, atoms: _Buckets, size: int) -> _Buckets:
         inside=np.concatenate([np.zeros((1, nodes), bool), inside, np.ones((1, nodes), bool)]),
         outside=np.concatenate([np.ones((1, nodes), bool), outside, np.zeros((1, nodes), bool)]),
     )
-
-
-def _boundaries(dag: Dag, buckets: _Buckets) -> Floats:
-    """Bytes of values that surely cross every cut of a bucket."""
-    consumers = membership(dag, dag.after)  # [node, consumer]
-    crossing = (buckets.outside.astype(float) @ consumers.T) > 0
-    cut: Floats = (buckets.inside & crossing) @ dag.activations
-    cut[[0, -1]] = 0
-    return cut

@@ -10,6 +10,7 @@ from pdcompile.answer import Answer, LevelAnswer, Progress, StageAnswer, relativ
 from pdcompile.errors import PlanError
 from pdcompile.hierarchy import HierarchyProblem
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.hierarchy.antichains import walked
 from pdcompile.passes.partition.hierarchy.bounds import BUCKETS, relaxation, relaxed
 from pdcompile.passes.partition.hierarchy.candidates import Pool
 from pdcompile.passes.partition.hierarchy.evaluate import Evaluation, evaluate
@@ -29,8 +30,9 @@ from pdcompile.passes.partition.hierarchy.states import (
     undominated,
 )
 
-ENUMERATED = 40_000  # down-closed sets that are listed before they are thought too many
-AFFORDABLE = 6e9  # nanoseconds of one core, roughly, for a search over all states
+ENUMERATED = 20_000  # down-closed sets that are listed before they are thought too many
+WALKED = 2_500  # states of PipeDream's own walk that one search may take
+AFFORDABLE = 8e9  # nanoseconds of one core, roughly, for a search over all states
 ROUNDS = 4e9  # the same, for all rounds over chosen states
 
 
@@ -105,16 +107,14 @@ class _Solver:
 
     def _all_states(self, *, memory: bool) -> _Family | None:
         """Every state that an optimal plan may need, or None when they are too many."""
-        lattice = lattice_of(self.dag, ENUMERATED)
+        lattice = lattice_of(self.dag, ENUMERATED, memory=memory)
         if lattice is None:
             return None
         sets = arrange(self.dag, undominated(self.dag, lattice, memory=memory))
         counts = [level.count for level in self.levels]
         if operations(len(sets), counts, self.problem.straight) > AFFORDABLE:
             return None
-        text = f"all {len(lattice.sets)} down-closed sets"
-        if len(sets) < len(lattice.sets):
-            text += f" ({len(sets)} after dominance)"
+        text = f"all down-closed sets ({len(sets)} after dominance)"
         return _Family(sets, segments_of(self.dag, sets), text, complete=True)
 
     # Searches
@@ -180,22 +180,26 @@ class _Solver:
     def _rounds(self, run: Callable[[Segments], Outcome]) -> None:
         """Search chosen states, then more of them around the cuts of the best plan."""
         counts = [level.count for level in self.levels]
-        pool = Pool(self.dag, counts, self.problem.straight, self.seed)
+        straight = self.problem.straight
+        pool = Pool(self.dag, counts, straight, self.seed)
+        chosen = walked(self.dag, WALKED)
+        if chosen is None or operations(len(chosen), counts, straight) > AFFORDABLE:
+            chosen = pool.states()
+        else:
+            self.provers.append(f"the {len(chosen)} states of PipeDream's walk among the chosen")
         spent = 0.0
         visited = 0
-        while spent < ROUNDS:
-            sets = arrange(self.dag, pool.states())
-            if spent and self.budget.late:
-                break
+        while True:
+            sets = arrange(self.dag, chosen)
             outcome = run(segments_of(self.dag, sets))
             better = self._keep(sets, outcome)
             visited += 1
-            spent += operations(len(sets), counts, self.problem.straight)
-            if self._closed():
+            spent += operations(len(sets), counts, straight)
+            if self._closed() or self.budget.late or spent > ROUNDS:
                 break
-            cuts = _cuts(outcome.parts or (), sets)
-            if not pool.refine(cuts, better=better):
+            if not pool.refine(_cuts(outcome.parts or (), sets), better=better):
                 break
+            chosen = pool.states()
         self.provers.append(f"dynamic programs over chosen states, {visited} rounds")
 
     # Results

@@ -122,36 +122,73 @@ def dag_of(graph: ProfileGraph) -> Dag:
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """All down-closed sets, the empty one first, and what adding one node leads to."""
+    """Down-closed sets, the empty one first, and what adding one node leads to."""
 
     sets: tuple[int, ...]
     add: NDArray[np.int32]  # [set, node] -> set with that node; −1 where it cannot be added
     boundary: Floats
+    eager: tuple[int, ...]  # nodes that are in every set but the empty one that may hold them
 
 
-def lattice_of(dag: Dag, limit: int) -> Lattice | None:
-    """All down-closed sets, or None when there are more than `limit`."""
+def eager_nodes(dag: Dag, *, memory: bool) -> tuple[int, ...]:
+    """Nodes that some optimal plan runs as early as it can, so that no cut needs to go before.
+
+    A node without time and parameters can go to the earliest stage that has all its inputs, on
+    every level at once: stages keep their times, and the cuts stay a chain.  No boundary grows
+    when (a) neither the node nor any ancestor that it augments has bytes, or (b) all its inputs
+    feed nothing else and have together at least its bytes: they are maximal before, hence
+    counted, and no longer after, and what the node augments, one of them augmented already.
+    Where memory counts, only nodes without activation move: (a).
+    """
+    found = []
+    for v in range(dag.size):
+        if dag.seconds[v] or dag.parameters[v]:
+            continue
+        inputs = list(members(dag.before[v]))
+        light = not dag.activations[v] and not any(
+            dag.activations[u] for u in members(dag.exposed[v])
+        )
+        only = all(dag.after[u] == 1 << v for u in inputs)
+        sums = math.fsum(dag.activations[u] for u in inputs)
+        if light or (not memory and inputs and only and sums >= dag.activations[v]):
+            found.append(v)
+    return tuple(found)
+
+
+def lattice_of(dag: Dag, limit: int, *, memory: bool) -> Lattice | None:
+    """All down-closed sets that `eager_nodes` leaves, or None when there are more than `limit`."""
+    eager = eager_nodes(dag, memory=memory)
+    pull = sum(1 << v for v in eager)
     index = {0: 0}
     sets = [0]
     ready = [sum(1 << v for v in range(dag.size) if not dag.before[v])]
     links: list[tuple[int, int, int]] = []
     for here, down_set in enumerate(sets):  # grows while it is walked
         for v in members(ready[here]):
-            larger = down_set | 1 << v
+            larger, open_nodes = _with(dag, down_set, ready[here], v)
+            while pulled := open_nodes & pull:
+                first = pulled.bit_length() - 1
+                larger, open_nodes = _with(dag, larger, open_nodes, first)
             there = index.get(larger)
             if there is None:
                 there = index[larger] = len(sets)
                 if there >= limit:
                     return None
                 sets.append(larger)
-                fresh = sum(1 << u for u in members(dag.after[v]) if not dag.before[u] & ~larger)
-                ready.append(ready[here] & ~(1 << v) | fresh)
+                ready.append(open_nodes)
             links.append((here, v, there))
     add = np.full((len(sets), dag.size), -1, np.int32)
     steps = np.array(links, np.int64).reshape(-1, 3)
     add[steps[:, 0], steps[:, 1]] = steps[:, 2]
     boundary = np.array([dag.boundary(down_set) for down_set in sets])
-    return Lattice(tuple(sets), add, boundary)
+    return Lattice(tuple(sets), add, boundary, eager)
+
+
+def _with(dag: Dag, down_set: int, ready: int, node: int) -> tuple[int, int]:
+    """The set with one more node, and the nodes that can be added next."""
+    larger = down_set | 1 << node
+    fresh = sum(1 << u for u in members(dag.after[node]) if not dag.before[u] & ~larger)
+    return larger, ready & ~(1 << node) | fresh
 
 
 def undominated(dag: Dag, lattice: Lattice, *, memory: bool) -> list[int]:
@@ -159,10 +196,11 @@ def undominated(dag: Dag, lattice: Lattice, *, memory: bool) -> list[int]:
 
     For a node v without time and parameters (and, where memory counts, without activation), the
     map "add v where it can be added" grows with its argument, as does "take v out where nothing
-    above it is in": applied to all cuts of a plan it gives a chain again, whose stages have the
-    same times and parameters.  So when it maps the sets that are left into themselves and
-    raises no boundary, only its images are needed.  A stage that it empties is dropped, which
-    frees workers, and makes a later stage the first one, whose terms are the smaller ones.
+    above it is in" (eager nodes go in and out along with v).  Applied to all cuts of a plan it
+    gives a chain again, whose stages have the same times and parameters.  So when it maps the
+    sets that are left into themselves and raises no boundary, only its images are needed.  A
+    stage that it empties is dropped, which frees workers, and makes a later stage the first one,
+    whose terms are the smaller ones.
     """
     free = (dag.seconds == 0) & (dag.parameters == 0)
     if memory:
