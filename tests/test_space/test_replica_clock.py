@@ -65,11 +65,21 @@ def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
     gradients = [edge.value for edge in plan.edges if edge.gradient]
     clock = ReplicaClock.of(plan, cluster, gradients)
     compute = max((s.forward_seconds + s.backward_pass_seconds) / s.replicas for s in plan.stages)
+    assert clock.period([depth + 1 for depth in plan.training.warmup]) >= compute
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2), (4,)])
+@pytest.mark.parametrize("rate", [1e9, 2.0])
+def test_the_period_of_balanced_streams(replicas: tuple[int, ...], rate: float) -> None:
+    """Balanced stages with deep warm-up run at the closed form's speed, in the simulator too."""
+    n = len(replicas)
+    seconds = [(float(r), 2.0 * r) for r in replicas]
+    plan = make_plan("2bw", n, 16, replicas=replicas, extra=1, seconds=seconds)
+    plan, cluster = on_cluster(plan, Level("host", sum(replicas), rate))
+    clock = ReplicaClock.of(plan, cluster, [edge.value for edge in plan.edges])
     period = clock.period([depth + 1 for depth in plan.training.warmup])
-    assert period >= compute
-    if rate == 1e9:  # links count for nothing: what the replicas' own order costs comes on top
-        seconds = simulate(plan).forecast.step_seconds / plan.training.num_microbatches
-        assert seconds >= period * (1 - 1e-6)
+    assert period == pytest.approx(3.0)
+    assert simulate(plan).forecast.step_seconds / 16 == pytest.approx(period, rel=1e-6)
 
 
 def test_recomputing_adds_a_forward_and_keeps_one_set() -> None:
