@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.loads import always_linked
@@ -17,34 +18,100 @@ from pdcompile.passes.partition.makespan import Path, Timing, critical_path, war
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 
+Vector = NDArray[np.float64]
+
 
 def flush_bound(segments: Segments) -> Cost:
     """Seconds that the minibatch takes at least when a stage is J∖I.
 
-    Always m·(F_s+W_s).  When every stage waits for its neighbours also, with S = Σ(F_i+W_i):
-    Σ_{i<s}(F_i+W_i) + m·(F_s+W_s);  S + (m−1)·F_s + (m−1−w_s)·W_s, and the same with F and W
-    exchanged (until the first backward a stage does w_s + 1 forwards, and at the end so many
-    backwards).
+    Always m·(F_s+W_s).  When every stage waits for its neighbours also these paths, where D is
+    the way of one microbatch down to stage s and back up from it (work and transfers before the
+    stage), T the same of what comes after it, and S = D + F_s + W_s + T:
+
+    - D + m·(F_s+W_s);
+    - S + (m−1)·F_s + (m−1−w_s)·W_s, and the same with F and W exchanged (until the first
+      backward a stage does w_s + 1 forwards, and at the end so many backwards);
+    - D + q·(F_s+W_s+T) + r·max(F_s, W_s): with w_s + 1 in flight, forward k waits for backward
+      k − w_s − 1, so that round trips follow each other: q = ⌈m/(w_s+1)⌉, r = m−1−(q−1)(w_s+1).
     """
     model = segments.model
     m = model.problem.num_microbatches
     warmup = warmup_of(model.problem.memory.in_flight, model.num_stages, m)
     linked = always_linked(model, "forward") and always_linked(model, "backward")
     fastest = max(stage.speed for stage in model.problem.stages)
-    before: Matrix = (segments.forward + segments.backward)[0] / fastest
+    before: Vector = (segments.forward + segments.backward)[0] / fastest
+    hops_before, hops_after = _least_hops(segments) if linked else ([], [])
+    final = last_transfer(segments) if linked else before
 
     def cost(stage: int) -> Matrix:
-        result: Matrix = m * segments.compute(stage)
-        if linked:
-            speed = model.problem.stages[stage].speed
-            f, w = segments.forward / speed, segments.backward / speed
-            rest = m - 1 - warmup[stage]
-            ends = before[-1] + (m - 1) * np.maximum(f, w) + rest * np.minimum(f, w)
-            # The other parts of S run at `fastest` at best; this stage's own are in before[-1].
-            result = np.maximum(before[:, None] + result, ends)
-        return result
+        own = segments.compute(stage)
+        result: Matrix = m * own
+        if not linked:
+            return result
+        speed = model.problem.stages[stage].speed
+        f, w = segments.forward / speed, segments.backward / speed
+        more, less = np.maximum(f, w), np.minimum(f, w)
+        down = (before + hops_before[stage])[:, None]
+        after = (before[-1] - before + hops_after[stage])[None, :]
+        depth = warmup[stage] + 1
+        trips = -(-m // depth)
+        rest = m - 1 - (trips - 1) * depth
+        ends = own + after + (m - 1) * more + (m - depth) * less
+        around = trips * (own + after) + rest * more
+        last = final[None, :] if stage == 0 else final[:, None]
+        paths: Matrix = last + down + np.maximum(np.maximum(result, ends), around)
+        return paths
 
     return cost
+
+
+def last_transfer(segments: Segments) -> Vector:
+    """Seconds after the first stage's last backward, when it holds at most the first v groups.
+
+    New weights of a parameter that it shares with a group on a later stage still have to go
+    there.
+    """
+    model = segments.model
+    m = model.problem.num_microbatches
+    found = np.zeros(model.num_groups + 1)
+    for flow in model.flows:
+        if flow.tied and flow.sources[0] == 0:
+            once = m * min(flow.forward_seconds(link) for link in model.problem.stages)
+            found[: max(flow.sinks) + 1] = np.maximum(found[: max(flow.sinks) + 1], once)
+    return found
+
+
+def _least_hops(segments: Segments) -> tuple[list[Vector], list[Vector]]:
+    """Seconds of transfers of one microbatch, there and back, before and after each stage.
+
+    For groups in a row (`always_linked`), so that ideal v holds the first v of them: entry
+    [s][v] of the first is the least when v groups are on stages before s, of the second when v
+    groups are on stages up to s.  On a hop at least what group v − 1 sends to group v travels.
+    """
+    model = segments.model
+    n, stages = model.num_groups, model.problem.stages
+    flows = [flow for flow in model.flows if not flow.tied and flow.sources[0] + 1 in flow.sinks]
+
+    def hop(stage: int) -> Vector:
+        """Seconds between a stage and the next one, when v groups are on stages up to it."""
+        found = np.full(n + 1, np.inf)
+        found[1:n] = 0.0
+        for flow in flows:
+            seconds = flow.forward_seconds(stages[stage]) + flow.backward_seconds(stages[stage])
+            found[flow.sources[0] + 1] += seconds
+        return found
+
+    count = len(stages)
+    hops = [hop(s) for s in range(count - 1)]
+    none = np.full(n + 1, np.inf)
+    ahead, behind = [none.copy()], [none.copy()]
+    ahead[0][0] = behind[0][n] = 0.0
+    for s in range(count - 1):
+        fewer = np.minimum.accumulate(ahead[-1])
+        ahead.append(hops[s] + np.concatenate(([np.inf], fewer[:-1])))
+        more = np.minimum.accumulate(behind[-1][::-1])[::-1]
+        behind.append(hops[-1 - s] + np.concatenate((more[1:], [np.inf])))
+    return ahead, behind[::-1]
 
 
 def seed_paths(model: Model) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
 from pdcompile.passes.partition.integer_program import IntegerProgram
 from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.ramps import applies, ramp_bound
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.state import Progress, Search
 from pdcompile.plan import Certificate
@@ -75,7 +76,7 @@ def partition(
             if budget.stopped:
                 raise KeyboardInterrupt
             raise unknown(model)
-        for step in (_improve, _look, _prove):
+        for step in (_improve, _look, _bound, _prove):
             if not search.proved and not search.late:
                 step(search, segments)
         return _answer(search, scope)
@@ -173,6 +174,15 @@ def look(search: Search, segments: Segments, most: int | None) -> None:
         search.impossible = True
         return
     search.prove(search.upper * (1 - 1e-9), "brute force over what the bound leaves")
+
+
+def _bound(search: Search, segments: Segments) -> None:
+    """Groups in a row under a flush schedule: a bound by intervals, and what it comes across."""
+    if segments.model is search.model and applies(segments):
+        bound, chains = ramp_bound(segments, search.bound, search.upper, search.budget)
+        for groups in chains:
+            search.offer(groups)
+        search.prove(min(bound, search.upper), "dynamic program over intervals")
 
 
 def _improve(search: Search, _: Segments) -> None:
