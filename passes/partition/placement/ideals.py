@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.placement.integers import NEVER, Ints
@@ -67,10 +68,11 @@ def best_chain(
     budget ran out or more than `most` pairs had to be looked at.
     """
     program = _Program(problem, ideals, upper)
-    for begin in range(0, len(ideals), BLOCK):
+    number = len(program.pairs.ideals)
+    for begin in range(0, number, BLOCK):
         if budget.late or program.looked > most:
             return None
-        program.advance(begin, min(len(ideals), begin + BLOCK))
+        program.advance(begin, min(number, begin + BLOCK))
     return program.result()
 
 
@@ -98,16 +100,24 @@ class _Program:
         self.problem = problem
         self.pairs = Pairs(problem, ideals)
         self.looked = 0
-        n, size = len(problem.sizes), len(ideals)
+        n = len(problem.sizes)
         self.top = NEVER - 1 if math.isinf(upper) else self.pairs.ints.units(upper)
         self.counts = [min(kind.count, n) for kind in problem.classes]
         self.states = list(itertools.product(*(range(count + 1) for count in self.counts)))
+        self.share = [self._share(c) for c in range(len(self.counts))]
+        useful = np.zeros(len(ideals), dtype=np.bool_)
+        useful[[0, -1]] = True
+        for state in self.states:
+            useful |= self._useful(state)
+        if not useful.all():
+            self.pairs.keep(useful)
+        self.useful = {state: self._useful(state) for state in self.states}
+        self.window = {state: _span_of(mask) for state, mask in self.useful.items()}
+        size = len(self.pairs.ideals)
         self.value = {state: np.full(size, float(NEVER)) for state in self.states}
         self.value[self.states[0]][0] = 0.0
         self.cut = {state: np.zeros(size, dtype=np.int32) for state in self.states}
         self.kind = {state: np.zeros(size, dtype=np.int8) for state in self.states}
-        self.share = [self._share(c) for c in range(len(self.counts))]
-        self.window = {state: self._window(state) for state in self.states}
 
     def _share(self, c: int) -> float:
         """The most least work (see `Pairs.least`) that a device of class c does within `top`."""
@@ -119,14 +129,22 @@ class _Program:
         ratio = float((self.pairs.each[runs] / np.maximum(seconds, 1e-300)).max())
         return min(1.0, ratio) * self.top * (1 + 1e-12) + 1
 
-    def _window(self, state: tuple[int, ...]) -> tuple[int, int]:
-        """The ideals that can follow these devices: they, and the others, can do the work."""
-        before = sum(n * share for n, share in zip(state, self.share, strict=True))
-        rest = zip(self.counts, state, self.share, strict=True)
-        after = sum((count - n) * share for count, n, share in rest)
-        least = self.pairs.least
-        low = int(np.searchsorted(least, least[-1] - after, side="left"))
-        return low, int(np.searchsorted(least, before, side="right"))
+    def _useful(self, state: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+        """The ideals that can follow these devices: they, and the others, can do the work, and
+        have the memory."""
+        pairs, ints = self.pairs, self.pairs.ints
+        rest = [count - n for count, n in zip(self.counts, state, strict=True)]
+        before, after = (
+            sum(n * share for n, share in zip(used, self.share, strict=True))
+            for used in (state, rest)
+        )
+        useful = (pairs.least <= before) & (pairs.least[-1] - pairs.least <= after)
+        for used, held in ((state, pairs.sizes), (rest, pairs.sizes[-1] - pairs.sizes)):
+            limits = [limit for n, limit in zip(used, ints.limits, strict=True) if n]
+            if None not in limits:
+                room = sum(n * limit for n, limit in zip(used, ints.limits, strict=True) if limit)
+                useful &= held <= room
+        return np.asarray(useful)
 
     def advance(self, begin: int, end: int) -> None:
         """The values of ideals begin … end − 1, those of all before being final."""
@@ -181,7 +199,7 @@ class _Program:
         where = reached.argmin(axis=0)
         best = reached[where, np.arange(end - begin)]
         value = self.value[state][begin:end]
-        better = (best < value) & (best <= self.top)
+        better = (best < value) & (best <= self.top) & self.useful[state][begin:end]
         value[better] = best[better]
         self.cut[state][begin:end][better] = rows[where[better]]
         self.kind[state][begin:end][better] = c
@@ -206,6 +224,12 @@ class _Program:
                 if mask >> v & 1:
                     stage_of[v] = s
         return Chain(bound, Placement(tuple(stage_of), tuple(c for _, c in stages)))
+
+
+def _span_of(mask: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """The smallest range with all that is true."""
+    where = np.flatnonzero(mask)
+    return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

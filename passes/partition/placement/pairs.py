@@ -53,6 +53,14 @@ class Pairs:
             for v in pins:
                 self.count[e] += self.held[v]
 
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> None:
+        """Forget all other ideals."""
+        self.ideals = [ideal for ideal, kept in zip(self.ideals, chosen, strict=True) if kept]
+        self.least, self.sizes = self.least[chosen], self.sizes[chosen]
+        self.held, self.count = self.held[:, chosen], self.count[:, chosen]
+        self.work = [work[chosen] for work in self.work]
+        self.barred = [None if bar is None else bar[chosen] for bar in self.barred]
+
     def loads(self, rows: Ints, begin: int, end: int) -> list[Floats]:
         """[class][I, J]: load of J \\ I for I in `rows` (ascending) and J in begin … end − 1;
         NEVER where I is no part of J, or the class cannot hold the stage; 0 where I = J."""

@@ -122,15 +122,24 @@ class _Search:
         if self.done:
             return
         self.linear(orders(self.problem, self.seed, 0))
-        if self.done or self.ideals() or self.budget.late:
+        if self.done:
             return
-        self.linear(orders(self.problem, self.seed, ROUNDS))
-        if self.best is None:
+        found = self.listed()
+        if found is None or len(found) > FEW:
+            # Incumbents are what the program over many ideals, and ranges, are pruned with.
+            if self.enough == -math.inf:
+                self.linear(orders(self.problem, self.seed, ROUNDS))
+                if self.best is None:
+                    self.fit()
+                if self.best is None:
+                    return
+            self.near()
+        if self.done or self.budget.late or (found is not None and self.ideals(found)):
+            return
+        if self.best is None and self.enough == -math.inf:
             self.fit()
-        if self.best is None or self.done:
-            return
-        self.near()
-        self.integer_program()
+        if self.best is not None and not self.done:
+            self.integer_program()
 
     def linear(self, lines: Iterable[Sequence[int]]) -> None:
         _, found = best_linear(self.problem, lines, budget=self.budget)
@@ -148,22 +157,21 @@ class _Search:
             if self.upper >= before * (1 - RESTART / 4):
                 return
 
-    def ideals(self) -> bool:
-        """True when the dynamic program over all ideals settled the matter."""
+    def listed(self) -> list[int] | None:
+        """All ideals, when they are few enough."""
         found = all_ideals(self.problem, IDEALS)
         devices = math.prod(1 + min(k.count, len(self.problem.sizes)) for k in self.problem.classes)
-        if found is None or len(found) * devices > CELLS:
-            return False
+        return None if found is None or len(found) * devices > CELLS else found
+
+    def ideals(self, found: list[int]) -> bool:
+        """True when the dynamic program over all ideals settled the matter."""
         if len(found) > FEW:
-            if self.enough == -math.inf:
-                self.linear(orders(self.problem, self.seed, ROUNDS))
-                self.near()
             few = promising(self.problem, found, FEW)
             chain = best_chain(self.problem, few, self.budget, self.sought)
             if chain is not None and chain.placement is not None:
                 self.offer(chain.placement)
-        if self.done:
-            return True
+            if self.done:
+                return True
         chain = best_chain(self.problem, found, self.budget, self.sought, PAIRS)
         if chain is None:
             return False
