@@ -1,5 +1,7 @@
 """The planner against brute force, on problems with every feature."""
 
+import itertools
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import evaluate, partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
+from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.ideals import all_ideals, orders, prefixes
 from pdcompile.passes.partition.integer_program import IntegerProgram
 from pdcompile.passes.partition.model import build
@@ -264,3 +267,46 @@ def test_planning_needs_neither_torch_nor_or_tools_to_import() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_reductions_lose_nothing() -> None:
+    """Groups instead of items: the optimum is the same, and every assignment costs the same.
+
+    Items that are together or in a cycle of precedence become one group, values with the same
+    ends one flow, pins and forbidden stages ranges: the best assignment of groups is the best
+    of items.
+    """
+    smaller = 0
+    for seed in range(120):
+        r = random.Random(seed)
+        problem = replace(random_problem(seed, 6), objective=r.choice(("bottleneck", "flush")))
+        n, stages = len(problem.items), range(len(problem.stages))
+        if n < 2:
+            continue
+        problem = replace(
+            problem,
+            together=((r.randrange(n), r.randrange(n)),),
+            order=((r.randrange(n), r.randrange(n)),),
+            forbidden=((r.randrange(n), r.choice(stages)),),
+        )
+        best = brute_force(problem)
+        try:
+            model = build(problem)
+        except InfeasibleError:
+            assert best is None
+            continue
+        smaller += model.num_groups < n
+        found = []
+        for groups in itertools.product(stages, repeat=model.num_groups):
+            inside = all(
+                low <= s <= high and (v, s) not in model.forbidden
+                for v, (s, low, high) in enumerate(
+                    zip(groups, model.lowest, model.highest, strict=True)
+                )
+            )
+            stage_of = model.items_of(groups)
+            if not violations(problem, stage_of):
+                assert inside, f"seed {seed}"
+                found.append(measure(problem, stage_of).objective)
+        assert min(found, default=None) == best, f"seed {seed}"
+    assert smaller > 25

@@ -31,7 +31,7 @@ import json, sys
 from pdcompile.passes.partition import partition
 from tests.helpers.problems import gpt_problem
 
-problem = gpt_problem(12, 16, "flush")
+problem = gpt_problem(40, 16, "flush")
 tell = lambda line: print(line, flush=True)
 found, certificate = partition(problem, time_limit=120, progress=tell)
 print(json.dumps([found.stage_of, certificate.status, certificate.gap, certificate.seconds]))
@@ -45,18 +45,19 @@ def hard_search() -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("lines", [1, 6])
-def test_control_c_returns_the_plan_and_its_gap(lines: int) -> None:
+@pytest.mark.parametrize(("lines", "pause"), [(1, 0), (8, 6)])
+def test_control_c_returns_the_plan_and_its_gap(lines: int, pause: float) -> None:
     """Early, while the dynamic program runs, and later, inside CP-SAT."""
     process = hard_search()
     assert process.stdout is not None
     seen = [process.stdout.readline() for _ in range(lines)]
+    time.sleep(pause)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     stage_of, status, gap, seconds = json.loads(out.splitlines()[-1])
     assert all(LINE.match(line) for line in seen)
-    assert evaluate(gpt_problem(12, 16, "flush"), stage_of)
+    assert evaluate(gpt_problem(40, 16, "flush"), stage_of)
     assert status == "feasible"
     assert 0 < gap < 1
     assert seconds < 100
