@@ -251,7 +251,7 @@ class _Place:
             raise self.wrong(key, f"{_short(value)} is not a number", "write a number")
         if not 0 <= value <= LARGEST:  # also refuses NaN
             raise self.wrong(
-                key, f"{value:g} is not between 0 and {LARGEST:g}", "write what was measured"
+                key, f"{_short(value)} is not between 0 and {LARGEST:g}", "write what was measured"
             )
         return float(value)
 

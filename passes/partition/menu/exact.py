@@ -20,12 +20,13 @@ def exact_table(
     relaxed: Table,
     rows: dict[int, Ints],
     threshold: float,
+    most: int,
     late: Callable[[], bool],
 ) -> tuple[Table, Table]:
     """Two tables of the stages that `rows` (by width) of `relaxed` leaves, at this threshold.
 
     The first is achievable, the second optimistic: they differ where a stage has more choices
-    than `POINTS`, or where time ran out.  There the optimistic one is `relaxed`'s.
+    than `most`, or where time ran out.  There the optimistic one is `relaxed`'s.
     """
     problem = space.problem
     widest = np.zeros(len(relaxed.start), dtype=np.int64)
@@ -46,7 +47,7 @@ def exact_table(
         row_at = dict(zip(relaxed.after[mine].tolist(), mine.tolist(), strict=True))
         budget = threshold * int(widest[mine].max())
         wanted = _below(space, i, relaxed.after[mine])
-        for j, points, whole in _row(space, relaxed, i, wanted, set(row_at), budget):
+        for j, points, whole in _row(space, relaxed, i, wanted, set(row_at), budget, most):
             k = row_at[j]
             steps = frontier.stairs(points, problem.memory_bytes, problem.devices + 1)
             if len(steps[0]):
@@ -71,7 +72,13 @@ def _below(space: Space, i: int, ends: Ints) -> list[int]:
 
 
 def _row(
-    space: Space, relaxed: Table, i: int, wanted: list[int], asked: set[int], budget: float
+    space: Space,
+    relaxed: Table,
+    i: int,
+    wanted: list[int],
+    asked: set[int],
+    budget: float,
+    most: int,
 ) -> list[tuple[int, Floats, bool]]:
     """(j, points, are they all) for every state j of `asked` that a stage from i can reach.
 
@@ -87,7 +94,7 @@ def _row(
             continue  # a part of it is too much already
         start, whole = reached[below[0]]
         nodes = members(space.masks[j] & ~space.masks[below[0]])
-        points, kept = _extend(space, relaxed, start, nodes, rows, budget)
+        points, kept = _extend(space, relaxed, start, nodes, rows, budget, most)
         if not points.shape[1]:
             continue
         reached[j] = points, whole and kept
@@ -98,7 +105,7 @@ def _row(
                 item, options = menu.items[v], rows[v]
                 if item is not None and options is not None:
                     at_end[v] = left(problem, item, options, space.masks[j])
-            points, kept = _extend(space, relaxed, frontier.EMPTY, nodes, at_end, budget)
+            points, kept = _extend(space, relaxed, frontier.EMPTY, nodes, at_end, budget, most)
             found.append((j, points, kept))
         elif j in asked:
             found.append((j, *reached[j]))
@@ -112,6 +119,7 @@ def _extend(
     nodes: list[int],
     rows: list[Floats | None],
     budget: float,
+    most: int,
 ) -> tuple[Floats, bool]:
     whole = True
     for v in nodes:
@@ -119,8 +127,8 @@ def _extend(
         if options is None:
             return points[:, :0], whole
         points = frontier.extend(points, options, space.problem.memory_bytes, budget)
-        if points.shape[1] > POINTS:
-            points, whole = frontier.thin(points, POINTS), False
+        if points.shape[1] > most:
+            points, whole = frontier.thin(points, most), False
     return points, whole
 
 

@@ -11,19 +11,19 @@ from pdcompile.passes.partition.menu.model import Floats, Items, Menu
 from pdcompile.passes.partition.menu.pairs import Pairs
 from pdcompile.passes.partition.menu.segments import Space, Table
 
-POLICIES = 12
+POLICIES = 12  # rules for the variants
 FLIGHTS = 24  # numbers of microbatches in flight for which the relaxed table has a bound
 ROUNDING = 1e-13  # of the sums whose differences are taken
 
 
-def achievable(space: Space, pairs: Pairs) -> Table:
+def achievable(space: Space, pairs: Pairs, policies: int = POLICIES) -> Table:
     """Every stage with a few choices of variants, made by the same rule for all of its nodes.
 
     Each rule weighs bytes for a further microbatch in flight against seconds.
     """
     problem, menu = space.problem, pairs.menu
     before, after = pairs.before, pairs.after
-    prices = _prices(menu)
+    prices = _prices(menu, policies)
     sums = np.zeros((3, len(prices), len(menu.items)))
     for v, item in enumerate(menu.items):
         if item is not None:
@@ -118,7 +118,7 @@ def _grid(most: int) -> list[int]:
     return sorted({*range(1, min(8, most) + 1), *even.tolist()})
 
 
-def _prices(menu: Menu) -> Floats:
+def _prices(menu: Menu, policies: int = POLICIES) -> Floats:
     """Seconds for a byte at which nodes change their variant: a few of them, 0 and much."""
     ratios: list[float] = []
     for item in menu.items:
@@ -129,5 +129,5 @@ def _prices(menu: Menu) -> Floats:
             ratios += (slow[good] / saved[good]).tolist()
     if not ratios:
         return np.zeros(1)
-    spread = np.quantile(ratios, np.linspace(0, 1, POLICIES))
+    spread = np.quantile(ratios, np.linspace(0, 1, policies))
     return np.unique(np.r_[0.0, spread * (1 + 1e-9), spread[-1] * 1e6])

@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from pdcompile.answer import ROUNDING, Answer, Progress
 from pdcompile.menu import MenuProblem
 from pdcompile.passes.partition.budget import Budget
@@ -20,8 +22,11 @@ from pdcompile.units import format_bytes
 
 IDEALS = 8_000  # at most; beyond it the states are a choice of ideals
 STAGES = 600_000  # pairs of states in all tables together
-PREFIXES = 48  # of each linear order
+PREFIXES = 64  # of each linear order
 ROUNDS = 8  # of looking around the cuts of the best plan
+REACH = 12  # nodes that are added or taken away there
+FINE = 40  # rules for the variants there
+EXACT_STAGES = 100_000  # whose sums of variants are all looked at
 
 Status = Literal["infeasible", "unknown"]
 
@@ -109,41 +114,67 @@ class _Solve:
                 return
             assert self.best is not None
             before = self.best.objective
-            near = states.around(self.problem, self.best.masks, orders[turn % len(orders)], 12)
+            near = states.around(self.problem, self.best.masks, orders[turn % len(orders)], REACH)
             space = Space(self.problem, states.sort({0, full, *near}))
-            tables = [quick.achievable(space, part) for part in self._all(space)]
-            _, self.best = Search(space, tables, self.budget).bisect(
-                self.lower, self.best, self.progress
-            )
+            stages = self._below(space, self.best.objective)
+            if stages is None:
+                return
+            tables = [quick.achievable(space, part, FINE) for part in stages]
+            search = Search(space, tables, self.budget)
+            _, self.best = search.bisect(self.lower, self.best, self.progress)
             assert self.best is not None
             idle = 0 if self.best.objective < before else idle + 1
 
     def _prove(self, space: Space) -> None:
         """All ideals: either a proof, or what time allows."""
         assert self.best is not None
-        stages = self._below(space, self.best.objective)
-        if stages is None or self.budget.late:
+        relaxed = self._relaxed(space)
+        if relaxed is None or self.budget.late:
             return
-        relaxed = Search(space, [quick.relaxed(space, part) for part in stages], self.budget)
-        relaxed.narrow(self.best.objective)
         self._raise(self._bound(relaxed, 1e-3), "relaxed dynamic program over ideals")
-        if self.budget.late or not self._open():
+        relaxed.narrow(self.best.objective)
+        stages = sum(
+            len(np.unique(np.concatenate([*rows.values()]))) for rows in relaxed.rows if rows
+        )
+        if self.budget.late or not self._open() or stages > EXACT_STAGES:
             return
+        bound, hoped = self._improve(relaxed, exact.POINTS)
+        name = "dynamic program over ideals"
+        if hoped is not None:
+            hoped.narrow(self.best.objective)
+            bound, name = self._bound(hoped, ROUNDING), "relaxed " + name
+        if not self.budget.late:
+            self._raise(bound, name)
+
+    def _relaxed(self, space: Space) -> Search | None:
+        """The stages that a better plan may have, with bounds; None: too many to look at."""
+        assert self.best is not None
+        stages = self._below(space, self.best.objective)
+        if stages is None:
+            return None
+        tables = [quick.relaxed(space, part) for part in stages]
+        search = Search(space, tables, self.budget)
+        search.narrow(self.best.objective)
+        return search
+
+    def _improve(self, relaxed: Search, points: int) -> tuple[float, Search | None]:
+        """The best plan of what `relaxed` leaves, with up to `points` sums of variants a stage.
+
+        Returns a threshold below which there is no plan with them, and, if that is not all of
+        them, the search with bounds for the others.
+        """
+        assert self.best is not None
         both = [
-            exact.exact_table(space, table, rows, self.best.objective, lambda: self.budget.late)
+            exact.exact_table(
+                relaxed.space, table, rows, self.best.objective, points, lambda: self.budget.late
+            )
             for table, rows in zip(relaxed.tables, relaxed.rows, strict=True)
         ]
-        if self.budget.late:
-            return
-        name = "dynamic program over ideals"
-        search = Search(space, [real for real, _ in both], self.budget)
+        search = Search(relaxed.space, [real for real, _ in both], self.budget)
         bound, self.best = search.bisect(self.lower, self.best, self.progress)
-        assert self.best is not None
-        if any(len(real.seconds) != len(hoped.seconds) for real, hoped in both):
-            hoping = Search(space, [hoped for _, hoped in both], self.budget)
-            hoping.narrow(self.best.objective)
-            bound, name = self._bound(hoping, ROUNDING), "relaxed " + name
-        self._raise(bound, name)
+        if all(len(real.seconds) == len(hoped.seconds) for real, hoped in both):
+            return bound, None
+        return bound, Search(relaxed.space, [hoped for _, hoped in both], self.budget)
 
     def _below(self, space: Space, threshold: float) -> list[Pairs] | None:
         """Stages that a better plan may have; None: too many to look at."""
