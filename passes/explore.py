@@ -28,6 +28,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.evaluate import measure, violations
 from pdcompile.passes.partition.space.lacking import does_not_fit
+from pdcompile.passes.partition.space.neighbours import neighbours
 from pdcompile.passes.partition.space.search import (
     Ground,
     Pipelines,
@@ -44,7 +45,10 @@ Progress = Callable[[str], None]
 
 DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
-MAX_TRIED = 600  # candidates in all; those with replicas are simulated
+MAX_TRIED = 400  # candidates that are simulated, in all
+CHEAP = 0.05  # what one that is dropped before counts
+SEARCHING = 0.8  # of the time; the rest is for moving groups of the best
+MAX_MOVES = 200  # of single groups, in the end
 EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 RULES = (
@@ -94,7 +98,7 @@ class Explorer:
     budget: Budget
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
-    tried: int = 0
+    tried: float = 0.0  # candidates that were simulated
     seen: set[Candidate] = field(default_factory=set)
     grounds: dict[int, Ground] = field(default_factory=dict)
 
@@ -104,7 +108,8 @@ class Explorer:
         heap = [(branch.bound, next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
-            if self.budget.late or self.tried >= MAX_TRIED:
+            spent = self.budget.spent / max(self.budget.spent + self.budget.left, 1e-9)
+            if self.budget.late or self.tried >= MAX_TRIED or (self.found and spent > SEARCHING):
                 self.floor = min(self.floor, heap[0][0])
                 return
             bound, _, branch = heapq.heappop(heap)
@@ -114,6 +119,24 @@ class Explorer:
                 self._next(branch)
             if branch.bound < math.inf:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
+
+    def improve(self) -> None:
+        """Move single groups of the best candidate over a boundary as long as that helps."""
+        left, moved = MAX_MOVES, True
+        while self.found and moved and self.floor < self._below():
+            moved, best = False, self.found[-1][1]
+            ground = self._ground(best.setting.num_microbatches)
+            ranks = tuple(rank for ranks in best.ranks for rank in ranks)
+            branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, ground)
+            decide = len(set(self.space.recompute)) > 1
+            for one in neighbours(ground, branch.seats, best, decide=decide):
+                left -= 1
+                if left < 0 or self.budget.late:
+                    return
+                self._try(branch, one)
+                if self.found[-1][1] is not best:
+                    moved = True
+                    break
 
     def _below(self) -> float:
         return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
@@ -239,7 +262,7 @@ class Explorer:
 
     def _try(self, branch: Branch, candidate: Candidate | None) -> None:
         """Make it the best if it is."""
-        self.tried += 1
+        self.tried += CHEAP
         if candidate is None or candidate in self.seen:
             return
         self.seen.add(candidate)
@@ -247,7 +270,10 @@ class Explorer:
         measured = measure(problem, self.cluster, candidate)
         if measured.seconds * branch.scale >= self._below():
             return
-        seconds = seconds_of(problem, self.cluster, candidate, measured, self._held) * branch.scale
+        self.tried += 1
+        limit = self._below() / branch.scale
+        seconds = seconds_of(problem, self.cluster, candidate, measured, self._held, limit)
+        seconds *= branch.scale
         if seconds >= self._below():
             return
         self.found.append((seconds, candidate))
@@ -375,6 +401,7 @@ def explore(
             progress or (lambda _: None), budget,
         )  # fmt: skip
         search.run()
+        search.improve()
         return search.result()
 
 

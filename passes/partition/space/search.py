@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.partition.space.sketch import Held, forecast
 from pdcompile.passes.schedules import warmup
+from pdcompile.plan import Forecast
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
 
@@ -158,23 +159,23 @@ class Pipelines:
             setting.extra_warmup,
         )
         options = tuple(StageOption(r, False not in self.recompute) for r in replicas)
-        return self._recomputing(
-            Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
-        )
-
-    def _recomputing(self, candidate: Candidate) -> Candidate:
-        """Recompute where memory wants it: depths are known only now, and it only costs time."""
+        found = Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
         if len(set(self.recompute)) < 2:
-            return candidate
-        options = list(candidate.options)
-        measured = Measure(self.ground.problem, self.seats.cluster, candidate)
-        following = 0
-        for s, option in enumerate(candidate.options):
-            limit = self.seats.memory(following, option.replicas)
-            following += option.replicas
-            if limit is not None and measured.memory(s) > limit:
-                options[s] = replace(option, recompute=True)
-        return replace(candidate, options=tuple(options))
+            return found
+        return recomputing(self.ground.problem, self.seats, found)
+
+
+def recomputing(problem: PartitionProblem, seats: Seats, candidate: Candidate) -> Candidate:
+    """Recompute where memory wants it, once depths are known: otherwise it only costs time."""
+    options = [replace(option, recompute=False) for option in candidate.options]
+    measured = Measure(problem, seats.cluster, replace(candidate, options=tuple(options)))
+    following = 0
+    for s, option in enumerate(options):
+        limit = seats.memory(following, option.replicas)
+        following += option.replicas
+        if limit is not None and measured.memory(s) > limit:
+            options[s] = replace(option, recompute=True)
+    return replace(candidate, options=tuple(options))
 
 
 def seconds_of(
@@ -183,25 +184,37 @@ def seconds_of(
     candidate: Candidate,
     found: Measured,
     held: Held | None = None,
+    below: float = float("inf"),
 ) -> float:
     """The objective of a candidate: exact where it is straight, else what the simulator says.
 
     Without a flush the simulator's seconds per microbatch or the closed form, whichever is more:
     the simulator lets a rank use several links at once, and reductions none.  Infinite where the
-    ledger of the schedule exceeds the memory of a device.
+    ledger of the schedule exceeds the memory of a device, with what stages are known to have
+    `held` too where the seconds are `below` a limit, so that it matters.
     """
     limits = [device.memory_bytes for device in cluster.devices]
     if candidate.straight and not any(limit is not None for limit in limits):
         return found.seconds
-    told = forecast(problem, cluster, candidate, held)
-    for ledger, limit in zip(told.ledgers, limits, strict=False):
-        if limit is not None and ledger.total_bytes > limit:
-            return float("inf")
-    if candidate.straight:
-        return found.seconds
-    if SCHEDULES[candidate.setting.schedule][0]:
-        return max(found.seconds, told.step_seconds / candidate.setting.num_microbatches)
-    return told.step_seconds
+    told = forecast(problem, cluster, candidate)
+    if _exceeds(told, limits):
+        return float("inf")
+    seconds = found.seconds
+    if not candidate.straight:
+        seconds = told.step_seconds
+        if SCHEDULES[candidate.setting.schedule][0]:
+            seconds = max(found.seconds, seconds / candidate.setting.num_microbatches)
+    matters = seconds < below and any(limit is not None for limit in limits)
+    if matters and held and _exceeds(forecast(problem, cluster, candidate, held), limits):
+        return float("inf")
+    return seconds
+
+
+def _exceeds(told: Forecast, limits: Sequence[int | None]) -> bool:
+    return any(
+        limit is not None and ledger.total_bytes > limit
+        for ledger, limit in zip(told.ledgers, limits, strict=False)
+    )
 
 
 def best(

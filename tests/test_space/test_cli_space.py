@@ -1,0 +1,84 @@
+"""`pdcompile plan` with replicas, recomputation, schedule and microbatches left open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdcompile.cli import main
+from pdcompile.plan import Plan
+
+TARGET = """
+import torch
+from torch import nn
+from pdcompile import Workload
+
+def build():
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())]
+    inputs, target = torch.randn(8, 64), torch.randn(8, 64)
+    batches = lambda: [(inputs, target)]
+    return Workload(nn.Sequential(*layers), inputs, nn.functional.mse_loss, batches)
+"""
+OPEN = ("--replicas", "any", "--recompute", "auto", "--schedule", "auto", "--max-staleness", "1")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(TARGET)
+    return f"{path}:build"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    found = capsys.readouterr()
+    return int(stop.value.code or 0), found.out, found.err
+
+
+def test_plan_simulate_and_what_does_not_run_yet(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    common = ("--cluster", "2x2", "--costs", "estimated", "-o", str(file))
+    code, out, err = run(capsys, "plan", target, *OPEN, *common, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["status"] in ("optimal", "feasible")
+    plan = Plan.from_json(file.read_text())
+    assert plan.num_ranks == sum(stage["replicas"] for stage in document["plan"]["stages"])
+    assert "replicas any" in plan.certificate.scope
+    code, out, err = run(capsys, "simulate", str(file), "--json")
+    assert code == 0, err
+    assert json.loads(out)["forecast"]["step_seconds"] > 0
+
+    code, _, err = run(
+        capsys, "plan", target, "--replicas", "equal", "--stages", "1", *common, "--json"
+    )
+    assert code == 0, err
+    assert Plan.from_json(file.read_text()).stages[0].replicas > 1
+    code, _, err = run(capsys, "run", target, "--plan", str(file), "--steps", "1")
+    assert code == 2
+    assert "does not run yet" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--replicas", "2"), "--replicas 2 is not known"),
+        (("--recompute", "some"), "--recompute some is not known"),
+        (("--microbatches", "2,x"), "neither auto nor numbers"),
+        (("--microbatches", "2,9"), "9 microbatches of a minibatch of 8"),
+        (("--warmup", "-1"), "neither auto nor numbers"),
+        (("--max-staleness", "2"), "--max-staleness 2 is not known"),
+    ],
+)
+def test_wishes_that_cannot_be(
+    flags: tuple[str, ...], message: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "plan", target, "--cluster", "2", "--costs", "estimated", *flags)
+    assert code == 2
+    assert message in " ".join(err.split())
