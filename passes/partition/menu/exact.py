@@ -22,11 +22,12 @@ def exact_table(
     threshold: float,
     most: int,
     late: Callable[[], bool],
-) -> tuple[Table, Table]:
+) -> tuple[Table, Table | None]:
     """Two tables of the stages that `rows` (by width) of `relaxed` leaves, at this threshold.
 
     The first is achievable, the second optimistic: they differ where a stage has more choices
-    than `most`, or where time ran out.  There the optimistic one is `relaxed`'s.
+    than `most`, or where time ran out.  There the optimistic one is `relaxed`'s.  It is None where
+    they do not differ.
     """
     problem = space.problem
     widest = np.zeros(len(relaxed.start), dtype=np.int64)
@@ -34,6 +35,7 @@ def exact_table(
         widest[which] = width
     real: list[tuple[int, Floats, Floats]] = []
     hoped: list[tuple[int, Floats, Floats]] = []
+    complete = True
     stages = np.flatnonzero(widest)
     stages = stages[np.argsort(relaxed.before[stages], kind="stable")]
     starts = np.searchsorted(relaxed.before[stages], np.arange(len(space.masks) + 1))
@@ -42,6 +44,7 @@ def exact_table(
         if not len(mine):
             continue
         if late():
+            complete = False
             hoped += [(k, *relaxed.steps(k)) for k in mine.tolist()]
             continue
         row_at = dict(zip(relaxed.after[mine].tolist(), mine.tolist(), strict=True))
@@ -53,10 +56,11 @@ def exact_table(
             if len(steps[0]):
                 real.append((k, *steps))
             if not whole:
+                complete = False
                 hoped.append((k, *relaxed.steps(k)))
             elif len(steps[0]):
                 hoped.append((k, *steps))
-    return _table(relaxed, real), _table(relaxed, hoped)
+    return _table(relaxed, real), None if complete else _table(relaxed, hoped)
 
 
 def _below(space: Space, i: int, ends: Ints) -> list[int]:

@@ -53,8 +53,11 @@ class Search:
         self.budget = budget
         self.rows: list[dict[int, Ints]] = [alive(table, math.inf) for table in tables]
 
-    def attempt(self, threshold: float) -> tuple[float, Found] | None:
-        """A plan whose stages take at most `threshold` seconds per sample; None: there is none."""
+    def attempt(self, threshold: float) -> tuple[float, Found | None] | None:
+        """A plan whose stages take at most `threshold` seconds per sample; None: there is none.
+
+        The plan is missing where there is one but its variants were not found (`PAIRS`).
+        """
         choices, origin = self._choices(threshold)
         chain = cheapest_chain(choices, len(self.space.masks), self.space.problem.devices)
         if chain is None:
@@ -70,7 +73,7 @@ class Search:
             for row in chain
         ]
         plan = self.plan(picked)
-        return None if plan is None else (plan.objective, plan)
+        return (math.inf, None) if plan is None else (plan.objective, plan)
 
     def narrow(self, threshold: float) -> None:
         """Drop the stages that no plan with objective ≤ threshold has."""
@@ -100,16 +103,16 @@ class Search:
         """The best plan in this space, and a threshold below which there is none."""
         if best is None:
             first = self.attempt(math.inf)
-            if first is None:
-                return (math.inf, None)
+            if first is None or first[1] is None:
+                return (lower, None)
             best = first[1]
         holder = [best]
         self.narrow(best.objective)
         if progress is not None:
             progress(best.objective, lower)
 
-        def found(_: float, plan: Found) -> None:
-            if plan.objective < holder[0].objective:
+        def found(_: float, plan: Found | None) -> None:
+            if plan is not None and plan.objective < holder[0].objective:
                 holder[0] = plan
                 self.narrow(plan.objective)
                 if progress is not None:

@@ -172,9 +172,10 @@ class _Solve:
         ]
         search = Search(relaxed.space, [real for real, _ in both], self.budget)
         bound, self.best = search.bisect(self.lower, self.best, self.progress)
-        if all(len(real.seconds) == len(hoped.seconds) for real, hoped in both):
+        if all(hoped is None for _, hoped in both):
             return bound, None
-        return bound, Search(relaxed.space, [hoped for _, hoped in both], self.budget)
+        tables = [real if hoped is None else hoped for real, hoped in both]
+        return bound, Search(relaxed.space, tables, self.budget)
 
     def _below(self, space: Space, threshold: float) -> list[Pairs] | None:
         """Stages that a better plan may have; None: too many to look at."""
