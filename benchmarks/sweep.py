@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from random_problems import placement, straight
+from random_problems import placement, placement_provers, straight
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ FAMILIES: dict[str, Callable[[int], tuple[bool, str]]] = {
     # name: seed → (feasible, difference in words or "")
     **straight.FAMILIES,
     **placement.FAMILIES,
+    **placement_provers.FAMILIES,
 }
 
 

@@ -18,7 +18,8 @@ Stages = tuple[tuple[int, tuple[int, ...]], ...]  # of each stage (class, nodes)
 def random_problem(seed: int, largest: int = 6) -> PlacementProblem:
     """Up to `largest` forward nodes, perhaps with backward ones, colours, CPUs, tight memory."""
     r = random.Random(seed)
-    n = r.randint(1, largest)
+    kinds = r.choice(((1, 0), (2, 0), (3, 0), (2, 1), (1, 1), (1, 2), (0, 2), (0, 0), (7, 1)))
+    n = r.randint(1, min(largest, 3 if sum(kinds) > 3 else largest))
     whole = r.random() < 0.5
 
     def amount() -> float:
@@ -39,8 +40,7 @@ def random_problem(seed: int, largest: int = 6) -> PlacementProblem:
             if r.random() < 0.8:
                 lonely = r.random() < 0.25
                 backward.append((v, r.choice((None, f"orphan{v}")) if lonely else colors[v]))
-    kinds = r.choice(((1, 0), (2, 0), (3, 0), (2, 1), (1, 1), (1, 2), (0, 2), (0, 0), (7, 1)))
-    nodes = []
+    nodes: list[PlacementNode] = []
     for _, color in [*enumerate(colors), *backward]:
         supported = r.random() < 0.93
         seconds = (amount() if supported else math.inf, 3 * amount() if kinds[1] else math.inf)

@@ -122,12 +122,13 @@ class _Program:
     def _share(self, c: int) -> float:
         """The most least work (see `Pairs.least`) that a device of class c does within `top`."""
         ints = self.pairs.ints
-        runs = ints.supported[c] & (self.pairs.each > 0)
+        if not self.counts[c]:
+            return 0.0
+        runs = ints.supported[c] & (self.pairs.each > 0)  # then seconds are positive too
         if self.top >= NEVER - 1 or not runs.any():
             return float(NEVER) if runs.any() else 0.0
-        seconds = ints.seconds[c][runs]
-        ratio = float((self.pairs.each[runs] / np.maximum(seconds, 1e-300)).max())
-        return min(1.0, ratio) * self.top * (1 + 1e-12) + 1
+        ratio = float((self.pairs.each[runs] / ints.seconds[c][runs]).max())
+        return ratio * self.top * (1 + 1e-12) + 1
 
     def _useful(self, state: tuple[int, ...]) -> npt.NDArray[np.bool_]:
         """The ideals that can follow these devices: they, and the others, can do the work, and

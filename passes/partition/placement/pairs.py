@@ -29,8 +29,9 @@ class Pairs:
     def __init__(self, problem: LoadProblem, ideals: Sequence[int]) -> None:
         self.problem = problem
         self.ints = integers(problem, sizes_up=False)
-        supported = np.stack(self.ints.supported)
-        each = np.where(supported, np.stack(self.ints.seconds), NEVER).min(axis=0)
+        present = [c for c, kind in enumerate(problem.classes) if kind.count]
+        seconds = [np.where(self.ints.supported[c], self.ints.seconds[c], NEVER) for c in present]
+        each = np.min(seconds, axis=0)
         self.each: Ints = np.where(each < NEVER, each, 0)
         held = _unpacked(ideals, len(problem.sizes))
         least = _sums(held, self.each)

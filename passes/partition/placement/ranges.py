@@ -19,7 +19,8 @@ def stage_ranges(problem: LoadProblem, upper: float, stages: int) -> list[tuple[
     least ⌈A(v) / upper⌉ stages; the same with descendants from the end.  Where every class has a
     limit, the same holds for memory.
     """
-    work = [min(row, default=math.inf) for row in problem.seconds]
+    present = [c for c, kind in enumerate(problem.classes) if kind.count]
+    work = [min((row[c] for c in present), default=math.inf) for row in problem.seconds]
     early = [1] * len(work)
     late = [1] * len(work)
     if upper > 0:
