@@ -26,6 +26,7 @@ from pdcompile.passes.costs import residents
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
+from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.evaluate import measure, violations
 from pdcompile.passes.partition.space.lacking import does_not_fit
 from pdcompile.passes.partition.space.neighbours import neighbours
@@ -33,13 +34,12 @@ from pdcompile.passes.partition.space.search import (
     Ground,
     Pipelines,
     seconds_of,
-    simple_bound,
 )
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
-from pdcompile.space import Candidate, SearchSpace, Setting
+from pdcompile.space import Candidate, SearchSpace
 
 Progress = Callable[[str], None]
 
@@ -64,24 +64,6 @@ class Explored:
     plan: Plan
     problem: PartitionProblem
     candidate: Candidate
-
-
-@dataclass(slots=True)
-class Branch:
-    """Part of the space; seconds are those of a step, whatever the schedule."""
-
-    setting: Setting
-    seats: Seats
-    counts: tuple[int, ...]
-    stages: int | None
-    ground: Ground
-    bound: float = 0.0
-    candidates: Iterator[tuple[float, Candidate | None]] | None = None
-
-    @property
-    def scale(self) -> int:
-        """Microbatches in what the search calls seconds."""
-        return self.setting.num_microbatches if SCHEDULES[self.setting.schedule][0] else 1
 
 
 @dataclass
@@ -141,56 +123,10 @@ class Explorer:
     def _below(self) -> float:
         return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
 
-    # -- branches ----------------------------------------------------------------------------
-
     def _branches(self) -> Iterator[Branch]:
-        orders, _ = arrangements(self.cluster)
-        most = len(self.cluster.devices)
-        seen = set()
-        for order in orders:
-            for used in range(1, most + 1):
-                if order[:used] in seen:
-                    continue
-                seen.add(order[:used])
-                seats = Seats(self.cluster, order[:used])
-                for counts, stages in self._widths(used):
-                    for setting in self._settings(used):
-                        ground = self._ground(setting.num_microbatches)
-                        branch = Branch(setting, seats, counts, stages, ground)
-                        simple = simple_bound(ground, self.space, setting, seats)
-                        branch.bound = simple * branch.scale
-                        yield branch
+        return branches(self.cluster, self.space, self.training, self._ground)
 
-    def _widths(self, used: int) -> Iterator[tuple[tuple[int, ...], int | None]]:
-        """Replica counts of a stage, and the number of stages where it is asked for or follows."""
-        wanted, cap = self.space.stages, self._most_stages()
-        if self.space.replicas == "any":
-            depths = [wanted] if wanted or cap is None else list(range(1, min(used, cap) + 1))
-            for stages in depths:
-                if stages is None or stages <= used:
-                    yield self.space.counts(used), stages
-            return
-        for width in (1,) if self.space.replicas == "1" else range(1, used + 1):
-            stages, rest = divmod(used, width)
-            if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
-                yield (width,), stages if wanted else None
-
-    def _settings(self, used: int) -> Iterator[Setting]:
-        for schedule in self.space.schedules:
-            for m in self.space.microbatches:
-                for extra in self.space.extra_warmup:
-                    if extra and (schedule == "gpipe" or used == 1):
-                        continue  # the same as without
-                    yield Setting(
-                        schedule,
-                        m,
-                        extra,
-                        self.training.optimizer_factor,
-                        self.training.max_grad_norm is not None,
-                    )
-
-    def _most_stages(self) -> int | None:
-        return self._ground(self.space.microbatches[0]).problem.max_stages
+    # -- problems ----------------------------------------------------------------------------
 
     def _ground(self, m: int) -> Ground:
         if m not in self.grounds:
