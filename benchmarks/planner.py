@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,7 +23,8 @@ from planning import page
 from planning.published import REFERENCE
 from planning.tables import load, save
 
-# Imported when they run: a child's peak memory, as the system counts it, starts at its parent's.
+# Each in a process of its own: a child's peak memory, as the system counts it, starts at its
+# parent's, and some sections grow.
 SECTIONS = {
     "placement": "planning.placement",
     "pipedream": "planning.pipedream",
@@ -50,7 +53,10 @@ def main() -> None:
         if name in PUBLISHED and not REFERENCE.is_dir():
             print(f"{name}: left out, no inputs at {REFERENCE} (set PDCOMPILE_REFERENCE)")
             continue
-        save(importlib.import_module(SECTIONS[name]).run(), KEPT / f"{name}.json")
+        if len(chosen) > 1:
+            subprocess.run([sys.executable, __file__, "--only", name], check=True)
+        else:
+            save(importlib.import_module(SECTIONS[name]).run(), KEPT / f"{name}.json")
     if options.write is not None:
         missing = [name for name in SECTIONS if not (KEPT / f"{name}.json").exists()]
         if missing:
