@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.placement.integers import NEVER, Ints
 from pdcompile.passes.partition.placement.loads import Placement, neighbours
@@ -116,8 +117,6 @@ class _Program:
         size = len(self.pairs.ideals)
         self.value = {state: np.full(size, float(NEVER)) for state in self.states}
         self.value[self.states[0]][0] = 0.0
-        self.cut = {state: np.zeros(size, dtype=np.int32) for state in self.states}
-        self.kind = {state: np.zeros(size, dtype=np.int8) for state in self.states}
 
     def _share(self, c: int) -> float:
         """The most least work (see `Pairs.least`) that a device of class c does within `top`."""
@@ -196,14 +195,10 @@ class _Program:
     def _relax(
         self, state: tuple[int, ...], c: int, rows: Ints, load: Floats, begin: int, end: int
     ) -> None:
-        reached = np.maximum(self.value[_less(state, c)][rows][:, None], load)
-        where = reached.argmin(axis=0)
-        best = reached[where, np.arange(end - begin)]
+        best = np.maximum(self.value[_less(state, c)][rows][:, None], load).min(axis=0)
+        best[~self.useful[state][begin:end] | (best > self.top)] = NEVER
         value = self.value[state][begin:end]
-        better = (best < value) & (best <= self.top) & self.useful[state][begin:end]
-        value[better] = best[better]
-        self.cut[state][begin:end][better] = rows[where[better]]
-        self.kind[state][begin:end][better] = c
+        np.minimum(value, best, out=value)
 
     def result(self) -> Chain:
         state, at = tuple(self.counts), len(self.pairs.ideals) - 1
@@ -214,7 +209,7 @@ class _Program:
         bound = self.pairs.ints.time(int(value))
         stages: list[tuple[int, int]] = []
         while any(state):
-            i, c = int(self.cut[state][at]), int(self.kind[state][at])
+            i, c = self._before(state, at)
             if i != at:
                 stages.append((self.pairs.ideals[at] & ~self.pairs.ideals[i], c))
             state, at = _less(state, c), i
@@ -225,6 +220,23 @@ class _Program:
                 if mask >> v & 1:
                     stage_of[v] = s
         return Chain(bound, Placement(tuple(stage_of), tuple(c for _, c in stages)))
+
+    def _before(self, state: tuple[int, ...], at: int) -> tuple[int, int]:
+        """(I, class) of the last stage of a best chain with these devices that leads to `at`.
+
+        Looked for again, because remembering it for every entry would take longer.
+        """
+        value = self.value[state][at]
+        for c, count in enumerate(state):
+            if not count:
+                continue
+            rows = np.flatnonzero(self.value[_less(state, c)][: at + 1] <= value)
+            if not len(rows):
+                continue
+            hits = np.flatnonzero(self.pairs.loads(rows, at, at + 1)[c][:, 0] <= value)
+            if len(hits):
+                return int(rows[hits[0]]), c
+        raise PlanError("a value of the table has no origin", remedy="report this file")
 
 
 def _span_of(mask: npt.NDArray[np.bool_]) -> tuple[int, int]:
