@@ -119,7 +119,9 @@ def down_closed(
     )
     bits = np.unpackbits(packed.reshape(-1, count), axis=1, bitorder="little")[:, :size]
     # Whole numbers add up alike in any order, so that a set never sorts before a part of it.
-    scale = 2.0**50 / max(float(work[begin:end].sum()), 1e-300)
-    whole = np.floor(work[begin:end] * scale).astype(np.int64)
+    here = work[begin:end]
+    total = float(here.sum())
+    share = here / total if total > 0 else np.zeros(size)
+    whole = np.floor(share * 2.0**50).astype(np.int64)
     order = np.lexsort((bits.sum(axis=1), bits.astype(np.int64) @ whole))
     return np.asarray(bits[order], dtype=np.bool_)

@@ -54,7 +54,8 @@ from pdcompile.passes.partition.placement.search import Found, Report, simple_bo
 from pdcompile.placement import LoadProblem
 
 ENTRIES = 20_000_000  # of the band of a linear order
-DEFAULT_SECONDS = 60.0  # wall seconds, when the user sets no limit
+DEFAULT_SECONDS = 60.0  # wall seconds, when the user sets no limit,
+DEFAULT_PER_GROUP = 1e-3  # and more for each group
 FIRST_REACH = 1.05  # times the bound: loads looked at first
 
 
@@ -73,10 +74,11 @@ def solve(
         report: called with (objective or None, bound) whenever either improves.
         most_in_segment: down-closed sets between two anchors that are listed at most.
         rounds: random orders to try where no optimum is proved; None: as the budget allows, and
-            without a limit for `DEFAULT_SECONDS`.
+            without a limit for a minute and a millisecond for each group.
     """
     if math.isinf(budget.deadline):
-        budget.deadline = budget.begin + DEFAULT_SECONDS
+        seconds = DEFAULT_SECONDS + DEFAULT_PER_GROUP * len(problem.sizes)
+        budget.deadline = budget.begin + seconds
     search = Search(problem, budget, seed, report)
     if math.isfinite(search.bound):
         search.run(most_in_segment, rounds)
