@@ -81,6 +81,8 @@ def series_chain(made: Series, reach: float, keep: Ints) -> Chain | None:
     )
     _overwrite(made, keep, moved)
     sizes = prefix(made.parts, a.sizes)[keep]
+    whole = sizes[-1] < 2.0**53 and bool((a.sizes == np.floor(a.sizes)).all())
+    slack = 0.0 if whole else 4e-16 * a.groups * float(sizes[-1])
     loads = []
     for c, kind in enumerate(a.classes):
         if not kind.count:
@@ -95,7 +97,8 @@ def series_chain(made: Series, reach: float, keep: Ints) -> Chain | None:
             barred = prefix(made.parts, a.barred[c].astype(np.float64))[keep]
             load[differences(barred, width) > 0.5] = np.inf
         if kind.memory < sizes[-1]:
-            load[differences(sizes, width) > kind.memory * (1 + 1e-12)] = np.inf
+            # Sums are rounded unless they are whole numbers; a stage that fits is never lost.
+            load[differences(sizes, width) > kind.memory + slack] = np.inf
         loads.append(load)
     return Chain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
 
