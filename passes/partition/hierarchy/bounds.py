@@ -18,10 +18,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.hierarchy.closures import least_boundaries, parameter_ranges
+from pdcompile.passes.partition.hierarchy.closures import least_boundaries, ranges
 from pdcompile.passes.partition.hierarchy.recursion import Level
-from pdcompile.passes.partition.hierarchy.search import operations, search
+from pdcompile.passes.partition.hierarchy.search import operations
 from pdcompile.passes.partition.hierarchy.states import Dag, Floats, Segments, membership
 
 BUCKETS = 800
@@ -32,14 +31,6 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """No plan is below `seconds`; `text` says what was searched."""
-
-    seconds: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Buckets:
     low: Floats  # seconds of work
     high: Floats
@@ -47,19 +38,16 @@ class _Buckets:
     outside: Flags  # the node is in none of them
 
 
-def relaxed(dag: Dag, levels: Sequence[Level], budget: Budget) -> Bound:
-    """A lower bound for every plan, with or without a memory limit."""
+def relaxation(dag: Dag, levels: Sequence[Level]) -> Segments:
+    """Lower bounds of all segments between buckets, as many as their search affords."""
     counts = [level.count for level in levels]
     size = BUCKETS
     while size > 50 and operations(size, counts, levels[0].straight) > AFFORDABLE:
         size = size * 9 // 10
-    segments = relaxation(dag, size)
-    outcome = search(levels, segments, budget)
-    states = len(segments.cut)
-    return Bound(outcome.bound, f"relaxation to {states} buckets of work for the bound")
+    return bounded_segments(dag, size)
 
 
-def relaxation(dag: Dag, size: int) -> Segments:
+def bounded_segments(dag: Dag, size: int) -> Segments:
     """Lower bounds of all segments between up to about `size` buckets."""
     buckets = _merge(dag, _atoms(dag, size), size)
     before, behind = buckets.outside.astype(float), buckets.inside.astype(float)
@@ -69,12 +57,15 @@ def relaxation(dag: Dag, size: int) -> Segments:
     nested = np.triu(np.ones_like(between, bool), 1)
     seconds = np.where(nested, np.maximum(np.maximum(spread, between), 0), np.inf)
     seconds[0, -1] = float(dag.seconds.sum())
-    least, most = parameter_ranges(dag, buckets.inside, buckets.outside, buckets.low, buckets.high)
-    sure = (before * dag.parameters) @ behind.T
-    parameters = np.where(nested, np.maximum(sure, least[None, :] - most[:, None]), 0)
-    held = np.where(nested, (before * (dag.parameters + dag.activations)) @ behind.T, 0)
+    amounts = []
+    for weights in (dag.parameters, dag.parameters + dag.activations):
+        least, most = ranges(
+            dag, weights, buckets.inside, buckets.outside, buckets.low, buckets.high
+        )
+        sure = (before * weights) @ behind.T
+        amounts.append(np.where(nested, np.maximum(sure, least[None, :] - most[:, None]), 0))
     return Segments(
-        seconds, parameters, held, least_boundaries(dag, buckets.inside, buckets.outside)
+        seconds, amounts[0], amounts[1], least_boundaries(dag, buckets.inside, buckets.outside)
     )
 
 

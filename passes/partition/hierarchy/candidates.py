@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pdcompile.passes.partition.hierarchy.search import operations
 from pdcompile.passes.partition.hierarchy.states import Dag, members, membership
 
 ROUND = 1.2e9  # nanoseconds of one core that one search may take, roughly
@@ -18,14 +17,15 @@ ORDERS = 6
 class Pool:
     """States of several linear orders, then also those around the cuts of the best plan."""
 
-    def __init__(self, dag: Dag, counts: Sequence[int], straight: bool, seed: int) -> None:
+    def __init__(self, dag: Dag, price: Callable[[int], float], seed: int) -> None:
         self.dag = dag
         self.random = random.Random(seed)
         self.size = MOST
-        while self.size > 40 and operations(self.size, counts, straight) > ROUND:
+        while self.size > 40 and price(self.size) > ROUND:
             self.size = self.size * 9 // 10
         self._bytes: dict[int, float] = {}
-        self.chains = [self._chain(kind) for kind in range(ORDERS)]
+        self.chains = sorted((self._chain(kind) for kind in range(ORDERS)), key=self._crossing)
+        self.tried = 0
         self.near: list[int] = []  # around the incumbent's cuts, nearest first
         self.seen: set[int] = set()
         self.reach = 1
@@ -35,10 +35,22 @@ class Pool:
         chosen = dict.fromkeys([0, self.dag.everything])
         for down_set in self.near[: self.size * 2 // 3]:
             chosen[down_set] = None
-        chains = [s for chain in self.chains for s in chain]
+        # One order as a whole: its sets all hold one another, and stages of it exist at any size.
+        room = self.size - len(chosen)
+        for down_set in self._spread(self.chains[0], room // 2):
+            chosen[down_set] = None
+        chains = [s for chain in self.chains for s in chain if s not in chosen]
         for down_set in self._spread(chains, self.size - len(chosen)):
             chosen[down_set] = None
         return list(chosen)
+
+    def other_order(self) -> list[int] | None:
+        """The sets of an order that was not yet searched alone, for when nothing was found."""
+        if self.tried == len(self.chains):
+            return None
+        chain = self.chains[self.tried]
+        self.tried += 1
+        return self._spread(chain, self.size)
 
     def refine(self, cuts: Iterable[int], *, better: bool) -> bool:
         """Look closer at the cuts of the latest plan; False when there is nothing new to see."""
@@ -107,6 +119,11 @@ class Pool:
             chosen.extend(b[rank] for b in bins if rank < len(b))
             rank += 1
         return chosen[:count]
+
+    def _crossing(self, chain: list[int]) -> float:
+        """Bytes at the boundaries of an order, on average over its work."""
+        work = np.diff(membership(self.dag, [0, *chain]) @ self.dag.seconds)
+        return float(work @ np.array([self._boundary(s) for s in chain]))
 
     def _boundary(self, down_set: int) -> float:
         known = self._bytes.get(down_set)

@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 _WHOLE = 2**40  # all of a weight, as an integer
 _INFINITE = 2**50
-_STEPS = 4  # prices of work that are tried for one range of parameters
+_STEPS = 4  # prices of work that are tried for one range
 
 
 def least_boundaries(dag: Dag, inside: Flags, outside: Flags) -> Floats:
@@ -73,24 +73,24 @@ def _meeting(dag: Dag, node: int) -> int | None:
     return first[0] if len(first) == 1 else None
 
 
-def parameter_ranges(
-    dag: Dag, inside: Flags, outside: Flags, low: Floats, high: Floats
+def ranges(
+    dag: Dag, amounts: Floats, inside: Flags, outside: Flags, low: Floats, high: Floats
 ) -> tuple[Floats, Floats]:
-    """[bucket] -> parameter bytes of its sets, at least and at most, given their work.
+    """[bucket] -> sum of `amounts` over its sets, at least and at most, given their work.
 
-    Lagrangian bounds: with a price on work, the least of P(H) − price·(W(H) − low) is no more
-    than P(H) for any H with W(H) ≥ low; mirrored for the most.
+    Lagrangian bounds: with a price on work, the least of A(H) − price·(W(H) − low) is no more
+    than A(H) for any H with W(H) ≥ low; mirrored for the most.
     """
     edges = np.array(
         [(v, p) for p in range(dag.size) for v in members(dag.after[p])], np.int64
     ).reshape(-1, 2)
-    least = inside @ dag.parameters
-    most = (~outside) @ dag.parameters
+    least = inside @ amounts
+    most = (~outside) @ amounts
     for b in range(len(low)):
         open_nodes = ~inside[b] & ~outside[b]
         if not open_nodes.any() or not most[b] > least[b]:
             continue
-        part = _Part(dag, open_nodes, edges)
+        part = _Part(dag, amounts, open_nodes, edges)
         base, work = float(least[b]), float(inside[b] @ dag.seconds)
         least[b] = base + part.least(float(low[b]) - work)
         most[b] = base + part.most(float(high[b]) - work)
@@ -100,36 +100,38 @@ def parameter_ranges(
 class _Part:
     """The nodes that are in some of a bucket's sets and not in others."""
 
-    def __init__(self, dag: Dag, open_nodes: Flags, edges: NDArray[np.int64]) -> None:
+    def __init__(
+        self, dag: Dag, amounts: Floats, open_nodes: Flags, edges: NDArray[np.int64]
+    ) -> None:
         number = np.cumsum(open_nodes) - 1
         kept = edges[open_nodes[edges[:, 0]] & open_nodes[edges[:, 1]]]
         self.size = int(open_nodes.sum())
         self.tails, self.heads = number[kept[:, 0]], number[kept[:, 1]]
         self.work = dag.seconds[open_nodes]
-        self.parameters = dag.parameters[open_nodes]
+        self.amounts = amounts[open_nodes]
 
     def least(self, work: float) -> float:
-        """Fewest parameter bytes of a set with at least this work, bounded from below."""
+        """The least amount of a set with at least this work, bounded from below."""
         best = 0.0
         price = self._price()
         for _ in range(_STEPS):
-            value, chosen = self._closure(self.parameters - price * self.work)
+            value, chosen = self._closure(self.amounts - price * self.work)
             best = max(best, value + price * work)
             price *= 1.5 if float(self.work[chosen].sum()) < work else 1 / 1.5
         return best
 
     def most(self, work: float) -> float:
-        """Most parameter bytes of a set with at most this work, bounded from above."""
-        best = float(self.parameters.sum())
+        """The most amount of a set with at most this work, bounded from above."""
+        best = float(self.amounts.sum())
         price = self._price()
         for _ in range(_STEPS):
-            value, chosen = self._closure(price * self.work - self.parameters)
+            value, chosen = self._closure(price * self.work - self.amounts)
             best = min(best, price * work - value)
             price *= 1.5 if float(self.work[chosen].sum()) > work else 1 / 1.5
         return best
 
     def _price(self) -> float:
-        return float(self.parameters.sum()) / max(float(self.work.sum()), 1e-300)
+        return float(self.amounts.sum()) / max(float(self.work.sum()), 1e-300)
 
     def _closure(self, weights: Floats) -> tuple[float, NDArray[np.int64]]:
         """A lower bound of the least weight of a down-closed set, and a set that reaches it."""

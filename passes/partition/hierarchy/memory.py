@@ -36,7 +36,7 @@ import numpy as np
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.hierarchy.parts import Part, spare
 from pdcompile.passes.partition.hierarchy.recursion import Level, improve
-from pdcompile.passes.partition.hierarchy.search import Outcome, Report
+from pdcompile.passes.partition.hierarchy.search import Outcome, Report, operations
 from pdcompile.passes.partition.hierarchy.states import Floats, Segments
 from pdcompile.passes.partition.hierarchy.threshold import (
     Cut,
@@ -351,6 +351,12 @@ def limited_search(
     if found.stages is None:
         return Outcome(None, found.seconds, found.bound)
     return Outcome(outermost.parts(found.stages, found.seconds), found.seconds, found.bound)
+
+
+def limited_operations(states: int, counts: Sequence[int], straight: bool) -> float:
+    """Elementary steps of `limited_search`, roughly: nanoseconds on one core."""
+    tables = min(operations(states, counts, straight) * counts[-1] / 2, TABLE_NANOSECONDS)
+    return tables * (len(counts) > 1) + 45 * states**2 * (1 if straight else counts[-1])
 
 
 def _step(levels: Sequence[Level], states: int) -> int:

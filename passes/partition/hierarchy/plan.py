@@ -11,11 +11,11 @@ from pdcompile.errors import PlanError
 from pdcompile.hierarchy import HierarchyProblem
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.hierarchy.antichains import walked
-from pdcompile.passes.partition.hierarchy.bounds import BUCKETS, relaxation, relaxed
+from pdcompile.passes.partition.hierarchy.bounds import relaxation
 from pdcompile.passes.partition.hierarchy.candidates import Pool
 from pdcompile.passes.partition.hierarchy.evaluate import Evaluation, evaluate
 from pdcompile.passes.partition.hierarchy.infeasible import unfit
-from pdcompile.passes.partition.hierarchy.memory import limited_search
+from pdcompile.passes.partition.hierarchy.memory import limited_operations, limited_search
 from pdcompile.passes.partition.hierarchy.parts import Part
 from pdcompile.passes.partition.hierarchy.recursion import levels_of
 from pdcompile.passes.partition.hierarchy.search import Outcome, Report, operations, search
@@ -34,6 +34,9 @@ ENUMERATED = 20_000  # down-closed sets that are listed before they are thought 
 WALKED = 2_500  # states of PipeDream's own walk that one search may take
 AFFORDABLE = 8e9  # nanoseconds of one core, roughly, for a search over all states
 ROUNDS = 4e9  # the same, for all rounds over chosen states
+
+Price = Callable[[int, Sequence[int], bool], float]
+"""Nanoseconds that a search takes: number of states, counts of the levels, straight."""
 
 
 def solve(
@@ -76,6 +79,7 @@ class _Solver:
         self.best: tuple[Evaluation, tuple[LevelAnswer, ...]] | None = None
         self.bound = 0.0
         self.provers: list[str] = []
+        self._relaxed: Segments | None = None
 
     def solve(self) -> Answer:
         family = self._all_states(memory=False)
@@ -84,7 +88,7 @@ class _Solver:
             self._unlimited(family)
             return self._answer()
         states = self._all_states(memory=True) if family is not None else None
-        segments = relaxation(self.dag, BUCKETS) if states is None else states.segments
+        segments = self._buckets() if states is None else states.segments
         reason = unfit(self.problem, self.levels, segments)
         if reason is not None:
             self.provers.append(
@@ -133,11 +137,11 @@ class _Solver:
             self._keep(family.sets, outcome)
             self.provers.append(f"dynamic program over {family.text}")
             return
-        weak = relaxed(self.dag, self.levels, self.budget)
-        self.bound = max(self.bound, weak.seconds)
-        self.provers.append(weak.text)
+        buckets = self._buckets()
+        self.bound = max(self.bound, search(self.levels, buckets, self.budget).bound)
+        self.provers.append(f"relaxation to {len(buckets.cut)} buckets of work for the bound")
         if self.problem.memory_bytes is None:
-            self._rounds(self._search_unlimited)
+            self._rounds(self._search_unlimited, operations)
 
     def _search_unlimited(self, segments: Segments) -> Outcome:
         return search(
@@ -151,7 +155,11 @@ class _Solver:
 
     def _limited(self, family: _Family | None, limit: float) -> None:
         if family is None:
-            self._rounds(self._search_limited)
+            weak = limited_search(
+                self.levels, self._buckets(), limit, self.budget, sound=False, low=self.bound
+            )
+            self.bound = max(self.bound, weak.bound)
+            self._rounds(self._search_limited, limited_operations)
             return
         outcome = self._search_limited(family.segments)
         self._keep(family.sets, outcome)
@@ -177,13 +185,18 @@ class _Solver:
             report=self._reporter(),
         )
 
-    def _rounds(self, run: Callable[[Segments], Outcome]) -> None:
+    def _buckets(self) -> Segments:
+        if self._relaxed is None:
+            self._relaxed = relaxation(self.dag, self.levels)
+        return self._relaxed
+
+    def _rounds(self, run: Callable[[Segments], Outcome], price: Price) -> None:
         """Search chosen states, then more of them around the cuts of the best plan."""
         counts = [level.count for level in self.levels]
         straight = self.problem.straight
-        pool = Pool(self.dag, counts, straight, self.seed)
+        pool = Pool(self.dag, lambda states: price(states, counts, straight), self.seed)
         chosen = walked(self.dag, WALKED)
-        if chosen is None or operations(len(chosen), counts, straight) > AFFORDABLE:
+        if chosen is None or price(len(chosen), counts, straight) > AFFORDABLE:
             chosen = pool.states()
         else:
             self.provers.append(f"the {len(chosen)} states of PipeDream's walk among the chosen")
@@ -194,12 +207,18 @@ class _Solver:
             outcome = run(segments_of(self.dag, sets))
             better = self._keep(sets, outcome)
             visited += 1
-            spent += operations(len(sets), counts, straight)
+            spent += price(len(sets), counts, straight)
             if self._closed() or self.budget.late or spent > ROUNDS:
                 break
-            if not pool.refine(_cuts(outcome.parts or (), sets), better=better):
+            if self.best is None:
+                other = pool.other_order()
+                if other is None:
+                    break
+                chosen = other
+            elif pool.refine(_cuts(outcome.parts or (), sets), better=better):
+                chosen = pool.states()
+            else:
                 break
-            chosen = pool.states()
         self.provers.append(f"dynamic programs over chosen states, {visited} rounds")
 
     # Results
