@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planning import fresh
-from planning.published import PIPER, REFERENCE
+from planning.published import PIPER, PIPER_SECONDS, REFERENCE
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only piper"
@@ -32,5 +32,8 @@ def run() -> list[Table]:
             "infeasible" if equal is None else f"{equal:.9f}", percent(found.answer["gap"]),
             len(found.answer["stages"]), f"{found.cpu_seconds:.2f}", found.peak_bytes // 10**6,
         )  # fmt: skip
-    table.note(worst_ratio=worst, slowest_seconds=slowest)
+    table.note(
+        worst_ratio=worst, slowest_seconds=slowest, pipers_seconds_8=PIPER_SECONDS[0],
+        pipers_seconds_512=PIPER_SECONDS[1],
+    )  # fmt: skip
     return [table]

@@ -36,6 +36,8 @@ PIPER = {
     (512, 80): (0.00227252011, 0.00241478679),
 }
 
+PIPER_SECONDS = (0.15, 11.0)  # of Piper's program, for 8 and for 512 devices
+
 # network, cluster: configuration and speed-up over data-parallel
 # ('PipeDream: Generalized Pipeline Parallelism for DNN Training', SOSP 2019, Table 1).
 SOSP = {
