@@ -1,0 +1,87 @@
+"""Which real models are compiled, and are the stages the model to the last bit?
+
+    python benchmarks/coverage.py                          # the whole zoo
+    python benchmarks/coverage.py --only gpt2 t5 --quick
+    python benchmarks/coverage.py --family timm --jobs 2
+    python benchmarks/coverage.py --write                  # docs/coverage.md
+
+Every model runs in a process of its own with limits of time and memory.  Exit code 1 when a
+model that could be built did not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the results depend on it
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.zoo.case import Entry  # noqa: E402
+from tests.zoo.check import Report  # noqa: E402
+from tests.zoo.isolate import CPU_SECONDS, checked, preload  # noqa: E402
+from tests.zoo.models import FAMILIES, chosen  # noqa: E402
+
+TABLE = ROOT / "docs" / "coverage.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    warnings.simplefilter("ignore")
+    try:
+        entries = chosen(tuple(given.only), tuple(given.family))
+    except KeyError as error:
+        print(error.args[0], file=sys.stderr)
+        return 2
+    for entry in entries:
+        if entry.missing:
+            print(f"left out  {entry.name}: {entry.missing}")
+    entries = tuple(entry for entry in entries if not entry.missing)
+    preload(entries)
+    reports = _run(entries, given)
+    passed = sum(report.passed for report in reports)
+    print(f"{passed} of {len(reports)} models pass; {_counted(reports)}")
+    if given.json:
+        text = "\n".join(json.dumps(report.to_dict()) for report in reports) + "\n"
+        Path(given.json).write_text(text)
+    return int(passed < len(reports))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--family", nargs="+", default=[], choices=FAMILIES)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--quick", action="store_true", help="few cuts, with dropout only")
+    parser.add_argument("--seconds", type=int, default=CPU_SECONDS, help="CPU limit of a model")
+    parser.add_argument("--json", metavar="FILE", help="one report a line")
+    return parser
+
+
+def _run(entries: Sequence[Entry], given: argparse.Namespace) -> list[Report]:
+    reports = []
+
+    def one(entry: Entry) -> Report:
+        return checked(entry, thorough=not given.quick, cpu_seconds=given.seconds)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for report in pool.map(one, entries):
+            print(report.line(), flush=True)
+            reports.append(report)
+    return reports
+
+
+def _counted(reports: Sequence[Report]) -> str:
+    names = [report.result for report in reports]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""One model of the zoo through the whole compiler: is every cut the model, to the last bit?
+
+    python -m tests.zoo.check gpt2 t5          # in this process, one line each
+
+What is compared: two training minibatches of two microbatches and one evaluation, generated
+stages on the runtime in one process against `pdcompile.reference`: losses, outputs, all
+gradients, buffers and parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pdcompile import reference
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.choices import choose
+from pdcompile.driver import make_plan
+from pdcompile.errors import PdcompileError, VerifyError
+from pdcompile.graph import Capture
+from pdcompile.options import Options
+from pdcompile.passes import boundaries, codegen
+from pdcompile.passes.schedules import make_stream
+from pdcompile.passes.trace import capture
+from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.verify import verify
+from pdcompile.plan import Plan
+from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.runtime.prepared import Prepared
+from pdcompile.stage import Sources
+from pdcompile.steps import Steps
+from tests.zoo.case import BATCH, Case, Entry, build
+from tests.zoo.random_cuts import random_cut
+from tests.zoo.shares import largest_opaque_parameters, opaque_flops, opaque_paths
+from tests.zoo.trajectory import Trajectory, differences, follow
+
+MICROBATCHES = 2
+DROPOUT = 0.1
+MAX_OPAQUE_FLOPS = 0.1
+MAX_OPAQUE_PARAMETERS = 1 / 8
+
+# From best to worst; a model has the worst result of its cuts.
+RESULTS = ("exact", "refused", "crashed", "caught", "silent")
+
+
+@dataclass(slots=True)
+class Cut:
+    """One way of cutting and what came of it."""
+
+    stages: int
+    kind: str  # planner | random
+    dropout: bool
+    result: str = "exact"
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that is known about one model.
+
+    result: ``exact``; ``refused`` by an error of ours; ``crashed`` by any other; ``caught``:
+    different from eager, and verify says so; ``silent``: different, and verify does not.
+    """
+
+    name: str
+    family: str
+    result: str = "exact"
+    step: str = "build"  # how far it came: build, eager, capture, compare, plan, generate, run
+    failed_step: str = ""  # where the worst result came from
+    detail: str = ""
+    where: str = ""
+    parameters: int = 0
+    train_ops: int = 0
+    eval_ops: int = 0
+    opaque: tuple[str, ...] = ()
+    opaque_flops: float = 0.0
+    opaque_parameters: float = 0.0
+    cuts: list[Cut] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+
+    @property
+    def captured(self) -> bool:
+        """By the rule that little may be kept whole."""
+        return (
+            self.train_ops > 0
+            and self.opaque_flops <= MAX_OPAQUE_FLOPS
+            and self.opaque_parameters <= MAX_OPAQUE_PARAMETERS
+        )
+
+    @property
+    def passed(self) -> bool:
+        return self.captured and self.result == "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Report:
+        cuts = [Cut(**cut) for cut in data.pop("cuts")]
+        return Report(**{**data, "opaque": tuple(data["opaque"])}, cuts=cuts)
+
+    def line(self) -> str:
+        share = f"opaque {self.opaque_flops:.0%}" if self.opaque else ""
+        cuts = f"{sum(c.result == 'exact' for c in self.cuts)}/{len(self.cuts)} cuts"
+        head = f"{self.result:8} {self.name:28} {self.train_ops:5} ops {cuts:11} {share}"
+        why = f"{self.failed_step or self.step}: {self.detail}" if self.result != "exact" else ""
+        return f"{head} {why} {f'@ {self.where}' if self.where else ''}".rstrip()
+
+
+def check(
+    entry: Entry, *, thorough: bool = True, progress: Callable[[Report], None] = lambda r: None
+) -> Report:
+    """Build the model and try it.
+
+    thorough: planner's cut and three random ones into 2, 3 and 4 stages, and the planner's again
+    without dropout; otherwise the planner's cuts and one random one, with dropout.
+    progress: called before every step, so that a process that dies has said where it was.
+    """
+    report = Report(entry.name, entry.family)
+    started = time.process_time()
+    with _failures(report):
+        for dropout in (DROPOUT, 0.0) if thorough else (DROPOUT,):
+            _check_case(report, build(entry, dropout), dropout > 0, thorough, progress)
+    report.cpu_seconds = round(time.process_time() - started, 1)
+    return report
+
+
+def _check_case(
+    report: Report,
+    case: Case,
+    dropout: bool,
+    thorough: bool,
+    progress: Callable[[Report], None],
+) -> None:
+    def enter(step: str) -> None:
+        report.step = step
+        progress(report)
+
+    enter("build")
+    report.parameters = sum(p.numel() for p in case.model.parameters())
+    options = Options(
+        loss_fn=case.loss_fn,
+        optimizer=None,
+        microbatches=MICROBATCHES,
+        costs="estimated",
+        batch_dims=case.batch_dims,
+        keep_model=True,
+    )
+    enter("eager")
+    expected = follow(
+        reference(
+            case.model,
+            loss_fn=case.loss_fn,
+            optimizer=None,
+            microbatches=MICROBATCHES,
+            batch_dims=case.batch_dims,
+            keep_model=True,
+        ),
+        case,
+    )
+    if not expected.finite:
+        raise ArithmeticError("eager itself gives values that are not finite")
+    enter("capture")
+    flat = example_call(case.model, case.inputs(0), case.target(0))
+    layout = resolve_batch(flat, case.batch_dims)
+    found = capture(case.model, flat, layout, case.loss_fn, microbatch_size=BATCH // MICROBATCHES)
+    report.train_ops, report.eval_ops = len(found.train.ops), len(found.eval.ops)
+    report.opaque = opaque_paths(found)
+    report.opaque_flops = opaque_flops(case, report.opaque)
+    report.opaque_parameters = largest_opaque_parameters(case.model, report.opaque)
+    enter("compare")
+    compare(case.model, found, flat, layout)
+    for cut, make in _cuts(report.name, case, found, options, dropout, thorough):
+        with _failures(report, cut):
+            enter("plan")
+            plan = make()
+            if plan is None:
+                continue
+            enter("generate")
+            sources = codegen.generate(found, plan)
+            enter("run")
+            lines = differences(expected, _run(case, options, found, plan, sources, layout))
+            if lines:
+                cut.result = _verified(case, found, plan, sources, flat, layout)
+                cut.detail = f"{lines[0]} (and {len(lines) - 1} more)"
+                _note(report, cut.result, cut.detail, f"{cut.kind} cut into {cut.stages}")
+        report.cuts.append(cut)
+
+
+def _cuts(
+    name: str, case: Case, found: Capture, options: Options, dropout: bool, thorough: bool
+) -> Iterator[tuple[Cut, Callable[[], Plan | None]]]:
+    for stages in (2, 3, 4):
+        randoms = 3 if thorough else int(stages == 3)
+        yield (
+            Cut(stages, "planner", dropout),
+            partial(_planned, case, found, options, stages),
+        )
+        for i in range(randoms if dropout else 0):
+            seed = zlib.crc32(f"{name} {stages} {i}".encode())
+            yield (
+                Cut(stages, "random", dropout),
+                partial(random_cut, found, stages, BATCH, MICROBATCHES, seed),
+            )
+
+
+def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
+    own = replace(options, stages=stages)
+    chosen = choose(own, batch_size=BATCH, splits=True, num_ranks=None)
+    return make_plan(case.model, found, own, chosen, Steps())
+
+
+def _run(
+    case: Case,
+    options: Options,
+    found: Capture,
+    plan: Plan,
+    sources: Sources,
+    layout: BatchLayout,
+) -> Trajectory:
+    prepared = Prepared(
+        capture=found,
+        plan=plan,
+        interfaces=sources.interfaces,
+        stage_classes=codegen.stage_classes(sources),
+        eval_edges=boundaries.eval_edges(found, plan, BATCH // MICROBATCHES),
+        stream=make_stream(plan),
+        layout=layout,
+        in_process=True,
+        explain=lambda: str(plan),
+        dump=lambda folder: codegen.write(sources, folder),
+    )
+    with Pipeline(case.model, options, lambda flat: prepared) as pipe:
+        return follow(pipe, case)
+
+
+def _verified(
+    case: Case, found: Capture, plan: Plan, sources: Sources, flat: FlatCall, layout: BatchLayout
+) -> str:
+    """Whether verify notices what differs."""
+    try:
+        verify(found, plan, sources, case.model, flat, layout, case.loss_fn)
+    except VerifyError:
+        return "caught"
+    return "silent"
+
+
+@contextmanager
+def _failures(report: Report, cut: Cut | None = None) -> Iterator[None]:
+    """Turn what is raised into a result of the report, and of the cut in which it happened."""
+    try:
+        yield
+    except PdcompileError as error:
+        caught = isinstance(error, VerifyError) and report.step == "compare"
+        result, detail = "caught" if caught else "refused", error.message.splitlines()[0]
+        where = error.where or ""
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        first = (str(error).splitlines() or [""])[0]
+        result, detail, where = "crashed", f"{type(error).__name__}: {first}", _place(frame)
+    else:
+        return
+    if cut is not None:
+        cut.result, cut.detail = result, detail
+    _note(report, result, detail, where)
+
+
+def _note(report: Report, result: str, detail: str, where: str) -> None:
+    """Keep the worst result."""
+    if RESULTS.index(result) > RESULTS.index(report.result):
+        report.result, report.detail, report.where = result, detail, where
+        report.failed_step = report.step
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno}"
+
+
+def main(names: list[str]) -> int:
+    """Check the named models in this process, one after another."""
+    from tests.zoo.models import chosen
+
+    worst = 0
+    for entry in chosen(tuple(names)):
+        report = check(entry)
+        print(report.line(), flush=True)
+        worst |= not report.passed
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
