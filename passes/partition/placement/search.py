@@ -14,6 +14,7 @@ from pdcompile.passes.partition.placement.linear import best_linear
 from pdcompile.passes.partition.placement.loads import Placement, objective
 from pdcompile.passes.partition.placement.orders import around, orders
 from pdcompile.passes.partition.placement.reduce import together, without_zeros
+from pdcompile.passes.partition.placement.simple import simple_bound as simple_bound
 from pdcompile.placement import LoadProblem
 
 IDEALS = 100_000  # down-closed sets, listed at most
@@ -215,34 +216,6 @@ class _Search:
                 self.near()
             else:
                 effort *= 2
-
-
-def simple_bound(problem: LoadProblem) -> float:
-    """No placement is better: the slowest group alone, and all work shared by all devices.
-
-    With `unit` class c as the measure, a device of class d does at most T·max(w_c / w_d) of the
-    work; summed over the devices that has to reach all of it.
-    """
-    kinds = [c for c, kind in enumerate(problem.classes) if kind.count]
-    if not kinds:
-        return math.inf
-    largest = max(min(row[c] for c in kinds) for row in problem.seconds)
-    average = 0.0
-    for c in kinds:
-        work = [row[c] for row in problem.seconds]
-        if not all(map(math.isfinite, work)):
-            continue
-        capacity = 0.0
-        for d in kinds:
-            rates = [
-                math.inf if row[d] == 0 else row[c] / row[d]
-                for row in problem.seconds
-                if row[c] > 0 and math.isfinite(row[d])
-            ]
-            capacity += problem.classes[d].count * max(rates, default=0.0)
-        if capacity > 0:
-            average = max(average, math.fsum(work) / capacity)
-    return max(largest, average) * (1 - 1e-12)
 
 
 def memory_problem(problem: LoadProblem) -> tuple[LoadProblem, float]:
