@@ -25,8 +25,7 @@ def preload(entries: Iterable[Entry]) -> None:
     Nothing is computed: a process that has used torch's threads must not be forked.
     """
     import torch._dynamo  # noqa: F401
-
-    from pdcompile.passes.partition import partition  # noqa: F401
+    from ortools.sat.python import cp_model  # noqa: F401
 
     if any(entry.library == "transformers" and not entry.missing for entry in entries):
         import transformers.modeling_utils  # noqa: F401
