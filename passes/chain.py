@@ -7,16 +7,18 @@ values of one microbatch in a dict, gradients handed back along the edges in the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
+from pdcompile import opaque
 from pdcompile.graph import OpGraph
 from pdcompile.passes.codegen.load import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
-from pdcompile.randomness import reseed, seed_of
+from pdcompile.randomness import DrawScope, reseed, seed_of
 from pdcompile.stage import Signature, Sources, StageInterface
 
 
@@ -42,11 +44,16 @@ class Chain:
         tensors.update(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
         self._stages = [
-            build(cls, interface, tensors.__getitem__).train(graph.training)
+            build(cls, interface, tensors.__getitem__, model).train(graph.training)
             for cls, interface in zip(stage_classes(sources), self._interfaces, strict=True)
         ]
         for stage, interface in zip(self._stages, self._interfaces, strict=True):
             announce(stage, self._signature(interface), seed)
+        self._scopes = [DrawScope(stage, seed, 0, 0) for stage in self._stages]
+        for stage, interface, scope in zip(
+            self._stages, self._interfaces, self._scopes, strict=True
+        ):
+            opaque.announce(stage, interface, partial(_same, scope))
         self._entered: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
         self._left: list[dict[str, torch.Tensor]] = []
 
@@ -118,18 +125,28 @@ class Chain:
                 roots.append(loss)
                 gradients.append(None)
             if roots:
-                torch.autograd.backward(roots, gradients)
+                scope = self._scopes[k]
+                run = scope.backward_of if scope.draws else torch.autograd.backward
+                run(roots, gradients)
             for value, (leaf, _) in self._entered[k].items():
                 if leaf.grad is not None:
                     sums[value] = leaf.grad
 
 
+def _same(scope: DrawScope) -> DrawScope:
+    return scope
+
+
 def build(
-    cls: type[nn.Module], interface: StageInterface, tensor: Callable[[str], torch.Tensor]
+    cls: type[nn.Module],
+    interface: StageInterface,
+    tensor: Callable[[str], torch.Tensor],
+    model: nn.Module | None = None,
 ) -> nn.Module:
     """A stage that holds the given tensors (by canonical FQN) under its own names."""
     with torch.device("meta"):
         stage = cls()
+    opaque.bind(stage, interface, model)
     for path, module in stage.named_modules():
         prefix = f"{path}." if path else ""
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 from pdcompile.errors import PlanError
-from pdcompile.graph import Affine, Op, OpGraph, Ref, walk
+from pdcompile.graph import Affine, Op, OpGraph, Ref, Size, walk
 from pdcompile.passes.naming import unique, wishes
 from pdcompile.plan import Edge
-from pdcompile.stage import Port, Signature
+from pdcompile.stage import Expected, Place, Port, Signature
 
 
 class Mode:
@@ -70,6 +71,7 @@ def signature(mode: Mode, k: int) -> Signature:
         loss_inputs=tuple(_port(mode, v, loss_names[v], False) for v in loss_inputs),
         loss=mode.graph.loss if k == mode.last else None,
         draws=draws,
+        kept_whole=_expectations(mode.graph, ops),
     )
 
 
@@ -156,3 +158,33 @@ def _port(mode: Mode, value: str, name: str, mutated: bool) -> Port:
         mutated=mutated,
         stride_order=info.stride_order,
     )
+
+
+def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[Expected, ...]]:
+    """For each module among `ops` that is kept whole, what its calls take and give, in order."""
+    found: dict[str, tuple[Expected, ...]] = {}
+    for op in ops:
+        if not op.opaque:
+            continue
+        given_at: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs]
+        takes = tuple(
+            ((key,), graph.values[given.name].shape)
+            for key, given in given_at
+            if isinstance(given, Ref) and graph.values[given.name].is_tensor
+        )
+        expected = Expected(takes, tuple(_gives(graph, op.name, ())), op.returns)
+        found[op.module_path] = (*found.get(op.module_path, ()), expected)
+    return found
+
+
+def _gives(
+    graph: OpGraph, name: str, place: Place
+) -> Iterator[tuple[Place, tuple[Size, ...], str]]:
+    value = graph.values[name]
+    if value.is_tensor:
+        yield place, value.shape, value.dtype
+        return
+    readers = [op for op in graph.ops if op.name in value.consumers]
+    for part in readers:
+        if part.target == "operator.getitem" and isinstance(part.args[1], int | str):
+            yield from _gives(graph, part.name, (*place, part.args[1]))

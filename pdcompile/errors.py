@@ -51,7 +51,12 @@ class InputError(PdcompileError, ValueError):
 
 
 class TraceError(PdcompileError):
-    """The model cannot be captured faithfully; names the model's own file and line."""
+    """The model cannot be captured faithfully; names the model's own file and line.
+
+    `module_path` is the FQN of the module that was running, None where that is not known.
+    """
+
+    module_path: str | None = None
 
 
 class VerifyError(PdcompileError):

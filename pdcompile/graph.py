@@ -150,7 +150,17 @@ class Op:
     grad_enabled: bool = True
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region that the model opens
     constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
+    # Opaque kind, found by running it once for real: the form of what it returns
+    # (`pdcompile.opaque.describe`), floating-point operations, bytes kept for backward.
+    returns: str = ""
+    flops: Size | None = None
+    saved_bytes: Size | None = None
     cost: OpCost | None = None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it is a module of the user's that was kept whole."""
+        return self.kind == "opaque"
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -36,7 +36,9 @@ VERSION = 1
 _ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
 _NOT_WRITTEN = {"output_spec", "tensor_values", "sizes", "origin"}
 # Where the model's text lies and what its ops cost does not change what it computes.
-_NOT_MEANT = {"source", "variable", "cost", "batch_size", "classes", "notes"}
+_NOT_MEANT = {
+    "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",
+}  # fmt: skip
 # What fields of these types may hold in memory, before anything is built from them.
 _KINDS: dict[str, Any] = {"ops": Op, "values": Value, "inputs": GraphInput, "tensors": TensorInfo}
 

@@ -17,7 +17,7 @@ the fly) is transparent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,9 +234,22 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         does: what backward recomputes would draw unseen.  So the engine is called directly.
         """
         self.replay()
+        self._backward([loss], [None])
+
+    def backward_of(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        """``torch.autograd.backward(roots, gradients)`` some time after the forward's scope."""
+        self._replaying = True
+        try:
+            with self:
+                self._backward(roots, gradients)
+        finally:
+            self._replaying = False
+
+    def _backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        pairs = zip(roots, gradients, strict=True)
         torch.autograd.Variable._execution_engine.run_backward(
-            (loss,),
-            (torch.ones_like(loss),),
+            tuple(roots),
+            tuple(torch.ones_like(root) if one is None else one for root, one in pairs),
             False,  # retain_graph
             False,  # create_graph
             (),  # inputs: all leaves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from pdcompile.graph import Size
 
@@ -29,6 +29,19 @@ class Port:
     stride_order: tuple[int, ...] = ()
 
 
+Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one call of a module that is kept whole takes and gives, by place in its arguments
+    and in its result; `form` is the nesting of the result (`pdcompile.opaque.describe`)."""
+
+    takes: tuple[tuple[Place, tuple[Size, ...]], ...]
+    gives: tuple[tuple[Place, tuple[Size, ...], str], ...]
+    form: str
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """One mode (train or eval) of one stage.
@@ -37,8 +50,9 @@ class Signature:
     loss_fn, ``loss(*loss_inputs) -> scalar``, whose inputs are outputs of forward and target
     leaves.  `loss` is the value name of the loss (an output of forward when the model returns
     it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
-    draws in order of execution (a module may be called on several stages).  `outputs` are what
-    later stages and (last stage) the model's own output need.
+    draws in order of execution (a module may be called on several stages).  `kept_whole`: for each
+    module of the model that runs as one op, what its calls take and give.
+    `outputs` are what later stages and (last stage) the model's own output need.
     """
 
     inputs: tuple[Port, ...]
@@ -46,6 +60,7 @@ class Signature:
     loss_inputs: tuple[Port, ...] = ()
     loss: str | None = None
     draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    kept_whole: dict[str, tuple[Expected, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,11 @@ class StageInterface:
     buffers: tuple[str, ...]
     constants: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)  # other name in the stage -> canonical
+
+    @property
+    def kept_whole(self) -> tuple[str, ...]:
+        """Paths of the model's own modules that this stage runs."""
+        return tuple(dict.fromkeys((*self.train.kept_whole, *self.eval.kept_whole)))
 
 
 @dataclass(frozen=True, slots=True)

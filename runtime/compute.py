@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.plan import TiedParameter
+from pdcompile.randomness import DrawScope
 from pdcompile.results import check_loss, scaled_loss
 from pdcompile.runtime.contract import Kind, check_tensor
 from pdcompile.runtime.streams import Streams
@@ -51,6 +52,7 @@ class _Flight:
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # edge: leaf, view
     left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
     loss: Tensor | None = None
+    draws: DrawScope | None = None  # of modules that are kept whole, which may run again
 
 
 class Compute:
@@ -109,6 +111,7 @@ class Compute:
             if edge in wiring.differentiable:
                 flight.left[edge] = get_gradient_edge(value) if value.requires_grad else None
         if wiring.training:
+            flight.draws = self._streams.drawn(module)
             self._flights[feed.minibatch, microbatch] = flight
         return values
 
@@ -151,7 +154,8 @@ class Compute:
             roots.append((flight.loss, None))
         if roots:
             tensors: Any = [one for one, _ in roots]  # tensors and gradient edges may be mixed
-            torch.autograd.backward(tensors, [one for _, one in roots])
+            run = flight.draws.backward_of if flight.draws is not None else torch.autograd.backward
+            run(tensors, [one for _, one in roots])
         sent = [
             (Kind.GRADIENT, edge, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             for edge, (leaf, _) in flight.entered.items()

@@ -122,6 +122,7 @@ class Session:
             tensor,
             copies=copies,
             versions=num_versions(prepared),
+            model=self.model,
         )
         for module in weights.modules:
             streams.attach(module, interface)

@@ -3,7 +3,8 @@
 Generated source calls ``draw(where, index)`` before each random function, which does nothing by
 itself; here it re-seeds the generator for (seed, minibatch, microbatch, module, index), so that
 what is drawn does not depend on the plan, the schedule or the rank.  Random leaf modules (dropout,
-attention, …) get the same through a hook.
+attention, …) get the same through a hook, and modules that are kept whole run in a scope that seeds
+every draw inside of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile.randomness import reseed, seed_of
+from pdcompile.opaque import announce
+from pdcompile.randomness import DrawScope, reseed, seed_of
 from pdcompile.stage import StageInterface
 
 
@@ -26,12 +28,26 @@ class Streams:
         self._where = (0, 0)
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, count[int]] = {}
+        self._scopes: dict[nn.Module, DrawScope] = {}
 
     def begin(self, minibatch: int, microbatch: int) -> None:
         """A forward begins: what is drawn without being announced gets a fixed start, too."""
         self._where = (minibatch, microbatch)
         self._calls.clear()
+        self._scopes.clear()
         self._draw("", -1)
+
+    def scope(self, stage: nn.Module) -> DrawScope:
+        """Where the modules of a stage that are kept whole draw, in the forward that runs."""
+        found = self._scopes.get(stage)
+        if found is None:
+            found = self._scopes[stage] = DrawScope(stage, self._seed, *self._where)
+        return found
+
+    def drawn(self, stage: nn.Module) -> DrawScope | None:
+        """The scope of the forward that has run, where something was drawn in it."""
+        found = self._scopes.get(stage)
+        return found if found is not None and found.draws else None
 
     def attach(self, stage: nn.Module, interface: StageInterface) -> None:
         """Let a stage's random ops draw from here."""
@@ -47,13 +63,14 @@ class Streams:
             evaluation = interface.eval.draws.get(path, ())
             hook = self._hook(path, train, evaluation)
             stage.get_submodule(path).register_forward_pre_hook(hook)
+        announce(stage, interface, lambda: self.scope(stage))
 
     def _hook(self, path: str, train: tuple[int, ...], evaluation: tuple[int, ...]) -> Any:
-        def announce(module: nn.Module, _: Any) -> None:
+        def before(module: nn.Module, _: Any) -> None:
             call = next(self._calls.setdefault(path, count()))
             self._draw(path, (train if module.training else evaluation)[call])
 
-        return announce
+        return before
 
     def _draw(self, path: str, index: int) -> None:
         reseed(seed_of(self._seed, *self._where, path, index))

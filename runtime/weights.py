@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.opaque import bind
 from pdcompile.stage import StageInterface
 
 Gradients = dict[str, Tensor]
@@ -26,7 +27,7 @@ class StageWeights:
 
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
     `copies` are tied parameters that another stage owns: they take part in backward here, but
-    their updates arrive by message.
+    their updates arrive by message.  `model` has the modules that are kept whole.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StageWeights:
         *,
         copies: frozenset[str],
         versions: int,
+        model: nn.Module | None = None,
     ) -> None:
         self.versions = versions
         self.newest = 0
@@ -51,7 +53,9 @@ class StageWeights:
                 self._slots[fqn] = _slots(master, versions)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
         self._modules = [
-            _instance(stage_class, interface, tensors, {f: s[v] for f, s in self._slots.items()})
+            _instance(
+                stage_class, interface, tensors, {f: s[v] for f, s in self._slots.items()}, model
+            )
             for v in range(versions)
         ]
         self._accumulating: tuple[int, int] | None = None  # minibatch, instance
@@ -207,10 +211,12 @@ def _instance(
     interface: StageInterface,
     tensors: Callable[[str], Tensor],
     own: Mapping[str, nn.Parameter],
+    model: nn.Module | None,
 ) -> nn.Module:
     """Build the stage without memory and put the model's tensors in, aliases included."""
     with torch.device("meta"):
         module = stage_class()
+    bind(module, interface, model)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     for name in names:

@@ -91,10 +91,9 @@ class Constructors:
     def _leaf(self, node: Node) -> tuple[str, bool]:
         assert node.leaf is not None
         target, given = node.leaf.target, dict(node.leaf.constructor)
-        if node.leaf.kind == "opaque":
-            head = self.imports.cls(target)
-            arguments = [f"{key}={literal(value, _SCOPE)}" for key, value in given.items()]
-            return f"{head}({', '.join(arguments)})", not node.frozen
+        if node.leaf.opaque:
+            self.imports.kept.add(target)
+            return f"KeptWhole({quote(target)})", True
         name = target.rpartition(".")[2]
         cls = getattr(nn, name, None)
         if not target.startswith("torch.nn.") or not _is_module_class(cls) or cls is None:

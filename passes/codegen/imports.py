@@ -16,6 +16,7 @@ class Imports:
     modules: set[str] = field(default_factory=set)  # math, operator
     functional: bool = False
     classes: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, name) -> here
+    kept: set[str] = field(default_factory=set)  # classes of modules that are kept whole
 
     def function(self, target: str) -> str:
         """The expression of a function target; raises SourceError unless it resolves."""
@@ -54,7 +55,7 @@ class Imports:
     @property
     def needs(self) -> list[str]:
         """Qualified names of what does not come with torch."""
-        return sorted(f"{module}.{name}" for module, name in self.classes)
+        return sorted({f"{module}.{name}" for module, name in self.classes} | self.kept)
 
     def lines(self, *, torch_used: bool = True) -> list[str]:
         """Import statements, sorted: standard library, torch, the user's."""

@@ -26,6 +26,25 @@ def draw(where, index):
 '''
 
 
+KEPT_WHOLE = '''\
+class KeptWhole(nn.Module):
+    """Stands for a module of the model that runs as it is; pdcompile puts the model's own here.
+
+    By hand: ``stage.path.to.it = model.path.to.it``, where `model` is the original.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args, **kwargs):
+        raise NotImplementedError(f"put the model's own {self.name} in this place")
+'''
+
+
+KEPT_SHORT = 'class KeptWhole(nn.Module):\n    """See above."""\n'
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """Names that readers expect, in both modes (`pdcompile.passes.naming.wishes`)."""
@@ -92,16 +111,23 @@ class _Writer:
         parts.append(self._stage(place, ops))
         body = "\n\n".join(render(part) for part in parts)
         draws = f"{DRAW}\n\n" if "draw(" in body else ""
+        kept = f"{KEPT_WHOLE}\n\n" if self.imports.kept else ""
         header = docstring(self.capture, self.interface, self.route, self.layout, self.imports)
         imports = "\n".join(self.imports.lines(torch_used="torch." in body))
-        text = f"{header}\n{imports}\n\n\n{draws}{body}"
+        text = f"{header}\n{imports}\n\n\n{draws}{kept}{body}"
         every = (*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss)
         targets = {op.target for op in every if op.kind == "function"}
-        check(text, self.imports, targets, f"stage_{self.interface.index}.py")
+        # What is fixed text needs no second look, and may do what generated text may not.
+        check(
+            text.replace(KEPT_WHOLE, KEPT_SHORT),
+            self.imports,
+            targets,
+            f"stage_{self.interface.index}.py",
+        )
         return text
 
     def _name_classes(self) -> None:
-        taken = {f"Stage{self.interface.index}", "torch", "nn", "F"}
+        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole"}
         for block in self.layout.blocks:
             full = self.classes.get(block.path, ("", ""))[0]
             wish = identifier(full.rpartition(".")[2], "Block") if full else "Block"

@@ -224,7 +224,7 @@ class Call:
 
         Where storages are unknown (−1), by name.
         """
-        if self.in_place:
+        if self.in_place or self.op.opaque:
             return False
         values = [self.index.graph.values[name] for name in self.op.inputs[:1]]
         if self.name == "getitem" and values and not values[0].is_tensor:

@@ -38,11 +38,11 @@ def forward_flops(call: Call) -> Number:
     """Floating-point operations of the forward; 0 for views and for ops that only move data."""
     if call.is_view:
         return 0
+    if call.op.opaque:
+        return call.index.size(call.op.flops) if call.op.flops is not None else _opaque(call)
     formula = _FORMULAS.get(call.name)
     if formula is not None:
         return formula(call)
-    if call.op.kind == "opaque":
-        return _opaque(call)
     if call.name in MOVES:
         return 0
     return pointwise(call)
@@ -50,7 +50,9 @@ def forward_flops(call: Call) -> Number:
 
 def is_product(call: Call) -> bool:
     """Whether the op is of the matmul family, whose backward is products of the same size."""
-    return call.name in _FORMULAS and call.name not in _REDUCTIONS and not call.is_view
+    if call.op.opaque or call.is_view:
+        return False
+    return call.name in _FORMULAS and call.name not in _REDUCTIONS
 
 
 def pointwise(call: Call) -> Number:

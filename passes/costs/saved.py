@@ -33,11 +33,13 @@ def saved(call: Call) -> Saved:
     """What the op keeps; nothing when autograd does not record it."""
     if not call.requires_grad or call.is_view:
         return NOTHING
+    if call.op.saved_bytes is not None:
+        return Saved(call.inputs, call.index.size(call.op.saved_bytes))
+    if call.op.opaque:
+        return Saved(call.inputs + call.outputs, sum(output.bytes for output in call.outputs))
     rule = _RULES.get(call.name)
     if rule is not None:
         return rule(call)
-    if call.op.kind == "opaque":
-        return Saved(call.inputs + call.outputs, sum(output.bytes for output in call.outputs))
     # A function without a rule: what a generic derivative needs, its floating-point operands.
     return Saved(
         tuple(o for o in call.inputs if o.dtype.startswith(("float", "bfloat", "complex")))

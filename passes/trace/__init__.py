@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
+from pdcompile.errors import TraceError
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.assemble import assemble
@@ -27,6 +28,7 @@ from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
 from pdcompile.passes.trace.size_range import size_range
 from pdcompile.passes.trace.sizes import probe_sizes
+from pdcompile.passes.trace.whole import Whole
 
 __all__ = ["capture", "trace"]
 
@@ -61,6 +63,9 @@ def capture(
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
+    A submodule whose inside cannot be captured becomes one op, kept whole, with a warning that
+    names it and the line.
+
     Raises:
         TraceError: the model cannot be captured faithfully; names file and line.
     """
@@ -68,10 +73,20 @@ def capture(
     size = layout.size if microbatch_size is None else microbatch_size
     table = ModuleTable(model)
     origin = Origin(weakref.ref(model), loss_fn=loss_fn)
-    found = Capture(
-        train=_capture_mode(model, table, flat, layout, loss_fn, size, training=True),
-        eval=_capture_mode(model, table, flat, layout, loss_fn, size, training=False),
-    )
+    whole = Whole(model, table)
+
+    def graph_of(training: bool) -> OpGraph:
+        return _capture_mode(
+            model, table, flat, layout, loss_fn, size, training=training, whole=whole
+        )
+
+    while True:
+        try:
+            found = Capture(train=graph_of(True), eval=graph_of(False))
+            break
+        except TraceError as error:
+            whole.enlarge(error)
+    whole.warn()
     origin.train = replace(found.train, origin=origin)
     origin.eval = replace(found.eval, origin=origin)
     return Capture(train=origin.train, eval=origin.eval)
@@ -86,6 +101,7 @@ def _capture_mode(
     microbatch_size: int,
     *,
     training: bool,
+    whole: Whole,
 ) -> OpGraph:
     tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
     dims = [layout.dims.get(path) for path in tensors]
@@ -95,7 +111,7 @@ def _capture_mode(
 
     def recorded(size: int) -> Recording:
         call = resize(flat, layout, size)
-        return _record(model, table, call, layout, loss_fn, training)
+        return _record(model, table, call, layout, loss_fn, training, tuple(whole.paths))
 
     recordings = [recorded(size) for size in sizes]
     graph = assemble(model, recordings, sizes, training=training)
@@ -111,9 +127,12 @@ def _record(
     layout: BatchLayout,
     loss_fn: Callable[..., Any] | None,
     training: bool,
+    whole: tuple[str, ...],
 ) -> Recording:
     try:
-        return record(model, table, call, layout, loss_fn, training=training)
+        return record(model, table, call, layout, loss_fn, training=training, whole=whole)
     except OutsideDraw:
         # Something drew or seeded; all generators are back, so it will do so again.
-        return record(model, table, call, layout, loss_fn, training=training, per_op=True)
+        return record(
+            model, table, call, layout, loss_fn, training=training, per_op=True, whole=whole
+        )

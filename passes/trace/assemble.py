@@ -24,7 +24,7 @@ def assemble(
     first = recordings[0]
     fit = Fit(sizes)
     ops = fit.ops([recording.ops for recording in recordings])
-    values = fit.values([recording.values for recording in recordings])
+    values = fit.values([recording.values for recording in recordings], first.ops)
     output = fit.any([recording.output for recording in recordings], "the model's output")
     loss = fit.any([recording.loss for recording in recordings], "the loss")
     tensors = fit.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")

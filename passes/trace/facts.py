@@ -6,6 +6,7 @@ import dis
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -111,7 +112,7 @@ _UNMARKED = {
 
 
 @functools.lru_cache(maxsize=4096)
-def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+def effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     """(whether an ATen op may draw, which arguments it writes) according to its schema."""
     writes = tuple(
         (index, argument.name)
@@ -138,20 +139,25 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        seeded, writes = _effects(func)
-        self.seeded = self.seeded or seeded
-        for index, name in writes:
-            self._write(args[index] if index < len(args) else kwargs.get(name))
-        flag_and_written = _UNMARKED.get(func._schema.name)
-        if flag_and_written and args[flag_and_written[0]]:
-            for index in flag_and_written[1]:
-                self._write(args[index])
+        self.seeded = self.seeded or effects(func)[0]
+        for tensor in written_by(func, args, kwargs):
+            self.written.add(storage_key(tensor))
         return func(*args, **kwargs)
 
-    def _write(self, value: Any) -> None:
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                self.written.add(storage_key(tensor))
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that an ATen op writes."""
+    for index, name in effects(func)[1]:
+        yield from _tensors(args[index] if index < len(args) else kwargs.get(name))
+    flag_and_written = _UNMARKED.get(func._schema.name)
+    if flag_and_written and args[flag_and_written[0]]:
+        for index in flag_and_written[1]:
+            yield from _tensors(args[index])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    items = value if isinstance(value, list | tuple) else (value,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

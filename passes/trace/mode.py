@@ -7,7 +7,8 @@ trace; a call that would read a value cannot succeed, because fake tensors have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -22,13 +23,15 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
+from pdcompile.passes.trace.calls import autocast_region, is_public, target_of, unchecked
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
+from pdcompile.passes.trace.probe import CallKey, Outcome
 from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
+from pdcompile.passes.trace.whole import refuse_parts, replay
 from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
-from pdcompile.targets import method_name, name_of, operator_for
 
 
 class Recorder(TorchFunctionMode):
@@ -48,9 +51,11 @@ class Recorder(TorchFunctionMode):
         self.ops: list[Op] = []
         self.names = Names()
         self.boundary: CodeType | None = None
-        self.check_generators: Callable[[str], None] = _unchecked
+        self.check_generators: Callable[[str], None] = unchecked
         self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.region: Any = "forward"
+        self.whole: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
+        self.failed: str | None = None  # the innermost module that an error came from
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, int] = {}
@@ -69,7 +74,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, owner, args)
-        if (refusal := refuse.REFUSED.get(name)) is not None and _is_public(func, name):
+        if (refusal := refuse.REFUSED.get(name)) is not None and is_public(func, name):
             if name in refuse.READS and (real := self._constants(args, kwargs)) is not None:
                 with _disable_current_modes():
                     return func(*real[0], **real[1])
@@ -89,11 +94,21 @@ class Recorder(TorchFunctionMode):
         self._module_calls[path] = calls + 1
         if self.region == "forward" and path and self.table.constructor(path) is not None:
             return self._leaf(plain, module, path, calls, args, kwargs)
+        if (path, calls) in self.whole:
+            return self._kept_whole(path, calls, args, kwargs)
+        refuse_parts(path, self.whole, locate(self.boundary)[0])
         self._stack.append((path, calls))
         try:
-            return plain(module, *args, **kwargs)
+            result = plain(module, *args, **kwargs)
+            self._begin()
+            self.fakes.made_in(result, path)
+        except Exception:
+            self.failed = path if self.failed is None else self.failed
+            raise
         finally:
             self._stack.pop()
+        self.failed = None
+        return result
 
     def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
         """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
@@ -165,7 +180,7 @@ class Recorder(TorchFunctionMode):
             return result
         if self.observer.seeded and draw is None:
             raise refuse.error(refuse.UNKNOWN_DRAW, refuse.name_of(func), locate(self.boundary)[0])
-        kind, target, args = _target(func, args, kwargs)
+        kind, target, args = target_of(func, args, kwargs)
         kwargs = without_defaults(func, kwargs)
         return self._record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
 
@@ -193,6 +208,28 @@ class Recorder(TorchFunctionMode):
         finally:
             self._stack.pop()
 
+    def _kept_whole(self, path: str, calls: int, args: Any, kwargs: Any) -> Any:
+        """One call of a module that is not looked into: what it returned when it really ran."""
+        outcome = self.whole[path, calls]
+        if outcome.reason:
+            raise TraceError(
+                f"{path!r} cannot be kept whole: it {outcome.reason}",
+                where=locate(self.boundary)[0],
+            )
+        self._begin()
+        with self._whole(), torch._C.DisableTorchFunction():
+            result = replay(outcome, self.fakes, args, kwargs)
+            buffers = [self.table.objects[fqn] for fqn in outcome.buffers]
+            self.observer.clear()
+            self.observer.written = {storage_key(self.fakes.stand_in(b)) for b in buffers}
+        self._stack.append((path, calls))
+        try:
+            target = self.table.classes[path][0]
+            with torch._C.DisableTorchFunction():
+                return self._record("opaque", target, path, args, kwargs, result, None, outcome)
+        finally:
+            self._stack.pop()
+
     def _record(
         self,
         kind: Any,
@@ -202,6 +239,7 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         draw: int | None,
+        outcome: Outcome | None = None,
     ) -> Any:
         path, module_call = self._stack[-1]
         source, variable = locate(self.boundary)
@@ -213,6 +251,7 @@ class Recorder(TorchFunctionMode):
                 for key, value in kwargs.items()
             )
         except TraceError as error:
+            self.failed = self.fakes.origin_of((args, kwargs))
             if error.where is None:
                 raise TraceError(error.message, where=source, remedy=error.remedy) from None
             raise
@@ -222,7 +261,7 @@ class Recorder(TorchFunctionMode):
         index = self._call_index.get((path, target), 0)
         self._call_index[path, target] = index + 1
         attributes = [attr.fqn for attr in walk((arguments, named), Attr)]
-        if kind == "module":
+        if kind in ("module", "opaque"):
             attributes += self.table.tensors_of(path, "parameter")
             attributes += self.table.tensors_of(path, "buffer")
         kinds = {f: self.table.tensors[f].kind for f in attributes if f in self.table.tensors}
@@ -244,8 +283,11 @@ class Recorder(TorchFunctionMode):
             draw=draw,
             region=self.region,
             grad_enabled=torch.is_grad_enabled(),
-            autocast=_autocast(self.fakes.device.type),
+            autocast=autocast_region(self.fakes.device.type),
             constructor=(self.table.constructor(path) or ()) if kind == "module" else (),
+            returns=outcome.form if outcome else "",
+            flops=outcome.flops if outcome else None,
+            saved_bytes=outcome.saved_bytes if outcome else None,
         )
         self.ops.append(op)
         return self._deliver(op, result, written)
@@ -292,10 +334,16 @@ class Recorder(TorchFunctionMode):
 
     def _deliver_items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
         if isinstance(result, dict):
-            return {
+            found = {
                 key: self._deliver_item(op, container, key, item, written)
                 for key, item in result.items()
             }
+            if type(result) is dict:
+                return found
+            named = copy.copy(result)  # of the same class, with what the class adds to a dict
+            for key, item in found.items():
+                named[key] = item
+            return named
         if not isinstance(result, tuple | list):
             return result
         items = [
@@ -350,32 +398,3 @@ class Recorder(TorchFunctionMode):
         """From now on ops belong to loss_fn."""
         self.region = "loss"
         self._stack[:] = [(LOSS_PATH, 0)]
-
-
-def _target(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, str, tuple[Any, ...]]:
-    """(kind, target, args in the target's order)."""
-    method = method_name(func)
-    if method is None:
-        return "function", name_of(func), args
-    found = operator_for(method)
-    if found is not None and not kwargs and len(args) <= 3:
-        function, swapped = found
-        return "function", name_of(function), args[::-1] if swapped else args
-    return "method", method, args
-
-
-def _is_public(func: Any, name: str) -> bool:
-    homes = (torch, torch.autograd)
-    return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
-
-
-def _unchecked(where: str) -> None:
-    """Nobody watches the generators: an eager run may use them."""
-
-
-def _autocast(device: str) -> str | None:
-    if not torch.is_autocast_enabled(device):
-        return None
-    return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"

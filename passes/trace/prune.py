@@ -10,7 +10,7 @@ def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:
     used = {ref.name for ref in walk(roots, Ref)}
     kept: list[Op] = []
     for op in reversed(ops):
-        impure = op.draw is not None or op.mutates or op.buffers_written
+        impure = op.draw is not None or op.mutates or op.buffers_written or op.opaque
         if impure or op.name in used:
             kept.append(op)
             used.update(op.inputs)

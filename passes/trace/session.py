@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
+from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.state import unchanged
 from pdcompile.passes.trace.tensors import FakeTensors
@@ -51,8 +52,11 @@ def record(
     *,
     training: bool,
     per_op: bool = False,
+    whole: Collection[str] = (),
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once on fake tensors; the model is left as it was.
+
+    The modules at the paths `whole` become one op each; for them the model also runs for real.
 
     `per_op` compares the states of all random generators at every op, which costs more than the
     capture itself, to name the line that used one.
@@ -60,12 +64,14 @@ def record(
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
     """
+    outcomes = probe(model, table, flat, whole, training=training) if whole else {}
     mode = FakeTensorMode()
     fakes = FakeTensors(table, mode, device_of(model, flat))
     fakes.unnamed.update(_unregistered(model, loss_fn))
     observer = Observer()
     recorder = Recorder(table, fakes, observer)
     recorder.boundary = run.__code__
+    recorder.whole = outcomes
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
     with ExitStack() as stack:
@@ -80,7 +86,11 @@ def record(
         stack.enter_context(mode)
         stack.enter_context(observer)
         stack.enter_context(recorder)
-        output, loss = run(model, args, kwargs, target, loss_fn, recorder)
+        try:
+            output, loss = run(model, args, kwargs, target, loss_fn, recorder)
+        except TraceError as error:
+            error.module_path = recorder.failed
+            raise
     output_argument, output_spec = structure(
         output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
     )

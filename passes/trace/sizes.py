@@ -11,6 +11,7 @@ import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, Slice, Value
+from pdcompile.passes.naming import scope_of
 
 # Primes: sums and products of other sizes seldom look like them.
 _CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -42,6 +43,9 @@ def probe_sizes(
     return tuple(chosen)
 
 
+_MEASURED = ("flops", "saved_bytes")
+
+
 class Fit:
     """Merges what was captured at several batch sizes into one, number by number."""
 
@@ -63,11 +67,22 @@ class Fit:
             raise self._diverged(longest[min(lengths)], None, self.sizes[0])
         return tuple(self._op(ops) for ops in zip(*captures, strict=True))
 
-    def values(self, captures: Sequence[dict[str, Value]]) -> dict[str, Value]:
-        return {
-            name: self._fields([values[name] for values in captures], f"the result {name!r}", None)
-            for name in captures[0]
-        }
+    def values(
+        self, captures: Sequence[dict[str, Value]], ops: Sequence[Op] = ()
+    ) -> dict[str, Value]:
+        """`ops` tell in which module a result was made that fits at some sizes only."""
+        makers = {op.name: op for op in ops}
+        found = {}
+        for name in captures[0]:
+            versions = [values[name] for values in captures]
+            try:
+                found[name] = self._fields(versions, f"the result {name!r}", None)
+            except TraceError as error:
+                maker = makers.get(name)
+                error.module_path = scope_of(maker) if maker is not None else None
+                error.where = error.where or (maker.source if maker is not None else None)
+                raise
+        return found
 
     def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
         """One argument for the same argument at every size."""
@@ -106,17 +121,35 @@ class Fit:
         return found
 
     def _op(self, ops: Sequence[Op]) -> Op:
-        merged: Op = self._fields(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0].source)
+        what = f"operator {ops[0].name} ({ops[0].target})"
+        try:
+            merged: Op = self._fields(ops, what, ops[0].source)
+        except TraceError as error:
+            error.module_path = scope_of(ops[0])
+            raise
         return merged
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes = {}
         for entry in fields(parts[0]):
             versions = [getattr(part, entry.name) for part in parts]
-            if any(version is not versions[0] for version in versions):
+            if entry.name in _MEASURED:
+                changes[entry.name] = self._measured(versions)
+            elif any(version is not versions[0] for version in versions):
                 merged = self.any(versions, f"{entry.name} of {what}", where)
                 changes[entry.name] = merged
         return replace(parts[0], **changes) if changes else parts[0]
+
+    def _measured(self, parts: Sequence[int | None]) -> Any:
+        """What was counted in real runs, where it need not be linear in the batch."""
+        numbers = [part for part in parts if part is not None]
+        if len(numbers) < len(parts) or len(set(numbers)) == 1:
+            return parts[0]
+        try:
+            return self._number(numbers, "", None)
+        except TraceError:
+            ratios = [number / size for number, size in zip(numbers, self.sizes, strict=True)]
+            return Affine(max(round(max(ratios)), 1))
 
     def _differs(self, parts: Sequence[Any], what: str, where: str | None) -> TraceError:
         if all(isinstance(part, Attr) for part in parts):
@@ -136,9 +169,11 @@ class Fit:
 
     def _diverged(self, op: Op, other: Op | None, size: int) -> TraceError:
         instead = f" where a batch of {size} runs {other.target}" if other is not None else ""
-        return TraceError(
+        error = TraceError(
             f"forward runs other operators for other batch sizes: {op.target}{instead}",
             where=op.source,
             remedy="decide in forward by something else than the number of samples, "
             "and keep loops over samples out of it",
         )
+        error.module_path = scope_of(op)
+        return error

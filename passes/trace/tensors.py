@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Ref, Value
+from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace.facts import storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.targets import dtype_name
@@ -42,6 +43,21 @@ class FakeTensors:
         self._kept: list[torch.Tensor] = []
         self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
         self.constants: dict[str, torch.Tensor] = {}
+        self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def made_in(self, result: Any, path: str) -> None:
+        """Remember which module a tensor came from that is made in a way nobody saw."""
+        for _, tensor in tensors_at(result):
+            fake = isinstance(tensor, torch._subclasses.FakeTensor)
+            if fake and not self.known(tensor):
+                self._unknown.setdefault(id(tensor), (tensor, path))
+
+    def origin_of(self, arguments: Any) -> str | None:
+        """The module that returned one of these tensors, if nobody saw how."""
+        for _, tensor in tensors_at(arguments):
+            if id(tensor) in self._unknown:
+                return self._unknown[id(tensor)][1]
+        return None
 
     def stand_in(self, value: Any) -> Any:
         """The same structure with fakes for real tensors."""

@@ -1,0 +1,38 @@
+"""What a call of a torch function is in a graph: its kind, its target, the modes around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdcompile.targets import method_name, name_of, operator_for
+
+
+def target_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str, tuple[Any, ...]]:
+    """(kind, target, args in the target's order)."""
+    method = method_name(func)
+    if method is None:
+        return "function", name_of(func), args
+    found = operator_for(method)
+    if found is not None and not kwargs and len(args) <= 3:
+        function, swapped = found
+        return "function", name_of(function), args[::-1] if swapped else args
+    return "method", method, args
+
+
+def is_public(func: Any, name: str) -> bool:
+    homes = (torch, torch.autograd)
+    return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
+
+
+def unchecked(where: str) -> None:
+    """Nobody watches the generators: an eager run may use them."""
+
+
+def autocast_region(device: str) -> str | None:
+    if not torch.is_autocast_enabled(device):
+        return None
+    return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"

@@ -1,0 +1,345 @@
+"""What modules that are kept whole really do, seen in one run of the model on real tensors.
+
+Nothing is known of the inside of such a module; so the model runs once as it is, and every call
+of these modules is watched from outside: what it returns, which tensors it reads and writes,
+what it draws, computes and keeps for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from pdcompile.batch import FlatCall
+from pdcompile.errors import TraceError
+from pdcompile.opaque import describe, tensors_at
+from pdcompile.passes.trace.facts import effects, source_of_traceback, storage_key, written_by
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.sentinel import Sentinel
+from pdcompile.passes.trace.state import unchanged
+from pdcompile.randomness import is_leaf, is_random_function, is_random_module
+
+CallKey = tuple[str, int]  # module path, how many earlier calls
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that a call returned.  `shares`: the first tensor in the same storage, as
+    ("input", i) or ("output", i); the offset is relative to it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+    shares: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One call.  `reason`: why the module cannot be one op, "" if it can."""
+
+    result: Any
+    made: tuple[Made, ...] = ()
+    form: str = ""
+    buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
+    flops: int = 0
+    saved_bytes: int = 0
+    reason: str = ""
+
+
+def probe(
+    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], *, training: bool
+) -> dict[CallKey, Outcome]:
+    """Run the model and say what each call of the modules at `paths` did.
+
+    A second run, on the same numbers in another order, shows whether the shapes of results
+    depend on values.  Buffers, modes, attributes and generators are as before afterwards.
+
+    Raises:
+        TraceError: the model cannot be run, draws outside of torch, or changes Python state.
+    """
+    found = _run(model, table, flat, paths, training)
+    try:
+        again = _run(model, table, _shuffled(flat), paths, training)
+    except TraceError:
+        return found  # it does not accept such inputs; its results are checked at every call
+    return {
+        key: _both(outcome, again[key]) if key in again else outcome
+        for key, outcome in found.items()
+    }
+
+
+_VARIES = "a result whose shape depends on values"
+
+
+def _both(one: Outcome, other: Outcome) -> Outcome:
+    if not one.reason and not _alike(one, other):
+        return replace(one, result=None, reason=f"returns {_VARIES}")
+    return replace(
+        one,
+        flops=max(one.flops, other.flops),
+        saved_bytes=max(one.saved_bytes, other.saved_bytes),
+    )
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    shapes = [[(made.shape, made.dtype) for made in outcome.made] for outcome in (one, other)]
+    return one.form == other.form and shapes[0] == shapes[1]
+
+
+def _shuffled(flat: FlatCall) -> FlatCall:
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(leaf: Tensor) -> Tensor:
+        values = leaf.detach().reshape(-1)
+        order = torch.randperm(values.numel(), generator=generator)
+        mixed = values[order.to(values.device)].reshape(leaf.shape)
+        return torch.empty_like(leaf).copy_(mixed).requires_grad_(leaf.requires_grad)
+
+    return FlatCall(
+        {p: shuffled(x) if isinstance(x, Tensor) else x for p, x in flat.leaves.items()}, flat.spec
+    )
+
+
+def _run(
+    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], training: bool
+) -> dict[CallKey, Outcome]:
+    leaves = {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for path, leaf in flat.leaves.items()
+    }
+    args, kwargs, _ = flat.unflatten(leaves)
+    watch = _Watch(model, table, frozenset(paths))
+    sentinel = Sentinel()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(unchanged(model, training, {}))
+            stack.enter_context(watch.calls())
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(watch)
+            stack.enter_context(watch.functions)
+            model(*args, **kwargs)
+        sentinel.check(None)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the model's forward raised {type(error).__name__}: {error}",
+            where=source_of_traceback(error),
+            remedy="run the model once on the example inputs without pdcompile",
+        ) from error
+    finally:
+        sentinel.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return watch.found
+
+
+class _Functions(TorchFunctionMode):
+    """Which random functions are running: what they draw is announced to the reference too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.announced = 0
+        self.generator = False  # one was passed explicitly
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.generator = self.generator or kwargs.get("generator") is not None
+        if not is_random_function(func):
+            return func(*args, **kwargs)
+        self.announced += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.announced -= 1
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor of the run; looks closely while a module that is kept whole runs."""
+
+    def __init__(self, model: nn.Module, table: ModuleTable, paths: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.table = table
+        self.paths = paths
+        self.functions = _Functions()
+        self.found: dict[CallKey, Outcome] = {}
+        self._calls: dict[str, int] = {}
+        self._tensors = {
+            storage_key(tensor): fqn
+            for fqn, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._foreign: set[int] = set()  # storages of activations made outside of the module
+        self._path = ""  # of the module that is running
+        self._clear()
+
+    def _clear(self) -> None:
+        self._own: set[int] = set()
+        self._written: set[int] = set()
+        self._strays: dict[str, None] = {}
+        self._flops = 0
+        self._hidden_draw = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = {storage_key(tensor) for _, tensor in tensors_at(result)}
+        if not self._path:
+            self._foreign |= made
+            return result
+        for _, tensor in tensors_at((args, kwargs)):
+            self._reads(storage_key(tensor))
+        self._written |= {storage_key(tensor) for tensor in written_by(func, args, kwargs)}
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._flops += count(*args, **kwargs, out_val=result)
+        if effects(func)[0] and not self.functions.announced:
+            self._hidden_draw = True
+        fresh = made - {storage_key(tensor) for _, tensor in tensors_at((args, kwargs))}
+        self._own |= fresh
+        self._foreign -= fresh
+        return result
+
+    def _reads(self, key: int) -> None:
+        if key in self._own:
+            return
+        fqn = self._tensors.get(key)
+        if fqn is not None and not self._inside(fqn):
+            self._strays[f"the model's {fqn!r}"] = None
+        elif key in self._foreign:
+            self._strays["a tensor that is not among its arguments"] = None
+
+    def _inside(self, fqn: str) -> bool:
+        info = self.table.tensors[self.table.fqns[id(self.table.objects[fqn])]]
+        return any(name.startswith(f"{self._path}.") for name in (info.fqn, *info.aliases))
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """While the model runs."""
+        plain = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.table.names.get(id(module))
+            if path is None or self._path or path not in self.paths:
+                if self._path and is_random_module(module) and is_leaf(module):
+                    self.functions.announced += 1
+                    try:
+                        return plain(module, *args, **kwargs)
+                    finally:
+                        self.functions.announced -= 1
+                return plain(module, *args, **kwargs)
+            number = self._calls.get(path, 0)
+            self._calls[path] = number + 1
+            return self._watched(plain, module, (path, number), args, kwargs)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+    def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
+        inputs = [tensor for _, tensor in tensors_at((args, kwargs))]
+        before = [tensor.detach().clone() for tensor in inputs]
+        own = dict(module.named_buffers(prefix=key[0]))
+        buffers = {fqn: buffer.clone() for fqn, buffer in own.items()}
+        self._clear()
+        self._own = {storage_key(tensor) for tensor in inputs}
+        self.functions.generator = False
+        kept: dict[int, int] = {}
+        held = set(self._tensors) | self._own
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage_key(tensor)] = storage.nbytes()
+            return tensor
+
+        self._path = key[0]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = plain(module, *args, **kwargs)
+        finally:
+            self._path = ""
+        written, strays = self._written, list(self._strays)
+        outputs = [tensor for _, tensor in tensors_at(result)]
+        reason = ""
+        try:
+            form = describe(result)
+        except TypeError as error:
+            form, reason = "", f"returns a {error}"
+        changed = [not _same(a, b) for a, b in zip(inputs, before, strict=True)]
+        if any(changed) or written & {storage_key(tensor) for tensor in inputs}:
+            reason = reason or "writes into its arguments"
+        names = {fqn: self._tensors[key] for key in written if (fqn := self._tensors.get(key))}
+        names |= {fqn: fqn for fqn, b in own.items() if not _same(b, buffers[fqn])}
+        lost = [fqn for fqn in names if self.table.tensors[self._canonical(fqn)].kind != "buffer"]
+        if lost:
+            reason = reason or f"writes the parameter {lost[0]!r}"
+        if strays:
+            reason = reason or f"reads {strays[0]}"
+        if self._hidden_draw or self.functions.generator:
+            reason = reason or "draws random numbers in a way that cannot be repeated"
+        if {storage_key(tensor) for tensor in outputs} & set(self._tensors):
+            reason = reason or "returns a parameter or buffer"
+        if any(t.layout != torch.strided or t.is_nested for t in (*inputs, *outputs)):
+            reason = reason or "takes or returns a tensor that is not dense"
+        self.found[key] = Outcome(
+            result=result if not reason else None,
+            made=() if reason else _made(inputs, outputs),
+            form=form,
+            buffers=tuple(dict.fromkeys(self._canonical(fqn) for fqn in names)),
+            flops=self._flops,
+            saved_bytes=sum(size for storage, size in kept.items() if storage not in held),
+            reason=reason,
+        )
+        self._foreign |= {storage_key(tensor) for tensor in outputs}
+        return result
+
+    def _canonical(self, fqn: str) -> str:
+        return self.table.fqns.get(id(self.table.objects.get(fqn)), fqn)
+
+
+def _made(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Made, ...]:
+    first: dict[int, tuple[str, int, int]] = {}
+    for i, tensor in enumerate(inputs):
+        first.setdefault(storage_key(tensor), ("input", i, int(tensor.storage_offset())))
+    found = []
+    for i, tensor in enumerate(outputs):
+        shares = first.setdefault(storage_key(tensor), ("output", i, int(tensor.storage_offset())))
+        own = shares[:2] == ("output", i)
+        found.append(
+            Made(
+                shape=tuple(tensor.shape),
+                stride=tensor.stride(),
+                offset=int(tensor.storage_offset()) - (0 if own else shares[2]),
+                dtype=tensor.dtype,
+                requires_grad=tensor.requires_grad,
+                shares=None if own else shares[:2],
+            )
+        )
+    return tuple(found)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided or a.is_meta:
+        return True
+    return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))

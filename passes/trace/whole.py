@@ -1,0 +1,166 @@
+"""Modules that are kept whole: what cannot be captured inside becomes one op of the graph.
+
+A refusal inside of a submodule makes the innermost running module one op, and capture starts
+again; where that module's call cannot be one op either (what it takes or returns, what it reads
+or writes), its caller takes its place.  The root is never kept whole: that would leave nothing to
+cut, so the refusal stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import TraceError
+from pdcompile.opaque import tensors_at
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.probe import CallKey, Made, Outcome
+from pdcompile.passes.trace.sentinel import OutsideDraw
+from pdcompile.passes.trace.tensors import FakeTensors
+
+
+class Whole:
+    """The modules to keep whole, by path, and the refusal that each is kept for."""
+
+    def __init__(self, model: nn.Module, table: ModuleTable) -> None:
+        self._model = model
+        self._table = table
+        self.paths: dict[str, TraceError] = {}
+
+    def enlarge(self, error: TraceError) -> None:
+        """Keep one module more whole; raises the error where there is none that helps."""
+        path = error.module_path
+        if isinstance(error, OutsideDraw) or path is None:
+            raise error
+        while path and _covered(path, self.paths):
+            path = path.rpartition(".")[0]
+        first = next((e for p, e in self.paths.items() if _below(p, path)), error)
+        if not path:
+            raise first from (error if first is not error else None)
+        meta = [fqn for fqn, tensor in self._tensors() if tensor.is_meta]
+        if meta:
+            error.remedy = (
+                f"{error.remedy or ''}; {path!r} could be kept whole if the model could run once "
+                f"to see what it returns, but {meta[0]!r} is on the meta device"
+            ).removeprefix("; ")
+            raise error
+        chosen = [path, *self._alike(path)]
+        for inner in [p for p in self.paths if any(_below(p, new) for new in chosen)]:
+            del self.paths[inner]
+        self.paths.update(dict.fromkeys(chosen, first))
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [*self._model.named_parameters(), *self._model.named_buffers()]
+
+    def _alike(self, path: str) -> list[str]:
+        """Modules of the same class in the same place of other layers, which will fail alike."""
+        kind = type(self._table.modules[path])
+        if kind.__module__.startswith("torch.nn."):
+            return []
+        place = _place(path)
+        return [
+            other
+            for other, module in self._table.modules.items()
+            if other != path
+            and type(module) is kind
+            and _place(other) == place
+            and not _covered(other, self.paths)
+        ]
+
+    def warn(self) -> None:
+        """Tell which modules are kept whole, and why."""
+        reasons: dict[int, tuple[TraceError, list[str]]] = {}
+        for path, error in self.paths.items():
+            reasons.setdefault(id(error), (error, []))[1].append(path)
+        for error, paths in reasons.values():
+            names = [f"{path!r} ({self._table.classes[path][0]})" for path in paths[:3]]
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            place = f" ({error.where})" if error.where else ""
+            warnings.warn(
+                f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}",
+                stacklevel=3,
+            )
+
+
+def _below(path: str, ancestor: str) -> bool:
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+def _covered(path: str, paths: Iterable[str]) -> bool:
+    return any(_below(path, other) for other in paths)
+
+
+def _place(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
+
+
+def refuse_parts(path: str, whole: Mapping[CallKey, Outcome], where: str) -> None:
+    """Raise TraceError when a part of a module that is kept whole runs outside of it."""
+    for owner, _ in whole:
+        if path != owner and _below(path, owner):
+            raise TraceError(
+                f"{path!r} runs outside of {owner!r}, which has to be kept whole",
+                where=where,
+                remedy=f"call it only in the forward of {owner!r}",
+            )
+
+
+def replay(outcome: Outcome, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
+    """Fake tensors in the place of what a call returned when it really ran."""
+    inputs = [tensor for _, tensor in tensors_at((fakes.stand_in(args), fakes.stand_in(kwargs)))]
+    outputs: list[Tensor] = []
+    for made in outcome.made:
+        outputs.append(_fake(made, inputs, outputs, outcome.made, fakes.device))
+    return _filled(outcome.result, iter(outputs))
+
+
+def _fake(
+    made: Made,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    others: tuple[Made, ...],
+    device: torch.device,
+) -> Tensor:
+    if made.shares is None:
+        # As long as all that lies in the storage, and no leaf: it may be written in place.
+        index = len(outputs)
+        same = [made, *(other for other in others if other.shares == ("output", index))]
+        base = torch.empty(max(_end(one) + one.offset for one in same) + made.offset,
+                           dtype=made.dtype, device=device)  # fmt: skip
+        if any(one.requires_grad for one in same):
+            base = base.requires_grad_().clone()
+        offset = made.offset
+    else:
+        kind, index = made.shares
+        base = inputs[index] if kind == "input" else outputs[index]
+        offset = made.offset + int(base.storage_offset())
+    fake = base.as_strided(made.shape, made.stride, offset)
+    return fake if fake.requires_grad == made.requires_grad else fake.detach()
+
+
+def _end(made: Made) -> int:
+    if 0 in made.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride, strict=True))
+
+
+def _filled(result: Any, outputs: Any) -> Any:
+    """The same structure with fakes for tensors."""
+    if isinstance(result, Tensor):
+        return next(outputs)
+    if isinstance(result, dict):
+        found = copy.copy(result)
+        for key, item in result.items():
+            found[key] = _filled(item, outputs)
+        return found
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(_filled(item, outputs) for item in result))
+    if isinstance(result, tuple | list):
+        return type(result)(_filled(item, outputs) for item in result)
+    return result

@@ -1,0 +1,178 @@
+"""Modules that cannot be captured inside are kept whole, and train as in eager, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pdcompile
+from pdcompile.errors import ContractError, TraceError
+from pdcompile.graph import OpGraph
+from tests.helpers.captures import captured, faithful, make, rows
+from tests.helpers.generated import check, mean_square
+
+
+class Router(nn.Module):
+    """Rows above zero go through another layer; counts them, draws three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Linear(8, 8)
+        self.all = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        chosen = (x[:, 0] > 0).nonzero().flatten()
+        self.count += chosen.numel()
+        some = torch.zeros_like(x).index_add(0, chosen, self.drop(self.few(x[chosen])))
+        every = checkpoint(self._every, x, use_reentrant=False)
+        return some + every + torch.rand_like(x), {"sums": x.sum(1), "aux": None}
+
+    def _every(self, x: Tensor) -> Tensor:
+        return torch.dropout(self.all(x), 0.3, self.training)
+
+
+class Routed(nn.Module):
+    """Two routers, one of them called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.first = Router()
+        self.second = Router()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, extra = self.first(self.lin(x))
+        x, _ = self.second(x + extra["sums"][:, None])
+        x, _ = self.second(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def routed() -> Routed:
+    torch.manual_seed(0)
+    return Routed()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:kept whole")
+
+
+def test_one_op_with_a_warning_that_says_why() -> None:
+    with pytest.warns(UserWarning, match=r"'first' .*Router.*nonzero.*test_opaque.py"):
+        graph = captured(routed()).train
+    kept = [op for op in graph.ops if op.opaque]
+    assert [op.module_path for op in kept] == ["first", "second", "second"]
+    assert kept[0].buffers_written == ("first.count",)
+    names = ("few.weight", "few.bias", "all.weight", "all.bias")
+    assert kept[0].parameters == tuple(f"first.{name}" for name in names)
+    assert kept[0].returns == "tuple(*, dict(sums=*, aux=None))"
+    assert kept[0].flops
+    assert kept[0].saved_bytes is not None
+    assert OpGraph.from_json(graph.to_json()).ops == graph.ops
+
+
+def test_graph_and_stages_equal_eager() -> None:
+    model = routed()
+    faithful(model)
+    for positions in ([1], [7]):
+        check(model, rows(), positions, rows(seed=1), mean_square)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_trains_as_the_reference(schedule: str) -> None:
+    model = routed()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {
+        "loss_fn": mean_square, "optimizer": partial(torch.optim.AdamW, lr=1e-2), "stages": 2,
+        "microbatches": 4, "schedule": schedule, "cluster": pdcompile.Cluster.local(2),
+        "costs": "estimated",
+    }  # fmt: skip
+    pipe, reference = pdcompile.compile(model, **options), pdcompile.reference(twin, **options)
+    for seed in range(3):
+        batch, target = rows(8, seed=seed), rows(8, seed=seed + 10)
+        ours, theirs = pipe.step(batch, target=target), reference.step(batch, target=target)
+        assert float(ours.loss) == float(theirs.loss)
+    pipe.flush()
+    reference.flush()
+    state = pipe.full_state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in twin.state_dict().items())
+    assert torch.equal(pipe.predict(rows()), reference.predict(rows()))
+    assert type(model.first) is Router
+
+
+def test_a_source_alone_says_what_it_needs() -> None:
+    sources, _ = check(routed(), rows(), [1], rows(seed=1), mean_square)
+    text = sources.files["stage_1.py"]
+    assert "# needs: tests.test_opaque.Router" in text
+    namespace: dict[str, Any] = {"__name__": "alone"}
+    exec(compile(text, "stage_1.py", "exec"), namespace)
+    with pytest.raises(NotImplementedError, match=r"the model's own tests\.test_opaque\.Router"):
+        namespace["Stage1"]().first(rows())
+
+
+class Grows(nn.Module):
+    """Returns as many rows as are above zero, filled up to 6 while `even`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[x[:, 0] > 0]
+        filled = torch.cat([chosen, x.new_zeros(len(x), 8)])[: max(len(x), len(chosen) + 1)]
+        return self.lin(filled)  # type: ignore[no-any-return]
+
+
+def test_a_result_of_another_shape_is_noticed() -> None:
+    model = make(lambda self, x: self.part(self.lin(x)) * 2, part=Grows())
+    sample = rows().abs() * 0
+    with torch.no_grad():
+        model.lin.weight.copy_(torch.eye(8))
+        model.lin.bias.zero_()
+    pipe = pdcompile.compile(model, optimizer=None, stages=1, microbatches=1, loss_fn=mean_square,
+                             costs="estimated")  # fmt: skip
+    pipe.step(sample, target=rows(seed=1))
+    with pytest.raises(ContractError, match="'part', which is kept whole, returned float32 "):
+        pipe.step(rows().abs(), target=rows(seed=1))
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x[x[:, 0] > 0]  # its shape depends on values: no cut may follow
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.inner(x).sum()
+
+
+def test_the_caller_is_kept_where_the_module_itself_cannot_be() -> None:
+    model = make(lambda self, x: self.part(self.lin(x)) * 2, part=Outer())
+    found = faithful(model)
+    assert [op.module_path for op in found.train.ops if op.opaque] == ["part"]
+
+
+def test_a_root_is_never_kept() -> None:
+    with pytest.raises(TraceError, match="nonzero") as caught:
+        captured(make(lambda self, x: self.lin(x).nonzero()))
+    assert caught.value.where is not None
+    with pytest.raises(TraceError, match="__getitem__"):
+        captured(make(lambda self, x: self.inner(x).sum() + self.lin(x), inner=Inner()))
+
+
+def test_on_the_meta_device_there_is_nothing_to_run() -> None:
+    with pytest.raises(TraceError, match="nonzero") as caught:
+        captured(routed().to("meta"))
+    assert "on the meta device" in (caught.value.remedy or "")
