@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from pdcompile.batch import BatchLayout, FlatCall, resize
+from pdcompile.batch import BatchLayout, FlatCall, output_leaves, resize
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.graph import Capture, OpGraph, Ref, leaves
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
@@ -181,7 +180,7 @@ def _eager(
             output = model(*args, **kwargs)
         named = {
             place.name: leaf
-            for place, leaf in zip(leaves(graph.output), pytree.tree_leaves(output), strict=True)
+            for place, leaf in zip(leaves(graph.output), output_leaves(output), strict=True)
             if isinstance(place, Ref)
         }
         loss = named.get(graph.loss or "")

@@ -16,10 +16,9 @@ from keyword import iskeyword
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from pdcompile.batch import flatten_call
+from pdcompile.batch import flatten_call, unflatten_output
 from pdcompile.errors import InputError, TraceError
 from pdcompile.graph import (
     Affine,
@@ -132,7 +131,7 @@ def _call(
     extras = [lookup[kind](name) for kind, name in program.extras]
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         found = run(module, *tensors, *extras)
-    output: Any = pytree.tree_unflatten(found, graph.output_spec)
+    output: Any = unflatten_output(found, graph.output_spec)
     return output
 
 

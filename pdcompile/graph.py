@@ -266,9 +266,9 @@ class SizeRange:
 class OpGraph:
     """One capture of a model in one mode (training or not), ops in topological order.
 
-    `output` is the model's output with Refs for tensors; `output_spec` is the pytree spec to
-    rebuild the model's own container from its leaves (a torch object: never saved, never
-    compared). `loss` is the value to differentiate; None for a graph without loss.
+    `output` is the model's output with Refs for tensors; `output_spec` is what
+    `pdcompile.batch.unflatten_output` rebuilds the model's own container with (never saved,
+    never compared). `loss` is the value to differentiate; None for a graph without loss.
     `constants` are non-tensor leaves of the call, path to repr: a later call must pass equal.
     `classes` maps module paths to (qualified class name, "file.py:12").
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).

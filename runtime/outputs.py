@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch.utils._pytree as pytree
+import torch
 from torch import Tensor
 
-from pdcompile.batch import BatchLayout, concatenate
-from pdcompile.graph import Affine, Attr, OpGraph, Ref, leaves
+from pdcompile.batch import BatchLayout, concatenate, unflatten_output
+from pdcompile.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.contract import Channel, Kind
 from pdcompile.runtime.transport import Transport
 from pdcompile.runtime.wiring import expected
 from pdcompile.stage import Port
+from pdcompile.targets import from_literal
+
+CPU = torch.device("cpu")
 
 
 def share(
@@ -44,21 +47,24 @@ def join(
     graph: OpGraph, feed: Feed, layout: BatchLayout, loss: Tensor | None,
     tensors: Mapping[str, Tensor],
 ) -> Any:  # fmt: skip
-    """The minibatch's output pytree; the loss takes the place of the microbatches' losses.
+    """The minibatch's output as the model makes it; its loss takes the place of the losses.
 
     `tensors` are the model's own, for an output that is one of them.
     """
     parts = leaves(graph.output)
+    device = next((tensor.device for tensor in tensors.values()), CPU)
 
     def leaf(part: Any, values: Mapping[str, Tensor], size: int) -> Any:
         if isinstance(part, Ref):
             return values[part.name]
         if isinstance(part, Affine):
             return part.at(size)
+        if isinstance(part, TorchLiteral):
+            return from_literal(part, device)
         return tensors[part.fqn].detach() if isinstance(part, Attr) else part
 
     outputs = [
-        pytree.tree_unflatten([leaf(part, values, size) for part in parts], graph.output_spec)
+        unflatten_output([leaf(part, values, size) for part in parts], graph.output_spec)
         for values, size in zip(feed.outputs, feed.sizes, strict=True)
     ]
     names = [part.name if isinstance(part, Ref) else None for part in parts]

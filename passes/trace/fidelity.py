@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.batch import BatchLayout, FlatCall, output_leaves
 from pdcompile.errors import VerifyError
 from pdcompile.graph import Capture, Op, OpGraph, leaves
 from pdcompile.graph_module import Lookup, execute, materialise
@@ -97,7 +96,7 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
 def _eager(model: nn.Module, graph: OpGraph, flat: FlatCall) -> tuple[list[Any], Any]:
     args, kwargs, target = flat.unflatten(_fresh(flat))
     output = model(*args, **kwargs)
-    found = pytree.tree_leaves(output)
+    found = output_leaves(output)
     loss_fn = graph.origin.loss_fn if graph.origin is not None else None
     if loss_fn is not None:
         return found, loss_fn(output, target)

@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, DictOf, ListOf, Ref
 
 
-def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Any]:
-    """(Argument with the leaves in pytree order, pytree spec) of a model's output.
+def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Tree]:
+    """(Argument with the leaves in order, structure to rebuild it) of a model's output.
 
-    Containers that are neither tuple nor list become dicts: of their keys where the pytree
-    registration tells them, else ``"0"``, ``"1"``, …
+    Whatever is neither tuple nor list becomes a dict: of attributes or keys where they are
+    known, else ``"0"``, ``"1"``, …
+
+    Raises:
+        TraceError: something in it may hide tensors.
     """
-    leaves, spec = pytree.tree_flatten(output)
-    named = [_leaf(item, leaf) for item in leaves]
-    return _build(output, spec, iter(named)), spec
+    try:
+        leaves, tree = flatten_output(output)
+    except (RecursionError, ValueError) as error:
+        raise TraceError(
+            f"the model's output cannot be taken apart: {error}",
+            where="the model's output",
+            remedy="return tensors in plain containers",
+        ) from error
+    hidden = unknown_in(tree)
+    if hidden is not None:
+        kind = f"{type(hidden).__module__}.{type(hidden).__qualname__}"
+        raise TraceError(
+            f"the model returns an object of class {kind}, in which tensors may be hidden",
+            where="the model's output",
+            remedy="return tensors, numbers and objects that hold them as attributes",
+        )
+    return _build(tree, iter([leaf(item) for item in leaves])), tree
 
 
-def _leaf(value: Any, leaf: Callable[[Any], Argument]) -> Argument:
-    plain = value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str)
-    if plain or isinstance(value, torch.dtype | torch.device):
-        return leaf(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TraceError(
-        f"the model returns an object of class {kind}, which pytrees do not know",
-        where="the model's output",
-        remedy=f"return a dict, tuple or named tuple, or register {type(value).__name__} with "
-        "torch.utils._pytree (register_dataclass, register_pytree_node)",
-    )
+def _build(tree: Tree, leaves: Iterator[Argument]) -> Argument:
+    parts = iter(tree.parts)
+
+    def build(spec: Any) -> Argument:
+        if spec.is_leaf():
+            part = next(parts)
+            return next(leaves) if part is None else _build_part(part, leaves)
+        items = tuple(build(child) for child in spec.children())
+        if spec.type is list:
+            return ListOf(items)
+        if spec.type is tuple:
+            return items
+        keys: Any = spec.context
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            keys = getattr(keys, "_fields", ())
+        keys = keys if len(keys) == len(items) else range(len(items))
+        return DictOf(tuple(zip((str(key) for key in keys), items, strict=True)))
+
+    return build(tree.spec)
 
 
-def _build(value: Any, spec: Any, leaves: Any) -> Argument:
-    if spec.is_leaf():
-        leaf: Argument = next(leaves)
-        return leaf
-    node = pytree.SUPPORTED_NODES[spec.type]
-    children, _ = node.flatten_fn(value)
-    items = tuple(
-        _build(child, part, leaves) for child, part in zip(children, spec.children(), strict=True)
-    )
-    if spec.type is list:
-        return ListOf(items)
-    if spec.type is tuple:
-        return items
-    keys = spec.context if isinstance(spec.context, list) else None
-    if keys is None or len(keys) != len(items) or not all(isinstance(k, str) for k in keys):
-        keys = getattr(value, "_fields", None) or [str(i) for i in range(len(items))]
-    return DictOf(tuple(zip((str(key) for key in keys), items, strict=True)))
+def _build_part(part: Part, leaves: Iterator[Argument]) -> Argument:
+    if not isinstance(part, Instance):
+        return ()  # it has no leaves
+    content = _build(part.content, leaves)
+    items = content.items if isinstance(content, ListOf) else ()
+    names = [*map(str, range(len(items) - len(part.attributes))), *part.attributes]
+    return DictOf(tuple(zip(names, items, strict=True)))
 
 
 def find_loss(

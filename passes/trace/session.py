@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, Attr, GraphInput, Op, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
@@ -139,12 +138,12 @@ def run(
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
     """A parameter or buffer that the model returns has the value of this moment: an update that
     comes before anyone looks must not change it."""
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = flatten_output(output)
     own = [isinstance(leaf, torch.Tensor) and isinstance(fakes.name(leaf), Attr) for leaf in leaves]
     if not any(own):
         return output
     cloned = [leaf.clone() if mine else leaf for leaf, mine in zip(leaves, own, strict=True)]
-    return pytree.tree_unflatten(cloned, spec)
+    return unflatten_output(cloned, spec)
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:

@@ -15,6 +15,12 @@ from pdcompile.batch.call import (
 )
 from pdcompile.batch.layout import BatchLayout, follow_batch, resolve_batch
 from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
+from pdcompile.batch.structure import (
+    flatten_output,
+    map_tensors,
+    output_leaves,
+    unflatten_output,
+)
 
 __all__ = [
     "Argument",
@@ -24,10 +30,14 @@ __all__ = [
     "concatenate",
     "example_call",
     "flatten_call",
+    "flatten_output",
     "follow_batch",
+    "map_tensors",
     "microbatch_sizes",
+    "output_leaves",
     "resize",
     "resolve_batch",
     "split",
+    "unflatten_output",
     "weights",
 ]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pdcompile.batch.call import FlatCall
 from pdcompile.batch.layout import BatchLayout
+from pdcompile.batch.structure import flatten_output, unflatten_output
 from pdcompile.errors import ConfigError, InputError
 
 
@@ -117,10 +117,10 @@ def concatenate(
     loss_leaf: int | None = None,
     batch_dim: int = 0,
 ) -> Any:
-    """Put the outputs of the microbatches together into the minibatch's output pytree.
+    """Put the outputs of the microbatches together into the minibatch's output.
 
     Args:
-        outputs: one pytree for each microbatch, equal in structure.
+        outputs: one value for each microbatch, of any class, equal in structure.
         sizes: samples of each microbatch.
         loss: the minibatch's loss, which takes the place of leaf number `loss_leaf`.
         batch_dim: the dimension to try first when looking for the one that counts samples.
@@ -133,7 +133,7 @@ def concatenate(
     Raises:
         InputError: microbatches returned unlike structures, or tensors that do not fit.
     """
-    flat = [pytree.tree_flatten(output) for output in outputs]
+    flat = [flatten_output(output) for output in outputs]
     tree = flat[0][1]
     for index, (_, other) in enumerate(flat):
         if other != tree:
@@ -150,7 +150,7 @@ def concatenate(
             joined.append(parts[0])
         else:
             joined.append(_join(number, parts, _sample_dim(parts, sizes, batch_dim)))
-    return pytree.tree_unflatten(joined, tree)
+    return unflatten_output(joined, tree)
 
 
 def _join(number: int, parts: Sequence[Tensor], dim: int | None) -> Tensor:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pdcompile.batch import (
@@ -17,7 +16,9 @@ from pdcompile.batch import (
     FlatCall,
     concatenate,
     flatten_call,
+    map_tensors,
     microbatch_sizes,
+    output_leaves,
     resolve_batch,
     split,
     weights,
@@ -329,9 +330,9 @@ class Reference:
 
 
 def _detached(output: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, output)
+    return map_tensors(Tensor.detach, output)
 
 
 def _position(loss: Tensor | None, output: Any) -> int | None:
-    leaves = pytree.tree_leaves(output)
+    leaves = output_leaves(output)
     return next((i for i, leaf in enumerate(leaves) if leaf is loss and loss is not None), None)

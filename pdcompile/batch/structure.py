@@ -1,0 +1,255 @@
+"""What a model returns, taken apart into leaves and put together again, whatever its class.
+
+Pytrees know tuples, lists, dicts and registered classes.  Any other object (an unregistered
+dataclass, a cache of keys and values, a distribution) is taken apart by its attributes and built
+again without its constructor: an instance of the class with the same attributes, lists and dicts
+in them made anew, modules, functions and classes kept as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+MAX_LEAVES = 100_000
+_PLAIN = (bool, int, float, complex, str, type(None))
+_TORCH = (torch.dtype, torch.device)
+_KEPT = (type, types.BuiltinFunctionType, types.ModuleType, nn.Module, Enum, torch.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A pytree; for each of its leaves None, or what stands there in place of a leaf."""
+
+    spec: pytree.TreeSpec
+    parts: tuple[Part | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of any class: its items, where it is a container, and its attributes."""
+
+    cls: type
+    number: int
+    base: Any  # the builtin that it is made of: object, dict, list or tuple
+    keys: tuple[Any, ...]  # of a dict
+    attributes: tuple[str, ...]
+    content: Tree  # a list: items first, then the values of attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The object that is already there under this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """An object without leaves, given back as it is; `known` if there are no tensors in it."""
+
+    value: Any
+    known: bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and type(other.value) is type(self.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+Part: TypeAlias = Instance | Again | Kept
+
+
+@dataclass(slots=True)
+class _Taken:
+    leaves: list[Any] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+def flatten_output(value: Any) -> tuple[list[Any], Tree]:
+    """(leaves, structure): tensors, numbers, strings, None, dtypes and devices are leaves.
+
+    For outputs made of what pytrees know these are pytree's leaves, in its order.  Structures
+    are equal for outputs that differ in the leaves' values only.
+
+    Raises:
+        RecursionError: containers lie in each other too deep, or hold themselves.
+        ValueError: there are more than `MAX_LEAVES` leaves.
+    """
+    taken = _Taken()
+    structure = _tree(value, taken)
+    return taken.leaves, structure
+
+
+def output_leaves(value: Any) -> list[Any]:
+    """The leaves alone."""
+    return flatten_output(value)[0]
+
+
+def unflatten_output(leaves: Sequence[Any], structure: Tree) -> Any:
+    """The value with the given leaves in place."""
+    return _put_together(iter(leaves), structure, {})
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same value with every tensor in it replaced."""
+    leaves, structure = flatten_output(value)
+    if structure == _LEAF and not isinstance(value, Tensor):
+        return value
+    changed = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return unflatten_output(changed, structure)
+
+
+def unknown_in(structure: Tree) -> Any:
+    """The first object that may hide tensors; None if there is none."""
+    for part in structure.parts:
+        if isinstance(part, Kept) and not part.known:
+            return part.value
+        if isinstance(part, Instance):
+            found = unknown_in(part.content)
+            if found is not None:
+                return found
+    return None
+
+
+def _tree(value: Any, taken: _Taken) -> Tree:
+    found, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    return Tree(spec, tuple(_part(item, taken) for item in found))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size  # of which pytrees make a tuple
+
+
+def _part(item: Any, taken: _Taken) -> Part | None:
+    if isinstance(item, Tensor | _TORCH[0] | _TORCH[1]) or (
+        isinstance(item, _PLAIN) and not isinstance(item, Enum)
+    ):
+        taken.leaves.append(item)
+        if len(taken.leaves) > MAX_LEAVES:
+            raise ValueError(f"the output has more than {MAX_LEAVES:,} leaves")
+        return None
+    if isinstance(item, _KEPT):
+        return Kept(item, known=True)
+    if id(item) in taken.numbers:
+        return Again(taken.numbers[id(item)])
+    cls: Any = type(item)
+    base = _base(cls)
+    if base is None:
+        return Kept(item, known=_atomic(item))
+    number = taken.numbers[id(item)] = len(taken.numbers)
+    names = tuple(_attributes(item))
+    items: list[Any] = []
+    keys: tuple[Any, ...] = ()
+    if base is dict:
+        keys, items = tuple(dict.keys(item)), list(dict.values(item))
+    elif base is not object:
+        items = list(base.__iter__(item))
+    content = _tree([*items, *(_read(item, name) for name in names)], taken)
+    return Instance(cls, number, base, keys, names, content)
+
+
+def _atomic(item: Any) -> bool:
+    """Whether an object without attributes surely leads to no tensor."""
+    if isinstance(item, types.FunctionType):
+        cells = (item.__closure__, item.__defaults__, item.__kwdefaults__)
+        return not any(cells)
+    if isinstance(item, set | frozenset):
+        return all(isinstance(one, _PLAIN) for one in item)
+    return not gc.is_tracked(item)
+
+
+@functools.lru_cache(maxsize=1024)
+def _base(cls: Any) -> Any:
+    """The builtin that instances of a class are made of; None if they cannot be rebuilt."""
+    if cls is torch.Size:
+        return tuple
+    for base in (dict, list, tuple):
+        if issubclass(cls, base):
+            return base if cls is not base and _builds(cls, base) else None
+    return object if _builds(cls, object) else None
+
+
+def _builds(cls: Any, base: Any) -> bool:
+    if any(entry.__module__ == "builtins" for entry in cls.__mro__ if entry not in (base, object)):
+        return False  # functions, sets, iterators, exceptions
+    if not any("__dict__" in vars(entry) or _members(entry) for entry in cls.__mro__):
+        return base is not object
+    try:
+        base.__new__(cls)
+    except TypeError:
+        return False
+    return True
+
+
+def _members(cls: type) -> list[str]:
+    return [n for n, d in vars(cls).items() if isinstance(d, types.MemberDescriptorType)]
+
+
+def _attributes(item: Any) -> Iterator[str]:
+    yield from getattr(item, "__dict__", {})
+    for cls in type(item).__mro__:
+        for name in _members(cls):
+            try:
+                vars(cls)[name].__get__(item)
+            except AttributeError:  # a slot that was never filled
+                continue
+            yield name
+
+
+def _read(item: Any, name: str) -> Any:
+    own = getattr(item, "__dict__", {})
+    return own[name] if name in own else object.__getattribute__(item, name)
+
+
+def _put_together(leaves: Iterator[Any], structure: Tree, made: dict[int, Any]) -> Any:
+    items = [
+        next(leaves) if part is None else _make(leaves, part, made) for part in structure.parts
+    ]
+    return pytree.tree_unflatten(items, structure.spec)
+
+
+def _make(leaves: Iterator[Any], part: Part, made: dict[int, Any]) -> Any:
+    if isinstance(part, Kept):
+        return part.value
+    if isinstance(part, Again):
+        return made[part.number]
+    if part.base is not tuple:
+        # Entered before its content: something in it may lead back to it.
+        found = made[part.number] = part.base.__new__(part.cls)
+        values = _put_together(leaves, part.content, made)
+    else:
+        values = _put_together(leaves, part.content, made)
+        count = len(values) - len(part.attributes)
+        new = torch.Size if part.cls is torch.Size else functools.partial(tuple.__new__, part.cls)
+        found = made[part.number] = new(values[:count])
+    count = len(values) - len(part.attributes)
+    if part.base is dict:
+        dict.update(found, zip(part.keys, values[:count], strict=True))
+    elif part.base is list:
+        list.extend(found, values[:count])
+    own = getattr(found, "__dict__", None)
+    for name, value in zip(part.attributes, values[count:], strict=True):
+        if own is not None and not _is_slot(part.cls, name):
+            own[name] = value
+        else:
+            object.__setattr__(found, name, value)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_slot(cls: type, name: str) -> bool:
+    return any(name in _members(entry) for entry in cls.__mro__)
+
+
+_LEAF = flatten_output(None)[1]
