@@ -273,7 +273,8 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
-    found = [_seconds_of(plan, cluster, values) for values in (narrow, wide)]
+    found = [_seconds_of(plan, cluster, narrow)]
+    found.append(found[0] if narrow == wide else _seconds_of(plan, cluster, wide))
     if not flush and plan.forecast is not None and _replicated(plan):
         found[1] = max(found[1], plan.forecast.step_seconds / plan.training.num_microbatches)
     low, high = found[0] * (1 - TOLERANCE), found[1] * (1 + TOLERANCE)

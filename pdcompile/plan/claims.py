@@ -17,7 +17,7 @@ from functools import cache
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import PlanError
-from pdcompile.graph import Op, OpGraph, Ref, fingerprint, walk
+from pdcompile.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.model import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
@@ -76,10 +76,13 @@ def _items(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
     ops = {op.name: op for op in graph.ops}
     if not all(op.cost is not None for op in graph.ops):
         return
-    owners = _owners(problem, graph)
+    held: dict[int, list[TensorInfo]] = defaultdict(list)
+    for fqn, items in _owners(problem, graph).items():
+        if len(items) == 1:
+            held[min(items)].append(graph.tensors[fqn])
     for i, item in enumerate(problem.items):
         costs = [cost for name in item.ops if (cost := ops[name].cost) is not None]
-        own = [graph.tensors[fqn] for fqn, items in owners.items() if items == {i}]
+        own = held[i]
         expected = Item(
             item.name,
             item.ops,

@@ -1,8 +1,8 @@
 """What a plan's certificate claims, recomputed from its stages and edges.
 
 Written apart from the planner, on purpose: two programs that agree by sharing a mistake prove
-nothing.  Here the makespan is the least solution of "nothing starts before what it waits for",
-found by relaxing every event until nothing moves.
+nothing.  Here the makespan is the least solution of "nothing starts before what it waits for":
+the longest path to the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdcompile.cluster import Cluster
+from pdcompile.errors import PlanError
 from pdcompile.plan.model import Plan
 
 Pair = tuple[int, int]
@@ -110,19 +111,10 @@ class Clock:
 
         With half-duplex links it is a lower bound of the planner's figure.
         """
-        begin: dict[Event, float] = defaultdict(float)
-        waits = list(self._waits(warmup, m))
-        moved = True
-        while moved:
-            moved = False
-            for before, after, seconds in waits:
-                least = begin[before] + seconds
-                if least > begin[after] * (1 + 1e-15) + 1e-300:
-                    begin[after], moved = least, True
-        return begin["end", 0, 0, 0]
+        return _longest(self._waits(warmup, m), ("end", 0, 0, 0))
 
     def _waits(self, warmup: Sequence[int], m: int) -> Iterable[Wait]:
-        """(event, later event, seconds between their starts), in an order that settles fast."""
+        """(event, later event, seconds between their starts)."""
         num_stages = len(self.forward)
         depth = [min(one, m - 1) for one in warmup]
         for k in range(m):
@@ -171,6 +163,36 @@ class Clock:
         if k > depth:
             yield ("B done", s, 0, k - 1 - depth), ("F", s, 0, k), 0.0
         yield ("F done", s, 0, min(k + depth, m - 1)), ("B", s, 0, k), 0.0
+
+
+def _longest(waits: Iterable[Wait], end: Event) -> float:
+    """When the last event begins if every event begins as early as all waits allow.
+
+    Events are taken when all that they wait for have been, each wait once.  Raises PlanError
+    when there is no such order.
+    """
+    after: dict[Event, list[tuple[Event, float]]] = defaultdict(list)
+    missing: dict[Event, int] = defaultdict(int)
+    for event, later, seconds in waits:
+        after[event].append((later, seconds))
+        missing[later] += 1
+    begin: dict[Event, float] = defaultdict(float)
+    ready = [event for event in after if event not in missing]
+    while ready:
+        event = ready.pop()
+        at = begin[event]
+        for later, seconds in after.get(event, ()):
+            begin[later] = max(begin[later], at + seconds)
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    if any(missing.values()):
+        raise PlanError(
+            "the forwards and backwards of a minibatch wait for each other in a circle",
+            where="plan: training.warmup",
+            remedy="make the plan again",
+        )
+    return begin[end]
 
 
 def _slot(kind: str, s: int, k: int, depth: int, m: int) -> Iterable[Event]:

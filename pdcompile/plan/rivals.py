@@ -20,7 +20,8 @@ from pdcompile.plan.model import Plan
 from pdcompile.problem import PartitionProblem
 
 Finding = tuple[str, str, str]  # path, message, remedy
-MOST = 24  # rivals that are timed
+MOST = 24  # rivals that are timed, of a pipeline that is not deep
+MOST_EVENTS = 60_000  # stages × microbatches of all rivals together: about 4 s of the clock
 TOLERANCE = 1e-6  # relative
 
 
@@ -35,7 +36,7 @@ def findings(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
     except PlanError:
         return
     times = problem.num_microbatches if problem.objective == "flush" else 1
-    left = MOST
+    left = max(2, min(MOST, MOST_EVENTS // (len(plan.stages) * problem.num_microbatches)))
     for item, rival in neighbours(problem, stage_of):
         if busiest(problem, rival) * times >= bound or not _allowed(problem, rival):
             continue
