@@ -140,3 +140,14 @@ def test_the_least_memory_named_is_the_least(seed: int) -> None:
         classes = (replace(accelerator, memory=memory), problem.classes[1])
         value, _ = brute_force(replace(problem, classes=classes))
         assert math.isinf(value) == (memory < least)
+
+
+def test_the_order_of_a_sum_decides_nothing() -> None:
+    sizes = [0.3, 3, 3.784553180973742, 0.1, 0, 0.3]  # in this order 1 ulp less than in another
+    limit = sum(sizes)
+    for cost in (0.0, 0.5):
+        problem = chain(sizes, 1, limit, fpgaLatency=cost)
+        assert place(problem).objective == 6 * cost
+    assert place(chain([0.1, 0.2], 1, 0.3)).status == "optimal"  # 0.1 + 0.2 > 0.3 in floats
+    assert place(chain([1, 2], 1, 3 - 1e-15)).status == "infeasible"  # whole numbers have none
+    assert place(chain([0.1, 0.2], 1, 0.3 * (1 - 1e-9))).status == "infeasible"

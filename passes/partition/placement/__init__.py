@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from pdcompile.answer import Answer, Progress, StageAnswer, relative_gap
@@ -10,6 +11,7 @@ from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.placement.evaluate import (
     Device,
+    allowed,
     device_loads,
     memories,
     violations,
@@ -44,6 +46,13 @@ def place(
     """
     with Budget(time_limit) as budget:
         groups = grouped(problem)
+        groups = replace(
+            groups,
+            classes=tuple(
+                replace(kind, memory=memory)
+                for kind, memory in zip(groups.classes, allowed(problem), strict=True)
+            ),
+        )
         if impossible(problem, groups):
             found = Found(None, math.inf, math.inf, "no device is large enough")
         else:

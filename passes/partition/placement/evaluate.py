@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from pdcompile.placement import PlacementProblem
 
+SLACK = 1e-12  # of the memory limit: sums of fractions err, each order of summing in its own way
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -48,6 +50,18 @@ def memories(problem: PlacementProblem, devices: Sequence[Device]) -> list[float
     return [math.fsum(problem.nodes[v].size for v in device.nodes) for device in devices]
 
 
+def allowed(problem: PlacementProblem) -> list[float]:
+    """What a device of each class may hold: its limit, down to a whole number where all sizes are
+    whole, and with room for rounding where their sums are not exact."""
+    sizes = [node.size for node in problem.nodes]
+    if math.fsum(sizes) < 2**53 and all(size.is_integer() for size in sizes):
+        return [
+            float(math.floor(kind.memory)) if math.isfinite(kind.memory) else kind.memory
+            for kind in problem.classes
+        ]
+    return [kind.memory * (1 + SLACK) for kind in problem.classes]
+
+
 def violations(problem: PlacementProblem, devices: Sequence[Device]) -> list[str]:
     """Everything that keeps the devices from being a contiguous pipeline; empty when it is one."""
     nodes = problem.nodes
@@ -78,6 +92,6 @@ def violations(problem: PlacementProblem, devices: Sequence[Device]) -> list[str
             found.append(f"backward edge {a.id!r} -> {b.id!r} runs along the pipeline")
     for device, held in zip(devices, memories(problem, devices), strict=True):
         kind = problem.classes[device.kind]
-        if held > kind.memory:
+        if held > allowed(problem)[device.kind]:
             found.append(f"a device of class {kind.name!r} holds {held:g} of {kind.memory:g}")
     return found

@@ -24,12 +24,12 @@ def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:
             hint = f", and there is no {' or '.join(lacking)}" if lacking else ""
             where = " or ".join(problem.classes[c].name for c in present)
             return f"{held} cannot run on one {where}{hint}"
-        if all(groups.sizes[v] > problem.classes[c].memory for c in runs):
+        if all(groups.sizes[v] > groups.classes[c].memory for c in runs):
             kind = max((problem.classes[c] for c in runs), key=lambda kind: kind.memory)
             return f"{held} of size {groups.sizes[v]:.12g} does not fit: {_limit(kind)}"
     room = math.fsum(
         kind.count * kind.memory if math.isfinite(kind.memory) else math.inf
-        for kind in problem.classes
+        for kind in groups.classes
         if kind.count
     )
     total = math.fsum(groups.sizes)
@@ -44,7 +44,7 @@ def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:
 def reason(problem: PlacementProblem, groups: LoadProblem, *, budget: Budget, seed: int = 0) -> str:
     """Why there is no placement, and the least memory that would help where that is proved."""
     known = impossible(problem, groups)
-    limited = [kind for kind in problem.classes if kind.count and math.isfinite(kind.memory)]
+    limited = [kind for kind in groups.classes if kind.count and math.isfinite(kind.memory)]
     if len(limited) != 1:
         return known or "no order of the groups fits the limits of the devices"
     memory, limit = memory_problem(groups)
