@@ -18,7 +18,7 @@ from pdcompile.hierarchy import ProfileGraph, ProfileNode
 LARGEST = 1e18  # milliseconds or bytes: sums and products stay finite and exact enough
 MAX_CHARACTERS = 64_000_000
 MILLISECONDS = 1000.0
-_NODE = re.compile(r"(\S+) -- (.*?) -- (\w+=.*?)(?: -- stage_id=\S*)?\s*")
+_NODE = re.compile(r"(\S+) -- (.*?) -- (\w+=.*?)(?: -- stage_id=\S*)?")
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FORM = "write: id -- description -- " + ", ".join(f"{key}=…" for key in _KEYS)
 
@@ -84,7 +84,7 @@ def parse(text: str, *, where: str) -> ProfileGraph:
 
 
 def _node(line: str, place: str) -> ProfileNode:
-    found = _NODE.fullmatch(line)
+    found = _NODE.fullmatch(line.rstrip())
     if found is None:
         raise CostError("the line is neither a node nor an edge", where=place, remedy=_FORM)
     name, description, facts = found.groups()

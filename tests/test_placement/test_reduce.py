@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcompile.imports import device_placement
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.placement.group import grouped
 from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
@@ -132,3 +134,15 @@ def test_placements_of_merged_groups_are_lifted() -> None:
     assert chain is not None
     assert chain.placement is not None
     assert lifted(small, dear, chain.placement).stage_of in ((0, 0, 1), (0, 0, 0))
+
+
+def test_times_of_unlike_magnitude_are_bounded_without_a_warning() -> None:
+    nodes = [
+        {"id": 1, "fpgaLatency": 1e15, "cpuLatency": 0},
+        {"id": 2, "fpgaLatency": 0.07, "cpuLatency": 10},
+        {"id": 3, "fpgaLatency": 1e15, "cpuLatency": 0.1},
+    ]
+    data = {"maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 9, "nodes": nodes, "edges": []}
+    groups = grouped(device_placement.parse(data, where="graph.json"))
+    with np.errstate(all="raise"):
+        assert simple_bound(groups) <= 0.1

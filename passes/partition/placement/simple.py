@@ -42,7 +42,8 @@ def _shared(first: Floats, firsts: int, second: Floats, seconds: int) -> float:
     taken = float(second[only_second].sum())
     free = ~(only_first | only_second)
     a, b = first[free], second[free]
-    order = np.argsort(-a / np.maximum(b, 1e-300), kind="stable")
+    with np.errstate(over="ignore"):  # of times next to nothing, any order will do
+        order = np.argsort(-a / np.maximum(b, 1e-300), kind="stable")
     saved = np.concatenate(([0.0], np.cumsum(a[order])))
     spent = np.concatenate(([0.0], np.cumsum(b[order])))
     total = needed + taken + float(saved[-1] + spent[-1])
