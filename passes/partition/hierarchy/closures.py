@@ -18,6 +18,7 @@ Flags = NDArray[np.bool_]
 
 _WHOLE = 2**40  # all of a weight, as an integer
 _INFINITE = 2**50
+_NOTHING = 1e-100  # sums below it are not worth a bound, and quotients with them overflow
 _STEPS = 4  # prices of work that are tried for one range
 
 
@@ -29,7 +30,10 @@ def least_boundaries(dag: Dag, inside: Flags, outside: Flags) -> Floats:
     is augmented to a maximal node below j that has not seen all consumers.  Without such a j, p
     is counted while a consumer is missing.  The first and the last bucket are the two ends: 0.
     """
-    largest = max(float(dag.activations.sum()), 1e-300)
+    largest = float(dag.activations.sum())
+    cut = np.zeros(len(inside))
+    if largest <= _NOTHING:
+        return cut
     weights = np.floor(dag.activations * (_WHOLE / largest)).astype(np.int64)
     source, sink = dag.size, dag.size + 1
     extra = sink + 1
@@ -44,7 +48,6 @@ def least_boundaries(dag: Dag, inside: Flags, outside: Flags) -> Floats:
             arcs.extend((extra, v, _INFINITE) for v in members(dag.after[p]))
             extra += 1
     tails, heads, capacities = np.array(arcs, np.int64).T
-    cut = np.zeros(len(inside))
     for b in range(1, len(cut) - 1):
         within, without = np.flatnonzero(inside[b]), np.flatnonzero(outside[b])
         flow = _flow()
@@ -114,6 +117,8 @@ class _Part:
         """The least amount of a set with at least this work, bounded from below."""
         best = 0.0
         price = self._price()
+        if price is None:
+            return best
         for _ in range(_STEPS):
             value, chosen = self._closure(self.amounts - price * self.work)
             best = max(best, value + price * work)
@@ -124,18 +129,22 @@ class _Part:
         """The most amount of a set with at most this work, bounded from above."""
         best = float(self.amounts.sum())
         price = self._price()
+        if price is None:
+            return best
         for _ in range(_STEPS):
             value, chosen = self._closure(price * self.work - self.amounts)
             best = min(best, price * work - value)
             price *= 1.5 if float(self.work[chosen].sum()) > work else 1 / 1.5
         return best
 
-    def _price(self) -> float:
-        return float(self.amounts.sum()) / max(float(self.work.sum()), 1e-300)
+    def _price(self) -> float | None:
+        """Amount for a second of work, on average; None when one of them is nothing."""
+        amount, work = float(self.amounts.sum()), float(self.work.sum())
+        return amount / work if min(amount, work) > _NOTHING else None
 
     def _closure(self, weights: Floats) -> tuple[float, NDArray[np.int64]]:
         """A lower bound of the least weight of a down-closed set, and a set that reaches it."""
-        unit = max(float(np.abs(weights).sum()), 1e-300) / _WHOLE
+        unit = max(float(np.abs(weights).sum()), _NOTHING) / _WHOLE
         rounded = np.floor(weights / unit).astype(np.int64)
         wanted, unwanted = np.flatnonzero(rounded < 0), np.flatnonzero(rounded > 0)
         source, sink = self.size, self.size + 1

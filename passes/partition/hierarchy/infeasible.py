@@ -57,7 +57,7 @@ def _stages(levels: Sequence[Level], segments: Segments, limit: float) -> tuple[
 def _least(levels: Sequence[Level], segments: Segments, low: float) -> float:
     """The smallest limit with stages; `low` has none, and one worker for everything is some."""
     high = float(segments.held[0, -1])
-    while high - low > EXACT * high:
+    while high - low > 2 * EXACT * high:
         middle = high * (1 - EXACT) if high - low <= 1e-3 * high else (low + high) / 2
         stages = _stages(levels, segments, middle)
         if stages is None:

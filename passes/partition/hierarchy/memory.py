@@ -46,7 +46,7 @@ from pdcompile.passes.partition.hierarchy.threshold import (
 )
 
 _NEVER = 2**40
-TABLE_NANOSECONDS = 4e9  # of one core, for all tables of one level; roughly
+TABLE_NANOSECONDS = 2e9  # of one core, for all tables of one level; roughly
 
 
 class Component(Protocol):
@@ -355,7 +355,7 @@ def limited_search(
 
 def limited_operations(states: int, counts: Sequence[int], straight: bool) -> float:
     """Elementary steps of `limited_search`, roughly: nanoseconds on one core."""
-    tables = min(operations(states, counts, straight) * counts[-1] / 2, TABLE_NANOSECONDS)
+    tables = min(operations(states, counts, straight) * counts[-1], TABLE_NANOSECONDS)
     return tables * (len(counts) > 1) + 45 * states**2 * (1 if straight else counts[-1])
 
 

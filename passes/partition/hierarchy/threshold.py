@@ -60,7 +60,7 @@ class Outermost:
             return np.where(one, 1, _NEVER)
         # On two components and more, seconds fall as components are added:
         # (C + q (m − 1) / m) / m ≤ T  ⇔  T m² − (C + q) m + q ≥ 0.
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             inside = np.maximum(self._total**2 - 4 * target * self._reduced, 0)
             root = (self._total + np.sqrt(inside)) / (2 * target)
             wanted = np.maximum(np.maximum(root, self._edge / target), 2)
