@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,14 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
-from pdcompile.passes.trace.size_range import size_range
+from pdcompile.passes.trace.size_range import few_sizes, size_range
 from pdcompile.passes.trace.sizes import probe_sizes
+from pdcompile.passes.trace.training_flag import watched_flag
 from pdcompile.passes.trace.whole import Whole
 
 __all__ = ["capture", "trace"]
+
+MANY_OPS = 2_000  # above, a recording takes seconds, and three have to do
 
 
 def trace(model: nn.Module, example_inputs: Any) -> OpGraph:
@@ -82,7 +86,10 @@ def capture(
 
     while True:
         try:
-            found = Capture(train=graph_of(True), eval=graph_of(False))
+            with watched_flag(model) as flag:
+                train = graph_of(True)
+            same = not flag.read and not whole.paths
+            found = Capture(train, replace(train, training=False) if same else graph_of(False))
             break
         except TraceError as error:
             whole.enlarge(error)
@@ -113,11 +120,18 @@ def _capture_mode(
         call = resize(flat, layout, size)
         return _record(model, table, call, layout, loss_fn, training, tuple(whole.paths))
 
-    recordings = [recorded(size) for size in sizes]
-    graph = assemble(model, recordings, sizes, training=training)
-    if layout.splits:
-        graph = replace(graph, sizes=size_range(recorded, recordings, sizes))
-    return graph
+    def fitted(sizes: tuple[int, ...], recordings: list[Recording]) -> OpGraph:
+        graph = assemble(model, recordings, sizes, training=training)
+        if layout.splits:
+            graph = replace(graph, sizes=size_range(recorded, recordings, sizes))
+        return graph
+
+    first = recorded(sizes[0])
+    if layout.splits and len(first.ops) > MANY_OPS:
+        with suppress(TraceError):  # other sizes may do, or say better what is wrong
+            few = few_sizes(microbatch_size)
+            return fitted(few, [first, *(recorded(size) for size in few[1:])])
+    return fitted(sizes, [first, *(recorded(size) for size in sizes[1:])])
 
 
 def _record(

@@ -19,6 +19,16 @@ from pdcompile.passes.trace.sizes import Fit
 _FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
 
 
+def few_sizes(microbatch_size: int) -> tuple[int, ...]:
+    """Three sizes that tell as much as three can, for a model that takes long to record.
+
+    One is a multiple of 2, 3, 4, 5 and 6, so that a forward which asks whether the number of
+    samples divides by one of them diverges; one is the end of the range, 16 times the first and
+    one more.
+    """
+    return microbatch_size, 60 if microbatch_size != 60 else 120, 16 * microbatch_size + 1
+
+
 def size_range(
     record: Callable[[int], Recording], recordings: Sequence[Recording], sizes: tuple[int, ...]
 ) -> SizeRange:

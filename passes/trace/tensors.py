@@ -216,9 +216,22 @@ def tensors_in(value: Any) -> bool:
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims from largest to smallest stride of a dense layout; () when contiguous."""
-    if tensor.is_contiguous() or tensor.dim() < 2:
+    # In plain numbers: asking a fake tensor to permute costs more than the op that made it.
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    given = tuple(range(len(shape)))
+    if order == given or _dense(shape, strides, given) or not _dense(shape, strides, order):
         return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-    dense = tensor.permute(order).is_contiguous()
-    return order if dense and order != tuple(range(tensor.dim())) else ()
+    return order
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether the elements lie one after the other when dims are taken in this order."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return False
+        expected *= shape[dim]
+    return True

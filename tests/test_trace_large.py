@@ -1,0 +1,121 @@
+"""Capture of very large models: what is recorded less often, and when that is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.graph import Capture
+from pdcompile.passes import trace
+from pdcompile.passes.trace.size_range import few_sizes
+from tests.helpers.captures import make
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """(training, batch size) of every recording."""
+    seen: list[tuple[bool, int]] = []
+    plain = trace.record
+
+    def record(*args: Any, training: bool, **kwargs: Any) -> Any:
+        seen.append((training, len(next(iter(args[2].leaves.values())))))
+        return plain(*args, training=training, **kwargs)
+
+    monkeypatch.setattr(trace, "record", record)
+    return seen
+
+
+def capture(model: nn.Module, batch: int = 1) -> Capture:
+    flat = example_call(model, torch.ones(batch, 8))
+    return trace.capture(model, flat, resolve_batch(flat, 0), None)
+
+
+def test_evaluation_is_training_where_nothing_asks_for_the_mode(
+    modes: list[tuple[bool, int]],
+) -> None:
+    model = make(lambda self, x: self.lin(x).relu().sum())
+    found = capture(model, 4)
+    assert {training for training, _ in modes} == {True}
+    assert (found.train.training, found.eval.training) == (True, False)
+    assert replace(found.eval, training=True) == found.train
+    assert "training" not in vars(nn.Module)
+
+
+class _Own(nn.Linear):
+    def train(self, mode: bool = True) -> _Own:
+        self.out_scale = 1.0 if mode else 2.0
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.out_scale
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.lin(x) if self.training else x,
+        lambda self, x: nn.functional.dropout(self.lin(x), 0.0, getattr(self, "training", False)),
+    ],
+)
+def test_evaluation_is_recorded_where_forward_asks(
+    forward: Any, modes: list[tuple[bool, int]]
+) -> None:
+    found = capture(make(forward), 4)
+    assert {training for training, _ in modes} == {True, False}
+    assert found.train.ops != found.eval.ops
+
+
+def test_evaluation_is_recorded_where_a_module_asks(modes: list[tuple[bool, int]]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    found = capture(model, 4)
+    assert {training for training, _ in modes} == {True, False}
+    assert [op.buffers_written for op in found.eval.ops] == [(), ()]
+
+
+def test_evaluation_is_recorded_where_changing_the_mode_does_something(
+    modes: list[tuple[bool, int]],
+) -> None:
+    model = nn.Sequential(_Own(8, 8)).train()
+    found = capture(model, 4)
+    assert {training for training, _ in modes} == {True, False}
+    assert found.train.ops[-1].args[1] == 1.0
+    assert found.eval.ops[-1].args[1] == 2.0
+
+
+def test_many_ops_are_recorded_at_three_sizes(
+    modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(lambda self, x: self.lin(x).view(len(x), 2, 4).flatten(1).sum())
+    usual = capture(model).train
+    assert len(modes) == 4
+    modes.clear()
+    monkeypatch.setattr(trace, "MANY_OPS", 2)
+    few = capture(model).train
+    assert [size for _, size in modes] == [1, 60, 17]
+    assert (few.sizes.smallest, few.sizes.largest) == (1, 60)
+    assert (few.ops, few.values) == (usual.ops, usual.values)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 60])
+def test_one_of_three_sizes_divides_by_small_numbers_and_none_comes_twice(size: int) -> None:
+    sizes = few_sizes(size)
+    assert sizes[0] == size
+    assert len(set(sizes)) == 3
+    assert all(sizes[1] % divisor == 0 for divisor in (2, 3, 4, 5, 6))
+
+
+def test_what_three_sizes_cannot_do_the_usual_ones_may(
+    modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.lin(x).sum() if len(x) <= 50 else x.sum()
+
+    monkeypatch.setattr(trace, "MANY_OPS", 0)
+    found = capture(make(forward)).train
+    assert [size for _, size in modes][:2] == [1, 60]
+    assert found.sizes.largest == 43
