@@ -8,14 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from pdcompile.passes.trace.state import State
+
 
 @contextmanager
 def untouched(model: nn.Module, training: bool) -> Iterator[None]:
-    """In the given mode; afterwards buffers, gradients and modes are as before.
+    """In the given mode; afterwards everything in the modules and all gradients are as before.
 
     A model in that mode already is left alone, so that modules switched apart stay so.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    state = State(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -28,11 +30,10 @@ def untouched(model: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        state.restore()
         write_buffers(model, buffers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode
 
 
 def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

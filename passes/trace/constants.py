@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.graph import Attr, Op, walk
+from pdcompile.graph import Attr, Op, Ref, walk
 from pdcompile.graph_module import Lookup, run_op
+from pdcompile.passes.trace.tensors import FakeTensors
 
 MAX_ELEMENTS = 65_536
+
+
+def read(
+    func: Callable[..., Any], args: Any, kwargs: Any, ops: Sequence[Op], fakes: FakeTensors
+) -> tuple[Any] | None:
+    """(what a call that reads values returns,), when all its tensors are constants; else None."""
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        name = fakes.name(value)
+        found = evaluate(name.name, ops, fakes.objects) if isinstance(name, Ref) else None
+        if found is None:
+            raise LookupError
+        return found
+
+    try:
+        arguments, named = [real(a) for a in args], {k: real(v) for k, v in kwargs.items()}
+    except LookupError:
+        return None
+    with _disable_current_modes():
+        return (func(*arguments, **named),)
 
 
 def evaluate(name: str, ops: Sequence[Op], fakes: dict[str, torch.Tensor]) -> torch.Tensor | None:

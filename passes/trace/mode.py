@@ -10,21 +10,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
-from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace import fallback, refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.calls import autocast_region, is_public, target_of, unchecked
-from pdcompile.passes.trace.constants import evaluate
+from pdcompile.passes.trace.constants import read
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
@@ -75,9 +75,8 @@ class Recorder(TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, owner, args)
         if (refusal := refuse.REFUSED.get(name)) is not None and is_public(func, name):
-            if name in refuse.READS and (real := self._constants(args, kwargs)) is not None:
-                with _disable_current_modes():
-                    return func(*real[0], **real[1])
+            if name in refuse.READS and (known := read(func, args, kwargs, self.ops, self.fakes)):
+                return known[0]
             raise refuse.error(refusal, name, locate(self.boundary)[0])
         if name == "__iter__":
             return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
@@ -123,25 +122,6 @@ class Recorder(TorchFunctionMode):
                 return function(*inputs)
         return self._call(plain, args, {})
 
-    def _constants(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments with real tensors, when all of them are constants."""
-
-        def real(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            name = self.fakes.name(value)
-            found = None
-            if isinstance(name, Ref):
-                found = evaluate(name.name, self.ops, self.fakes.objects)
-            if found is None:
-                raise LookupError
-            return found
-
-        try:
-            return tuple(real(a) for a in args), {k: real(v) for k, v in kwargs.items()}
-        except LookupError:
-            return None
-
     # One op.
 
     def _begin(self) -> None:
@@ -174,7 +154,7 @@ class Recorder(TorchFunctionMode):
             self._draws[path] = draw + 1
         self._begin()
         with self._whole(), refuse.reads(func, self.boundary):
-            result = func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+            result = fallback.run(func, self.fakes.stand_in(args), self.fakes.stand_in(kwargs))
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
@@ -199,7 +179,12 @@ class Recorder(TorchFunctionMode):
             self._draws[path] = draw + 1
         self._begin()
         with self._whole(), refuse.reads(module, self.boundary):
-            result = plain(module, *self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+            result = fallback.run(
+                partial(plain, module),
+                self.fakes.stand_in(args),
+                self.fakes.stand_in(kwargs),
+                whole=not any(True for _ in (*module.parameters(), *module.buffers())),
+            )
         self._stack.append((path, calls))
         try:
             target = self.table.classes[path][0]

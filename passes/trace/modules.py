@@ -12,6 +12,7 @@ from torch import nn
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, TensorInfo
 from pdcompile.passes.trace.arguments import literal_argument
+from pdcompile.passes.trace.caches import caches
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.randomness import is_leaf
 from pdcompile.targets import dtype_name
@@ -35,6 +36,7 @@ class ModuleTable:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
+        self.caches = caches()
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             self.names[id(module)] = path
@@ -86,7 +88,7 @@ class ModuleTable:
 
     def constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
         """Arguments that rebuild the leaf at `path`; None when it has to be captured inside."""
-        return self._constructors.get(path)
+        return None if _hooked(self.modules[path]) else self._constructors.get(path)
 
     def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
         """Canonical FQNs of a leaf's own tensors of one kind."""
@@ -207,10 +209,14 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-def _kept_whole(module: nn.Module, root_training: bool) -> bool:
-    """A leaf that does exactly what its class does, in the mode of the whole model."""
+def _hooked(module: nn.Module) -> bool:
     hooks = (
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     )  # fmt: skip
-    plain = not any(getattr(module, name) for name in hooks) and "forward" not in vars(module)
+    return any(getattr(module, name) for name in hooks)
+
+
+def _kept_whole(module: nn.Module, root_training: bool) -> bool:
+    """A leaf that does exactly what its class does, in the mode of the whole model."""
+    plain = not _hooked(module) and "forward" not in vars(module)
     return plain and is_leaf(module) and module.training == root_training

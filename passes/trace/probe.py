@@ -24,7 +24,7 @@ from pdcompile.opaque import describe, tensors_at
 from pdcompile.passes.trace.facts import effects, source_of_traceback, storage_key, written_by
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.sentinel import Sentinel
-from pdcompile.passes.trace.state import unchanged
+from pdcompile.passes.trace.state import settled
 from pdcompile.randomness import is_leaf, is_random_function, is_random_module
 
 CallKey = tuple[str, int]  # module path, how many earlier calls
@@ -113,6 +113,18 @@ def _shuffled(flat: FlatCall) -> FlatCall:
 def _run(
     model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], training: bool
 ) -> dict[CallKey, Outcome]:
+    def call(_: dict[tuple[int, str], str]) -> dict[CallKey, Outcome]:
+        return _run_once(model, table, flat, paths)
+
+    def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
+        return list(one) == list(other) and all(map(_alike, one.values(), other.values()))
+
+    return settled(model, training, call, same)
+
+
+def _run_once(
+    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str]
+) -> dict[CallKey, Outcome]:
     leaves = {
         path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
@@ -126,7 +138,6 @@ def _run(
     device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
     try:
         with ExitStack() as stack:
-            stack.enter_context(unchanged(model, training, {}))
             stack.enter_context(watch.calls())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.enable_grad())

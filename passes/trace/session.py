@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +16,14 @@ from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_out
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, Attr, GraphInput, Op, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
+from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
-from pdcompile.passes.trace.probe import probe
+from pdcompile.passes.trace.probe import CallKey, Outcome, probe
 from pdcompile.passes.trace.sentinel import guarded
-from pdcompile.passes.trace.state import unchanged
+from pdcompile.passes.trace.state import settled
 from pdcompile.passes.trace.tensors import FakeTensors
 
 
@@ -64,6 +65,30 @@ def record(
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
     """
     outcomes = probe(model, table, flat, whole, training=training) if whole else {}
+
+    def call(assigned: dict[tuple[int, str], str]) -> Recording:
+        return _record(model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op)
+
+    with emptied(table.caches):
+        return settled(model, training, call, _same_ops)
+
+
+def _same_ops(one: Recording, other: Recording) -> bool:
+    ops = [[replace(op, variable="") for op in recording.ops] for recording in (one, other)]
+    return ops[0] == ops[1] and one.output == other.output
+
+
+def _record(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    outcomes: Mapping[CallKey, Outcome],
+    assigned: dict[tuple[int, str], str],
+    *,
+    per_op: bool,
+) -> Recording:
     mode = FakeTensorMode()
     fakes = FakeTensors(table, mode, device_of(model, flat))
     fakes.unnamed.update(_unregistered(model, loss_fn))
@@ -71,13 +96,13 @@ def record(
     recorder = Recorder(table, fakes, observer)
     recorder.boundary = run.__code__
     recorder.whole = outcomes
+    recorder.assigned = assigned
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
     with ExitStack() as stack:
         sentinel = stack.enter_context(guarded())
         if per_op:
             recorder.check_generators = sentinel.check
-        stack.enter_context(unchanged(model, training, recorder.assigned))
         stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
         stack.enter_context(torch.autocast(fakes.device.type, enabled=False))

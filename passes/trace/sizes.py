@@ -133,6 +133,8 @@ class Fit:
         changes = {}
         for entry in fields(parts[0]):
             versions = [getattr(part, entry.name) for part in parts]
+            if entry.name == "variable":
+                continue  # cosmetic, and not always found
             if entry.name in _MEASURED:
                 changes[entry.name] = self._measured(versions)
             elif any(version is not versions[0] for version in versions):

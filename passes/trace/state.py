@@ -2,41 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import source_of_class
 
 
+class State:
+    """Everything in the modules of a model as it was when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._before = {path: _copy(vars(module)) for path, module in self._modules}
+
+    def change(self, assigned: Mapping[tuple[int, str], str]) -> TraceError | None:
+        """What has changed since, as the refusal of it; None if nothing has.
+
+        Args:
+            assigned: (id of module, attribute) to the line that assigned it.
+        """
+        for path, module in self._modules:
+            found = _change(path, module, self._before[path], assigned)
+            if found is not None:
+                return found
+        return None
+
+    def restore(self) -> None:
+        for path, module in self._modules:
+            _restore(vars(module), self._before[path])
+
+
 @contextmanager
-def unchanged(
-    model: nn.Module, training: bool, assigned: dict[tuple[int, str], str]
-) -> Iterator[None]:
-    """Run in train or eval mode; afterwards everything in the modules is as before.
-
-    `assigned` is filled during the run: (id of module, attribute) to the line that assigned it.
-
-    Raises:
-        TraceError: forward changed an attribute, a buffer's binding or a hook.
-    """
-    modules = list(model.named_modules())
-    modes = [(module, module.training) for _, module in modules]
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)
-    before = {path: _copy(vars(module)) for path, module in modules}
     try:
         yield
-        for path, module in modules:
-            _compare(path, module, before[path], assigned)
     finally:
-        for path, module in modules:
-            _restore(vars(module), before[path])
         for module, mode in modes:
             module.training = mode
+
+
+Found = TypeVar("Found")
+
+
+def settled(
+    model: nn.Module,
+    training: bool,
+    call: Callable[[dict[tuple[int, str], str]], Found],
+    same: Callable[[Found, Found], bool],
+) -> Found:
+    """What a call of the model gives; afterwards everything in the modules is as before.
+
+    Models set things up in their first call: hooks that collect outputs, the length of the
+    sequence for a helper.  So where a call changes the model's Python state it is made again,
+    from there; what it does then must be the same, and change nothing any more.
+
+    Args:
+        call: makes the call; fills in which line assigned (id of module, attribute).
+        same: whether two calls were the same computation.
+
+    Raises:
+        TraceError: every call changes an attribute, a buffer's binding or a hook.
+    """
+    with _in_mode(model, training):
+        before = State(model)
+        try:
+            assigned: dict[tuple[int, str], str] = {}
+            first = call(assigned)
+            change = before.change(assigned)
+            if change is None:
+                return first
+            after = State(model)
+            try:
+                second = call({})
+            except TraceError:
+                raise change from None
+            if after.change({}) is not None or not same(first, second):
+                raise change
+            return second
+        finally:
+            before.restore()
 
 
 def _copy(value: Any, depth: int = 4) -> Any:
@@ -72,7 +124,7 @@ def _difference(kept: Any, value: Any, path: str) -> str | None:
         plain = (bool, int, float, str, tuple, type(None))
         same = type(kept) is type(value) and isinstance(kept, plain) and kept == value
         return None if same else path
-    if kept.container is not value:
+    if type(kept.container) is not type(value):
         return path
     if isinstance(value, dict):
         for key in [*kept.content, *(k for k in value if k not in kept.content)]:
@@ -93,7 +145,9 @@ def _difference(kept: Any, value: Any, path: str) -> str | None:
     return None if value == kept.content else path
 
 
-def _compare(path: str, module: nn.Module, kept: Any, assigned: dict[tuple[int, str], str]) -> None:
+def _change(
+    path: str, module: nn.Module, kept: Any, assigned: Mapping[tuple[int, str], str]
+) -> TraceError | None:
     attributes = vars(module)
     for name in [*kept.content, *(n for n in attributes if n not in kept.content)]:
         place = f"{path}.{name}" if path else name
@@ -108,7 +162,8 @@ def _compare(path: str, module: nn.Module, kept: Any, assigned: dict[tuple[int, 
             name = found[len(place) :].strip("[]'\"")
             found, refusal = (f"{path}.{name}" if path else name), refuse.REBOUND
         where = assigned.get((id(module), name)) or source_of_class(type(module))
-        raise refuse.error(refusal, found, where)
+        return refuse.error(refusal, found, where)
+    return None
 
 
 def _restore(value: Any, kept: Any) -> None:

@@ -1,0 +1,97 @@
+"""What models do in their first call only, and what they cache, leaves no trace in a capture."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import TraceError
+from tests.helpers.captures import captured, faithful, make, rows
+
+
+class Hooked(nn.Module):
+    """Installs hooks on its blocks when it is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if not getattr(self, "ready", False):
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, args, out: out.tanh())
+            self.ready = True
+        for block in self.blocks:
+            x = block(x)
+        return {"y": x}
+
+
+def test_hooks_that_the_first_call_installs() -> None:
+    model = Hooked()
+    found = faithful(model, rows())
+    assert [op.target for op in found.train.ops].count("tanh") == 2
+    assert not hasattr(model, "ready")
+    assert not model.blocks[0]._forward_hooks
+
+
+def test_attributes_that_every_call_sets_alike() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.width = x.shape[1]
+        self.kind = {"dtype": x.dtype}
+        return self.lin(x) / self.width
+
+    model = make(forward)
+    faithful(model)
+    assert not hasattr(model, "width")
+
+
+def test_an_attribute_that_follows_the_batch() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.count = x.shape[0]
+        return self.lin(x) / self.count
+
+    faithful(make(forward))
+
+
+def _grows(self: nn.Module, x: Tensor) -> Tensor:
+    self.seen.append(1)
+    return self.lin(x)
+
+
+def _other_first_call(self: nn.Module, x: Tensor) -> Tensor:
+    first = not hasattr(self, "started")
+    self.started = True
+    return self.lin(x) * 2 if first else self.lin(x)
+
+
+def _from_the_last_call(self: nn.Module, x: Tensor) -> Tensor:
+    scale = getattr(self, "scale", 1)
+    self.scale = 2
+    return self.lin(x) * scale
+
+
+@pytest.mark.parametrize("forward", [_grows, _other_first_call, _from_the_last_call])
+def test_state_that_changes_later_calls_is_refused(forward: Any) -> None:
+    with pytest.raises(TraceError, match="forward changes the Python attribute"):
+        captured(make(forward, seen=[]))
+
+
+@functools.lru_cache(maxsize=8)
+def positions(length: int) -> Tensor:
+    return torch.arange(length) % 3
+
+
+def test_a_cached_helper_keeps_no_stand_ins() -> None:
+    positions.cache_clear()
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.lin(x) + self.table(positions(x.shape[1])).sum(1)
+
+    model = make(forward, table=nn.Embedding(3, 8))
+    faithful(model)
+    assert type(positions(8)) is Tensor
+    assert positions(8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
