@@ -36,6 +36,17 @@ def untouched(model: nn.Module, training: bool) -> Iterator[None]:
             parameter.grad = gradient
 
 
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model has the buffer objects that it had: a forward may rebind them."""
+    bound = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers in bound:
+            module._buffers.update(buffers)
+
+
 def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Put values into the model's buffers, by name."""
     with torch.no_grad():

@@ -23,7 +23,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.graph import Capture, OpGraph, Ref, leaves
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.chain import Chain
-from pdcompile.passes.untouched import untouched, write_buffers
+from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
 from pdcompile.plan import Plan
 from pdcompile.randomness import DrawScope, preserved_rng
 from pdcompile.stage import Sources
@@ -151,18 +151,19 @@ def _run(model: nn.Module, graph: OpGraph, call: Callable[[], tuple[Values, Loss
     """Call from the state that the model is in now, and put its buffers back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
-    with torch.set_grad_enabled(graph.training):
-        outputs, loss = call()
 
     def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.detach().clone()
 
-    outcome = _Outcome(
-        outputs={name: value.detach().clone() for name, value in outputs.items()},
-        loss=copied(loss),
-        gradients={name: copied(p.grad) for name, p in model.named_parameters()},
-        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
-    )
+    with same_buffers(model):
+        with torch.set_grad_enabled(graph.training):
+            outputs, loss = call()
+        outcome = _Outcome(
+            outputs={name: value.detach().clone() for name, value in outputs.items()},
+            loss=copied(loss),
+            gradients={name: copied(p.grad) for name, p in model.named_parameters()},
+            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        )
     write_buffers(model, buffers)
     return outcome
 

@@ -123,10 +123,16 @@ class Constructors:
 
 
 def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
-    """Statements that make all names of one tensor the same object."""
+    """Statements that make all names of one tensor the same object.
+
+    Names in modules that are kept whole are left out: those bring their tensors with them.
+    """
     first: dict[str, str] = {}
     done = []
+    whole = [node.path for node in root.walk() if node.leaf is not None and node.leaf.opaque]
     for name, fqn in names.items():
+        if any(name.startswith(f"{path}.") for path in whole):
+            continue
         if fqn in first:
             target, source = (access.tensor(root, "", each) for each in (name, first[fqn]))
             done.append(Line(f"{target} = {source}", "tied"))

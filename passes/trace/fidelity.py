@@ -16,7 +16,7 @@ from pdcompile.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.session import device_of
-from pdcompile.passes.untouched import untouched, write_buffers
+from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
 from pdcompile.randomness import preserved_rng
 
 
@@ -61,11 +61,12 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
         torch.default_generator.set_state(start)
         write_buffers(model, buffers)
         model.zero_grad(set_to_none=True)
-        with torch.set_grad_enabled(graph.training):
-            outputs, loss = call()
-            if graph.training:
-                _backward(outputs, loss)
-        return _outcome(model, outputs, loss)
+        with same_buffers(model):
+            with torch.set_grad_enabled(graph.training):
+                outputs, loss = call()
+                if graph.training:
+                    _backward(outputs, loss)
+            return _outcome(model, outputs, loss)
 
     try:
         eager = run(lambda: _eager(model, graph, flat))

@@ -91,15 +91,20 @@ class Recorder(TorchFunctionMode):
             return plain(module, *args, **kwargs)
         calls = self._module_calls.get(path, 0)
         self._module_calls[path] = calls + 1
-        if self.region == "forward" and path and self.table.constructor(path) is not None:
-            return self._leaf(plain, module, path, calls, args, kwargs)
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)
         refuse_parts(path, self.whole, locate(self.boundary)[0])
+        if self.region == "forward" and path and self.table.constructor(path) is not None:
+            try:
+                return self._leaf(plain, module, path, calls, args, kwargs)
+            except Exception:
+                self.failed = path
+                raise
         self._stack.append((path, calls))
         try:
             result = plain(module, *args, **kwargs)
             self._begin()
+            self.check_generators(self.table.classes[path][1])
             self.fakes.made_in(result, path)
         except Exception:
             self.failed = path if self.failed is None else self.failed

@@ -41,13 +41,8 @@ def check_model(model: Any) -> None:
                 remedy="pass the model before module.compile()",
             )
         _refuse_hidden(path, module)
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise TraceError(
-                f"{where} has a hook on its backward, which the stages would not run",
-                where=where,
-                remedy="remove it; gradients of parameters can be changed by "
-                "Parameter.register_hook, or between forward_backward and the update",
-            )
+        if not path and has_backward_hook(module):
+            raise backward_hook(where)
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -66,6 +61,21 @@ def check_model(model: Any) -> None:
                 remedy="store it dense: tensor.to_dense()",
             )
     _refuse_shared_memory(dict(tensors))
+
+
+def has_backward_hook(module: nn.Module) -> bool:
+    """Whether torch calls something of the user's when gradients pass through the module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def backward_hook(where: str) -> TraceError:
+    """Why such a module cannot be taken apart."""
+    return TraceError(
+        f"{where} has a hook on its backward, which would not be run",
+        where=where,
+        remedy="remove it; gradients of parameters can be changed by "
+        "Parameter.register_hook, or between forward_backward and the update",
+    )
 
 
 def _refuse_hidden(path: str, module: nn.Module) -> None:

@@ -8,8 +8,9 @@ what it draws, computes and keeps for backward.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,16 @@ def probe(
     Raises:
         TraceError: the model cannot be run, draws outside of torch, or changes Python state.
     """
-    found = _run(model, table, flat, paths, training)
+    run = partial(_run, model, table, paths=paths, training=training)
     try:
-        again = _run(model, table, _shuffled(flat), paths, training)
+        found = run(flat)
+    except TraceError as error:
+        if "saved tensor hooks" not in error.message:
+            raise
+        run = partial(run, hooks=False)  # torch.func transforms do not run below them
+        found = run(flat)
+    try:
+        again = run(_shuffled(flat))
     except TraceError:
         return found  # it does not accept such inputs; its results are checked at every call
     return {
@@ -111,10 +119,16 @@ def _shuffled(flat: FlatCall) -> FlatCall:
 
 
 def _run(
-    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], training: bool
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    *,
+    paths: Collection[str],
+    training: bool,
+    hooks: bool = True,
 ) -> dict[CallKey, Outcome]:
     def call(_: dict[tuple[int, str], str]) -> dict[CallKey, Outcome]:
-        return _run_once(model, table, flat, paths)
+        return _run_once(model, table, flat, paths, hooks=hooks)
 
     def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
         return list(one) == list(other) and all(map(_alike, one.values(), other.values()))
@@ -123,7 +137,7 @@ def _run(
 
 
 def _run_once(
-    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str]
+    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], *, hooks: bool
 ) -> dict[CallKey, Outcome]:
     leaves = {
         path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -132,7 +146,7 @@ def _run_once(
         for path, leaf in flat.leaves.items()
     }
     args, kwargs, _ = flat.unflatten(leaves)
-    watch = _Watch(model, table, frozenset(paths))
+    watch = _Watch(model, table, frozenset(paths), hooks=hooks)
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
@@ -186,8 +200,11 @@ class _Functions(TorchFunctionMode):
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor of the run; looks closely while a module that is kept whole runs."""
 
-    def __init__(self, model: nn.Module, table: ModuleTable, paths: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, table: ModuleTable, paths: frozenset[str], *, hooks: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.hooks = hooks
         self.table = table
         self.paths = paths
         self.functions = _Functions()
@@ -286,7 +303,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._path = key[0]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            saving: Any = nullcontext()
+            if self.hooks:
+                saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with saving:
                 result = plain(module, *args, **kwargs)
         finally:
             self._path = ""

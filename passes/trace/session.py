@@ -23,7 +23,7 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import CallKey, Outcome, probe
 from pdcompile.passes.trace.sentinel import guarded
-from pdcompile.passes.trace.state import settled
+from pdcompile.passes.trace.state import settled, write_rebound
 from pdcompile.passes.trace.tensors import FakeTensors
 
 
@@ -143,6 +143,8 @@ def run(
     """(output, loss) of the model's own Python; failures of it become TraceErrors."""
     try:
         output = _own_tensors_cloned(model(*args, **kwargs), recorder.fakes)
+        if recorder.fakes.mode is not None:
+            write_rebound(model, recorder.fakes, recorder.table)
         loss = None
         if loss_fn is not None:
             recorder.enter_loss()

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import source_of_class
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.tensors import FakeTensors
 
 
 class State:
@@ -89,6 +92,24 @@ def settled(
             return second
         finally:
             before.restore()
+
+
+def write_rebound(model: nn.Module, fakes: FakeTensors, table: ModuleTable) -> None:
+    """After forward: where ``self.buffer = new`` gave a buffer another tensor, that is written
+    into the buffer, as an op of the graph.
+
+    Left alone, and refused afterwards, is what would not be the same: another shape or dtype, or
+    a value that brings gradients into the next call.
+    """
+    for path, module in list(model.named_modules()):
+        for name, new in module._buffers.items():
+            old = table.objects.get(f"{path}.{name}" if path else name)
+            if old is None or new is None or new is old or new.requires_grad:
+                continue
+            if fakes.known(new) and (old.shape, old.dtype) == (new.shape, new.dtype):
+                with torch.no_grad():
+                    old.copy_(new)
+                module._buffers[name] = old
 
 
 def _copy(value: Any, depth: int = 4) -> Any:

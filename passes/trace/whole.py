@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pdcompile.errors import TraceError
 from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.probe import CallKey, Made, Outcome
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.tensors import FakeTensors
@@ -32,6 +33,9 @@ class Whole:
         self._model = model
         self._table = table
         self.paths: dict[str, TraceError] = {}
+        for path, module in table.modules.items():
+            if path and has_backward_hook(module) and not _covered(path, self.paths):
+                self._keep([path], backward_hook(path))
 
     def enlarge(self, error: TraceError) -> None:
         """Keep one module more whole; raises the error where there is none that helps."""
@@ -43,17 +47,20 @@ class Whole:
         first = next((e for p, e in self.paths.items() if _below(p, path)), error)
         if not path:
             raise first from (error if first is not error else None)
+        self._keep([path, *self._alike(path)], first, error)
+
+    def _keep(self, chosen: list[str], reason: TraceError, error: TraceError | None = None) -> None:
+        error = error or reason
         meta = [fqn for fqn, tensor in self._tensors() if tensor.is_meta]
         if meta:
             error.remedy = (
-                f"{error.remedy or ''}; {path!r} could be kept whole if the model could run once "
-                f"to see what it returns, but {meta[0]!r} is on the meta device"
+                f"{error.remedy or ''}; {chosen[0]!r} could be kept whole if the model could run "
+                f"once to see what it returns, but {meta[0]!r} is on the meta device"
             ).removeprefix("; ")
             raise error
-        chosen = [path, *self._alike(path)]
         for inner in [p for p in self.paths if any(_below(p, new) for new in chosen)]:
             del self.paths[inner]
-        self.paths.update(dict.fromkeys(chosen, first))
+        self.paths.update(dict.fromkeys(chosen, reason))
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         return [*self._model.named_parameters(), *self._model.named_buffers()]
