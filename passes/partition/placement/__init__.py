@@ -16,6 +16,7 @@ from pdcompile.passes.partition.placement.evaluate import (
     memories,
     violations,
 )
+from pdcompile.passes.partition.placement.first_fit import first_fit
 from pdcompile.passes.partition.placement.group import grouped
 from pdcompile.passes.partition.placement.infeasible import impossible, reason
 from pdcompile.passes.partition.placement.loads import Placement
@@ -57,6 +58,8 @@ def place(
             found = Found(None, math.inf, math.inf, "no device is large enough")
         else:
             found = _solve(groups, budget, seed, progress)
+            if found.placement is None and math.isfinite(found.bound):
+                found = replace(found, placement=first_fit(groups))
         why = ""
         if found.placement is None:
             why = "the search ended before it found a placement or proved that there is none"
