@@ -3,7 +3,7 @@
     python benchmarks/coverage.py                          # the whole zoo
     python benchmarks/coverage.py --only gpt2 t5 --quick
     python benchmarks/coverage.py --family timm --jobs 2
-    python benchmarks/coverage.py --write                  # docs/coverage.md
+    python benchmarks/coverage.py --peers --write          # docs/coverage.md
 
 Every model runs in a process of its own with limits of time and memory.  Exit code 1 when a
 model that could be built did not pass.
@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from tests.zoo.case import Entry  # noqa: E402
 from tests.zoo.check import Report  # noqa: E402
-from tests.zoo.isolate import CPU_SECONDS, checked, preload  # noqa: E402
+from tests.zoo.isolate import CPU_SECONDS, checked, judged, preload  # noqa: E402
 from tests.zoo.models import FAMILIES, chosen  # noqa: E402
+from tests.zoo.table import page, summary  # noqa: E402
 
 TABLE = ROOT / "docs" / "coverage.md"
 
@@ -45,12 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"left out  {entry.name}: {entry.missing}")
     entries = tuple(entry for entry in entries if not entry.missing)
     preload(entries)
-    reports = _run(entries, given)
+    reports, peers = _run(entries, given)
     passed = sum(report.passed for report in reports)
-    print(f"{passed} of {len(reports)} models pass; {_counted(reports)}")
+    print(summary(reports, peers))
     if given.json:
-        text = "\n".join(json.dumps(report.to_dict()) for report in reports) + "\n"
-        Path(given.json).write_text(text)
+        lines = [{**r.to_dict(), "peers": peers.get(r.name, {})} for r in reports]
+        Path(given.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if given.write:
+        TABLE.write_text(page(reports, peers, quick=given.quick))
+        print(f"written: {TABLE.relative_to(ROOT)}")
     return int(passed < len(reports))
 
 
@@ -61,26 +65,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--quick", action="store_true", help="few cuts, with dropout only")
     parser.add_argument("--seconds", type=int, default=CPU_SECONDS, help="CPU limit of a model")
+    parser.add_argument("--peers", action="store_true", help="torch's own front ends as well")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     parser.add_argument("--json", metavar="FILE", help="one report a line")
     return parser
 
 
-def _run(entries: Sequence[Entry], given: argparse.Namespace) -> list[Report]:
-    reports = []
+def _run(
+    entries: Sequence[Entry], given: argparse.Namespace
+) -> tuple[list[Report], dict[str, dict[str, tuple[str, str]]]]:
+    reports, peers = [], {}
 
-    def one(entry: Entry) -> Report:
-        return checked(entry, thorough=not given.quick, cpu_seconds=given.seconds)
+    def one(entry: Entry) -> tuple[Report, dict[str, tuple[str, str]]]:
+        report = checked(entry, thorough=not given.quick, cpu_seconds=given.seconds)
+        return report, judged(entry, cpu_seconds=given.seconds) if given.peers else {}
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        for report in pool.map(one, entries):
+        for report, others in pool.map(one, entries):
             print(report.line(), flush=True)
+            for name, (result, reason) in others.items():
+                print(f"    {name:30} {result} {reason}", flush=True)
             reports.append(report)
-    return reports
-
-
-def _counted(reports: Sequence[Report]) -> str:
-    names = [report.result for report in reports]
-    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+            if others:
+                peers[report.name] = others
+    return reports, peers
 
 
 if __name__ == "__main__":

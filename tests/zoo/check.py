@@ -55,7 +55,7 @@ class Cut:
     """One way of cutting and what came of it."""
 
     stages: int
-    kind: str  # planner | random
+    kind: str  # planner | random | shuffled
     dropout: bool
     result: str = "exact"
     detail: str = ""
@@ -120,7 +120,7 @@ def check(
     """Build the model and try it.
 
     thorough: planner's cut and three random ones into 2, 3 and 4 stages, and the planner's again
-    without dropout; otherwise the planner's cuts and one random one, with dropout.
+    without dropout; otherwise the planner's cuts and two random ones, with dropout.
     progress: called before every step, so that a process that dies has said where it was.
     """
     report = Report(entry.name, entry.family)
@@ -199,17 +199,17 @@ def _cuts(
     name: str, case: Case, found: Capture, options: Options, dropout: bool, thorough: bool
 ) -> Iterator[tuple[Cut, Callable[[], Plan | None]]]:
     for stages in (2, 3, 4):
-        randoms = 3 if thorough else int(stages == 3)
+        randoms = ["random", "random", "shuffled"] if thorough else ["random", "shuffled"]
+        if not dropout or not (thorough or stages == 3):
+            randoms = []
         yield (
             Cut(stages, "planner", dropout),
             partial(_planned, case, found, options, stages),
         )
-        for i in range(randoms if dropout else 0):
+        for i, kind in enumerate(randoms):
             seed = zlib.crc32(f"{name} {stages} {i}".encode())
-            yield (
-                Cut(stages, "random", dropout),
-                partial(random_cut, found, stages, BATCH, MICROBATCHES, seed),
-            )
+            make = partial(random_cut, found, stages, BATCH, MICROBATCHES, seed)
+            yield Cut(stages, kind, dropout), partial(make, shuffled=kind == "shuffled")
 
 
 def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:

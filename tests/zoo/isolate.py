@@ -10,7 +10,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from tests.zoo.case import Entry
 from tests.zoo.check import Report, check
@@ -47,32 +49,61 @@ def checked(
 ) -> Report:
     """The report of a forked process that checks this entry.
 
-    A process that dies or takes longer than four times its CPU limit is reported as crashed, at
-    the step that it had come to.
+    A process that dies, or that takes four times its CPU limit, is reported as crashed at the
+    step that it had come to.
     """
+
+    def work(send: Callable[[Any], None]) -> None:
+        send(check(entry, thorough=thorough, progress=lambda r: send(r.to_dict())).to_dict())
+
+    lines, problem = apart(work, cpu_seconds, memory_bytes)
+    report = Report.from_dict(lines[-1]) if lines else Report(entry.name, entry.family)
+    if problem:
+        report.result, report.detail, report.failed_step = "crashed", problem, report.step
+    return report
+
+
+def judged(entry: Entry, *, cpu_seconds: int = CPU_SECONDS) -> dict[str, tuple[str, str]]:
+    """What other front ends make of this entry: name to (result, reason)."""
+    from tests.zoo.peers import FRONTS, judge
+
+    found = {}
+    for name, front in FRONTS.items():
+        work = partial(_judge, judge, entry, front)
+        lines, problem = apart(work, cpu_seconds, MEMORY_BYTES)
+        result, reason = lines[-1] if lines else ("refused", problem)
+        found[name] = (str(result), str(reason))
+    return found
+
+
+def _judge(judge: Any, entry: Entry, front: Any, send: Callable[[Any], None]) -> None:
+    send(judge(entry, front))
+
+
+def apart(
+    work: Callable[[Callable[[Any], None]], None], cpu_seconds: int, memory_bytes: int
+) -> tuple[list[Any], str]:
+    """Run in a forked process with limits: (what it sent, why it did not end well or "")."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(entry, thorough, writing, cpu_seconds, memory_bytes)
+        _run_and_exit(work, writing, cpu_seconds, memory_bytes)
     os.close(writing)
     lines, late = _read(reading, child, 4 * cpu_seconds)
     _, status = os.waitpid(child, 0)
-    report = Report(entry.name, entry.family)
-    if lines:
-        report = Report.from_dict(json.loads(lines[-1]))
-    if status != 0:
-        report.result = "crashed"
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        reason = {signal.SIGXCPU: f"{cpu_seconds} CPU seconds used up"}.get(number)
-        report.detail = reason or f"the process ended with status {status}"
-        report.detail = f"no answer in {4 * cpu_seconds} seconds" if late else report.detail
-    return report
+    if late:
+        return lines, f"no answer in {4 * cpu_seconds} seconds"
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return lines, f"{cpu_seconds} CPU seconds used up"
+    return lines, f"the process ended with status {status}" if status else ""
 
 
-def _child(entry: Entry, thorough: bool, writing: int, seconds: int, memory: int) -> None:
-    """Check, report, and end the process without running anything of the parent."""
+def _run_and_exit(
+    work: Callable[[Callable[[Any], None]], None], writing: int, seconds: int, memory: int
+) -> None:
+    """Work, and end the process without running anything of the parent's."""
     status = 1
     try:
         import torch
@@ -80,11 +111,8 @@ def _child(entry: Entry, thorough: bool, writing: int, seconds: int, memory: int
         torch.set_num_threads(1)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-
-        def send(report: Report) -> None:
-            os.write(writing, (json.dumps(report.to_dict()) + "\n").encode())
-
-        send(check(entry, thorough=thorough, progress=send))
+        with os.fdopen(writing, "w", buffering=1) as pipe:
+            work(lambda data: print(json.dumps(data), file=pipe, flush=True))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -92,8 +120,8 @@ def _child(entry: Entry, thorough: bool, writing: int, seconds: int, memory: int
         os._exit(status)
 
 
-def _read(descriptor: int, child: int, seconds: float) -> tuple[list[str], bool]:
-    """Complete lines until the end, and whether the child had to be killed."""
+def _read(descriptor: int, child: int, seconds: float) -> tuple[list[Any], bool]:
+    """What was sent until the end, and whether the child had to be killed."""
     text, late, deadline = b"", False, time.monotonic() + seconds
     with os.fdopen(descriptor, "rb", buffering=0) as stream:
         while True:
@@ -106,4 +134,5 @@ def _read(descriptor: int, child: int, seconds: float) -> tuple[list[str], bool]
             if not part:
                 break
             text += part
-    return text.decode().splitlines()[: text.count(b"\n")], late
+    whole = text.decode().splitlines()[: text.count(b"\n")]
+    return [json.loads(line) for line in whole], late

@@ -1,7 +1,8 @@
 """Cuts that no planner would choose, but that a correct compiler has to survive.
 
-Only what may not be separated is joined; the rest comes in a random topological order and is cut
-at random places, so that branches interleave and stages hold ops of many modules.
+Only what may not be separated is joined; the rest is cut at random places, through modules, in
+the model's own order or (shuffled) in a random topological one, so that branches interleave and
+stages hold ops of many modules.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from tests.helpers.cuts import plan_of
 
 
 def random_cut(
-    capture: Capture, stages: int, batch_size: int, microbatches: int, seed: int
+    capture: Capture,
+    stages: int,
+    batch_size: int,
+    microbatches: int,
+    seed: int,
+    *,
+    shuffled: bool,
 ) -> Plan | None:
     """A plan of that many stages; None where the model has fewer parts that may be cut."""
     rng = random.Random(seed)
-    order, end = _shuffled(capture.train, rng)
+    order, end = _ordered(capture.train, rng if shuffled else None)
     if end + 1 < stages:
         return None
     starts = [0, *sorted(rng.sample(range(1, end + 1), stages - 1)), len(order)]
@@ -40,10 +47,10 @@ def random_cut(
     )
 
 
-def _shuffled(graph: OpGraph, rng: random.Random) -> tuple[list[list[str]], int]:
-    """Parts in a random topological order, and where the one is that has the output.
+def _ordered(graph: OpGraph, rng: random.Random | None) -> tuple[list[list[str]], int]:
+    """Parts in topological order, a random one or the model's, and where the output's part is.
 
-    The output's part comes as late as possible: it and what follows belong to the last stage.
+    It comes as late as possible: it and what follows belong to the last stage.
     """
     groups = Groups(len(graph.ops) + 1)
     join_spans(graph, groups)
@@ -61,7 +68,7 @@ def _shuffled(graph: OpGraph, rng: random.Random) -> tuple[list[list[str]], int]
     order: list[int] = []
     while ready:
         choices = [node for node in ready if node != output] or ready
-        node = rng.choice(choices)
+        node = rng.choice(choices) if rng is not None else min(choices)
         ready.remove(node)
         order.append(node)
         for later in arrows.successors(node):
