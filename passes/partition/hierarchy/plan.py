@@ -169,6 +169,7 @@ class _Solver:
                 self.levels, family.segments, limit, self.budget, sound=False, low=self.bound
             )
             text += ", idle workers neglected in the bound"
+            self._keep(family.sets, outcome)  # it may fit all the same
         self.bound = max(self.bound, outcome.bound)
         self.provers.append(text)
 
@@ -275,7 +276,9 @@ class _Solver:
         if self.problem.memory_bytes is not None:
             text += f", {self.problem.memory_bytes:.0f} bytes a worker"
         if self.problem.fewer:
-            text += ", then fewest workers"
+            # Exact where the inner tables say how many workers a stage can do with.
+            exact = len(self.levels) <= 2 and self.problem.memory_bytes is None
+            text += ", then fewest workers" if exact else ", then few workers"
         if self.problem.graph.dropped:
             text += f"; left out, without cost: {', '.join(self.problem.graph.dropped)}"
         return text
