@@ -116,6 +116,31 @@ def test_what_three_sizes_cannot_do_the_usual_ones_may(
         return self.lin(x).sum() if len(x) <= 50 else x.sum()
 
     monkeypatch.setattr(trace, "MANY_OPS", 0)
-    found = capture(make(forward)).train
-    assert [size for _, size in modes][:2] == [1, 60]
-    assert found.sizes.largest == 43
+    found = capture(make(forward), 2).train
+    assert [size for _, size in modes][:2] == [2, 60]
+    assert found.sizes.largest == 33
+
+
+def repeats_unless_single(self: nn.Module, x: Tensor) -> Tensor:
+    mask = torch.ones(1, 8)
+    return (self.lin(x) * (mask if len(x) == 1 else mask.expand(len(x), -1))).sum()
+
+
+@pytest.mark.parametrize("many", [0, 1000])
+def test_a_model_that_is_another_one_for_a_single_sample(
+    many: int, modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MANY_OPS", many)
+    found = capture(make(repeats_unless_single)).train
+    assert (found.sizes.smallest, found.sizes.largest) == (1, 1)
+    assert "expand" in found.sizes.above
+    assert modes[-1] == (True, 1)
+    assert found.batch_size == 1
+    assert [op.target for op in found.ops if op.target == "expand"] == []
+
+
+def test_with_more_samples_it_is_captured_without_the_single_one() -> None:
+    found = capture(make(repeats_unless_single), 4).train
+    assert found.sizes.smallest > 1
+    assert found.sizes.largest is not None
+    assert found.sizes.largest >= 4

@@ -27,8 +27,8 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
-from pdcompile.passes.trace.size_range import few_sizes, size_range
-from pdcompile.passes.trace.sizes import probe_sizes
+from pdcompile.passes.trace.size_range import few_sizes, only_one, size_range
+from pdcompile.passes.trace.sizes import Fit, probe_sizes
 from pdcompile.passes.trace.training_flag import watched_flag
 from pdcompile.passes.trace.whole import Whole
 
@@ -127,11 +127,23 @@ def _capture_mode(
         return graph
 
     first = recorded(sizes[0])
+    single = layout.splits and microbatch_size == 1
+    attempts = [sizes]
     if layout.splits and len(first.ops) > MANY_OPS:
-        with suppress(TraceError):  # other sizes may do, or say better what is wrong
-            few = few_sizes(microbatch_size)
-            return fitted(few, [first, *(recorded(size) for size in few[1:])])
-    return fitted(sizes, [first, *(recorded(size) for size in sizes[1:])])
+        # Where these do not fit, the usual ones may, or may say better what is wrong.
+        attempts = [few_sizes(microbatch_size), *([] if single else [sizes])]
+    for tried in attempts:
+        try:
+            second = recorded(tried[1])
+            Fit(tried[:2]).ops([first.ops, second.ops])  # before more is recorded
+            return fitted(tried, [first, second, *map(recorded, tried[2:])])
+        except TraceError as error:
+            failure = error
+    if single:
+        with suppress(TraceError):
+            graph = assemble(model, [first, recorded(1)], (1, 1), training=training)
+            return replace(graph, sizes=only_one(failure))
+    raise failure
 
 
 def _record(

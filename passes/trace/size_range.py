@@ -53,6 +53,14 @@ def size_range(
     return SizeRange(smallest, max(sizes), below, above)
 
 
+def only_one(error: TraceError) -> SizeRange:
+    """The range of a model that is something else as soon as there are two samples.
+
+    `x.expand(len(x), -1)` is often left out for one sample; large models run with one.
+    """
+    return SizeRange(1, 1, above=_told(error))
+
+
 def _misfit(
     record: Callable[[int], Recording],
     recordings: Sequence[Recording],
@@ -67,8 +75,12 @@ def _misfit(
         fit.any([recording.output for recording in further], "the model's output")
         fit.any([_shapes(recording) for recording in further], "the shape of a result")
     except TraceError as error:
-        return f"{error.message} ({error.where})" if error.where else error.message
+        return _told(error)
     return ""
+
+
+def _told(error: TraceError) -> str:
+    return f"{error.message} ({error.where})" if error.where else error.message
 
 
 def _shapes(recording: Recording) -> tuple[tuple[int | Affine, ...], ...]:
