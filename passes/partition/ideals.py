@@ -6,12 +6,12 @@ has few; otherwise the prefixes of some linear orders are a choice of them.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterator
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.orders import by_priority
 
 
 def all_ideals(model: Model, limit: int, budget: Budget | None = None) -> list[int] | None:
@@ -73,15 +73,15 @@ def orders(model: Model, seed: int) -> Iterator[list[int]]:
         early[v] = 1 + max((early[u] for u in before[v]), default=0)
     for v in reversed(range(n)):
         late[v] = min((late[u] for u in after[v]), default=n) - 1
-    yield _by_priority(before, after, [float(e) for e in early])
-    yield _by_priority(before, after, [float(x) for x in late])
+    yield by_priority(before, after, [float(e) for e in early])
+    yield by_priority(before, after, [float(x) for x in late])
     yield _depth_first(before, after, list(range(n)))
     yield _cheapest_cut(model, before, after, random.Random(seed), 0.0)
     rng = random.Random(seed)
     for _ in range(6):
         yield _cheapest_cut(model, before, after, rng, 0.5)
-        yield _by_priority(before, after, [e + 3 * rng.random() for e in early])
-        yield _by_priority(before, after, [x + 3 * rng.random() for x in late])
+        yield by_priority(before, after, [e + 3 * rng.random() for e in early])
+        yield by_priority(before, after, [x + 3 * rng.random() for x in late])
         yield _depth_first(before, after, rng.sample(range(n), n))
 
 
@@ -92,23 +92,6 @@ def _neighbours(model: Model) -> tuple[list[list[int]], list[list[int]]]:
         before[b].append(a)
         after[a].append(b)
     return before, after
-
-
-def _by_priority(
-    before: list[list[int]], after: list[list[int]], priority: list[float]
-) -> list[int]:
-    waiting = [len(b) for b in before]
-    heap = [(priority[v], v) for v, count in enumerate(waiting) if not count]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, v = heapq.heappop(heap)
-        order.append(v)
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                heapq.heappush(heap, (priority[u], u))
-    return order
 
 
 def _depth_first(before: list[list[int]], after: list[list[int]], rank: list[int]) -> list[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterable, Sequence
 
 from pdcompile.menu import MenuProblem
+from pdcompile.passes.partition.orders import by_priority
 
 
 def all_ideals(problem: MenuProblem, limit: int) -> list[int] | None:
@@ -34,14 +34,14 @@ def orders(problem: MenuProblem, seed: int) -> list[list[int]]:
     """Topological orders: as in the file, early, late, depth first, cheapest cut, random cuts."""
     before, after = neighbours(problem)
     n = len(before)
-    given = _by_priority(before, after, range(n))
+    given = by_priority(before, after, range(n))
     early, late = [0] * n, [0] * n
     for v in given:
         early[v] = 1 + max((early[u] for u in before[v]), default=0)
     for v in reversed(given):
         late[v] = min((late[u] for u in after[v]), default=n) - 1
     rng = random.Random(seed)
-    found = [given, _by_priority(before, after, early), _by_priority(before, after, late)]
+    found = [given, by_priority(before, after, early), by_priority(before, after, late)]
     found.append(_depth_first(before, after))
     found += [_cheapest_cut(problem, before, after, rng, noise) for noise in (0.0, 0.5, 0.5)]
     return found
@@ -107,23 +107,6 @@ def neighbours(problem: MenuProblem) -> tuple[list[list[int]], list[list[int]]]:
     return before, after
 
 
-def _by_priority(
-    before: list[list[int]], after: list[list[int]], priority: Sequence[float]
-) -> list[int]:
-    waiting = [len(parents) for parents in before]
-    heap = [(priority[v], v) for v, count in enumerate(waiting) if not count]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, v = heapq.heappop(heap)
-        order.append(v)
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                heapq.heappush(heap, (priority[u], u))
-    return order
-
-
 def _depth_first(before: list[list[int]], after: list[list[int]]) -> list[int]:
     """A node's inputs come just before it."""
     done: set[int] = set()
@@ -155,4 +138,4 @@ def _cheapest_cut(
     for edge in problem.edges:
         gain[edge.source] += edge.bytes
         gain[edge.target] -= edge.bytes
-    return _by_priority(before, after, [g * (1 + noise * (rng.random() - 0.5)) for g in gain])
+    return by_priority(before, after, [g * (1 + noise * (rng.random() - 0.5)) for g in gain])

@@ -5,10 +5,10 @@ No order is best everywhere; several together, with random ones, usually hold th
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterator, Sequence
 
+from pdcompile.passes.partition.orders import by_priority
 from pdcompile.passes.partition.placement.loads import neighbours
 from pdcompile.placement import LoadProblem
 
@@ -62,24 +62,6 @@ def levels(before: list[list[int]], after: list[list[int]]) -> tuple[list[float]
     for v in reversed(range(n)):
         late[v] = min((late[u] for u in after[v]), default=n) - 1
     return early, late
-
-
-def by_priority(
-    before: list[list[int]], after: list[list[int]], priority: Sequence[float]
-) -> list[int]:
-    """Always the ready group of the smallest priority."""
-    waiting = [len(b) for b in before]
-    heap = [(priority[v], v) for v, count in enumerate(waiting) if not count]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, v = heapq.heappop(heap)
-        order.append(v)
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                heapq.heappush(heap, (priority[u], u))
-    return order
 
 
 def depth_first(

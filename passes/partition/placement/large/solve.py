@@ -15,6 +15,7 @@ import numpy as np
 
 from pdcompile.answer import ROUNDING
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.orders import by_priority
 from pdcompile.passes.partition.placement.large.arrays import (
     Arrays,
     Ints,
@@ -49,7 +50,7 @@ from pdcompile.passes.partition.placement.loads import (
     neighbours,
     objective,
 )
-from pdcompile.passes.partition.placement.orders import by_priority, depth_first, levels
+from pdcompile.passes.partition.placement.orders import depth_first, levels
 from pdcompile.passes.partition.placement.search import Found, Report, simple_bound
 from pdcompile.placement import LoadProblem
 
