@@ -23,6 +23,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.graph import Capture, OpGraph, Ref, leaves
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.chain import Chain
+from pdcompile.passes.meta import unverifiable
 from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
 from pdcompile.plan import Plan
 from pdcompile.randomness import DrawScope, preserved_rng
@@ -110,8 +111,8 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return Verification(0, 0, 0, 0, True, sources.edited, (), "parameters are on meta")
+    if reason := unverifiable(model):
+        return Verification(0, 0, 0, 0, True, sources.edited, (), reason)
     small = resize(flat, layout, capture.train.batch_size)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     exact = device.type == "cpu"

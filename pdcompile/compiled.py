@@ -38,8 +38,12 @@ class Compiled:
         """The plan as a table with its certificate, what was proved, and what was verified."""
         from pdcompile.report.plan_table import explain
 
-        verified = str(self.verification) if self.verification else "not verified (verify='off')"
-        return "\n".join((explain(self.plan).rstrip(), str(self.proof), verified))
+        parts = [explain(self.plan).rstrip(), str(self.proof)]
+        if self.verification is None:
+            parts.append("not verified (verify='off')")
+        elif not self.verification.unverified:  # a note of the plan says that
+            parts.append(str(self.verification))
+        return "\n".join(parts)
 
     def dump(self, folder: str, model: Any = None) -> None:
         """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""

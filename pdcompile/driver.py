@@ -21,6 +21,7 @@ from pdcompile.passes.assemble import assemble
 from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.fit import fit
+from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.passes.optimizer_state import optimizer_factor
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import profile
@@ -83,6 +84,8 @@ def build(
     plan = replace(plan, forecast=simulation.forecast)
     if given is not None:
         check_memory(options, plan)
+    if options.verify != "off" and (reason := unverifiable(model)):
+        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, f"not verified: {reason}"))))
     generated = step("sources", lambda: codegen.generate(captured, plan))
     sources = chosen_sources(options, generated)
     verification = None
@@ -127,6 +130,8 @@ def make_plan(
             progress=step.listener.part,
         ),
     )
+    if options.costs == "measured":
+        refuse_mostly_estimated(graph, model)
     problem = step(
         "problem",
         lambda: coarsen(

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pdcompile.graph import Op, OpGraph, Ref
+from pdcompile.graph import Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.gradients import with_consumers, with_gradients
 from pdcompile.passes.trace.prune import prune
 from pdcompile.passes.trace.session import Recording
 from pdcompile.passes.trace.sizes import Fit
+
+MANY_RETURNED = 4  # from here on a note says what returning them costs
 
 
 def assemble(
@@ -45,7 +47,7 @@ def assemble(
         batch_size=sizes[0],
         constants=first.constants,
         classes=first.classes,
-        notes=_notes(ops),
+        notes=(*_notes(ops), *_returned(values, output, loss)),
         output_spec=first.output_spec,
         tensor_values=first.tensor_values,
     )
@@ -59,4 +61,17 @@ def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
     return (
         f"buffers are written once a microbatch, as in gradient accumulation, not once a "
         f"minibatch: {shown}",
+    )
+
+
+def _returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
+    """Results that the model goes on computing with and returns too, as caches of keys do."""
+    names = dict.fromkeys(ref.name for ref in walk(output, Ref) if ref.name != loss)
+    inner = [name for name in names if values[name].producer and values[name].consumers]
+    if len(inner) < MANY_RETURNED:
+        return ()
+    return (
+        f"{len(inner)} values that forward goes on with are outputs too ({inner[0]}, "
+        f"{inner[1]}, …): those of earlier stages are sent to the last one, which a model that "
+        "returns less saves (use_cache=False, output_hidden_states=False)",
     )

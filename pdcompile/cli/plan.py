@@ -74,11 +74,18 @@ def plan(
         write_text(output, result.plan.to_json() + "\n")
     if as_json:
         answer = answer_of(result.plan).to_json()
-        emit_json(answer | {"plan": json.loads(result.plan.to_json())})
+        emit_json(
+            answer
+            | {
+                "plan": json.loads(result.plan.to_json()),
+                "verification": result.verification and json.loads(result.verification.to_json()),
+            }
+        )
         return
     console = stdout()
     console.print(plan_report(result.plan))
     console.print(str(result.proof), markup=False, soft_wrap=True)
-    console.print(str(result.verification), markup=False, soft_wrap=True)
+    if result.verification is None or not result.verification.unverified:  # a note says that
+        console.print(str(result.verification), markup=False, soft_wrap=True)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)
