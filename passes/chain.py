@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pdcompile import opaque
+from pdcompile.entrance import Entrance
 from pdcompile.graph import OpGraph
 from pdcompile.passes.codegen.load import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
@@ -47,15 +49,25 @@ class Chain:
             build(cls, interface, tensors.__getitem__, model).train(graph.training)
             for cls, interface in zip(stage_classes(sources), self._interfaces, strict=True)
         ]
-        for stage, interface in zip(self._stages, self._interfaces, strict=True):
-            announce(stage, self._signature(interface), seed)
-        self._scopes = [DrawScope(stage, seed, 0, 0) for stage in self._stages]
-        for stage, interface, scope in zip(
-            self._stages, self._interfaces, self._scopes, strict=True
-        ):
-            opaque.announce(stage, interface, partial(_same, scope))
-        self._entered: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._seed = seed
+        self._announced: list[Any] = []
+        self.begin(0)
+        self._entered: list[dict[str, Entrance]] = []
         self._left: list[dict[str, torch.Tensor]] = []
+
+    def begin(self, minibatch: int) -> None:
+        """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
+        for handle in self._announced:
+            handle.remove()
+        pairs = list(zip(self._stages, self._interfaces, strict=True))
+        self._announced = [
+            handle
+            for stage, interface in pairs
+            for handle in announce(stage, self._signature(interface), self._seed, minibatch)
+        ]
+        self._scopes = [DrawScope(stage, self._seed, minibatch, 0) for stage in self._stages]
+        for (stage, interface), scope in zip(pairs, self._scopes, strict=True):
+            opaque.announce(stage, interface, partial(_same, scope))
 
     def _signature(self, interface: StageInterface) -> Signature:
         return interface.train if self.graph.training else interface.eval
@@ -71,14 +83,13 @@ class Chain:
         for stage, interface in zip(self._stages, self._interfaces, strict=True):
             self.running = interface.index
             signature = self._signature(interface)
-            entered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+            entered: dict[str, Entrance] = {}
             arguments = []
             for port in signature.inputs:
                 value = leaves[port.path] if port.path is not None else values[port.value]
                 if port.path is None and self._returns_gradient(port.value):
-                    leaf = value.detach().requires_grad_()
-                    value = leaf.view_as(leaf)
-                    entered[port.value] = (leaf, value)
+                    entrance = entered[port.value] = Entrance(value)
+                    value = entrance.value
                 elif port.path is None:
                     value = value.detach()
                 arguments.append(value.clone() if port.mutated else value)
@@ -107,9 +118,9 @@ class Chain:
             self.running = k
             roots: list[torch.Tensor] = []
             gradients: list[torch.Tensor | None] = []
-            for value, (_, view) in self._entered[k].items():
+            for value, entrance in self._entered[k].items():
                 if value in sums:
-                    roots.append(view)
+                    roots.append(entrance.value)
                     gradients.append(sums[value])
             for stages, parameter in self._tied:
                 if k in stages and parameter.grad is not None:  # summed by later stages
@@ -128,9 +139,9 @@ class Chain:
                 scope = self._scopes[k]
                 run = scope.backward_of if scope.draws else torch.autograd.backward
                 run(roots, gradients)
-            for value, (leaf, _) in self._entered[k].items():
-                if leaf.grad is not None:
-                    sums[value] = leaf.grad
+            for value, entrance in self._entered[k].items():
+                if entrance.gradient is not None:
+                    sums[value] = entrance.gradient
 
 
 def _same(scope: DrawScope) -> DrawScope:
@@ -158,15 +169,21 @@ def build(
     return stage
 
 
-def announce(stage: nn.Module, signature: Signature, seed: int) -> None:
-    """Seed every random op of the stage by its place in the model (minibatch 0, microbatch 0)."""
+def announce(
+    stage: nn.Module, signature: Signature, seed: int, minibatch: int = 0
+) -> list[RemovableHandle]:
+    """Seed every random op of the stage by its place in the model (microbatch 0).
+
+    Returns the hooks on its modules, to be removed before the next minibatch is announced.
+    """
     names = {module: name for name, module in stage.named_modules()}
 
     def draw(where: nn.Module | str, index: int) -> None:
         path = where if isinstance(where, str) else names[where]
-        reseed(seed_of(seed, 0, 0, path, index))
+        reseed(seed_of(seed, minibatch, 0, path, index))
 
     set_draw(type(stage), draw)
+    handles = []
     for path, indices in signature.draws.items():
         calls = count()
 
@@ -179,4 +196,5 @@ def announce(stage: nn.Module, signature: Signature, seed: int) -> None:
         ) -> None:
             draw(path, indices[next(calls)])
 
-        stage.get_submodule(path).register_forward_pre_hook(hook)
+        handles.append(stage.get_submodule(path).register_forward_pre_hook(hook))
+    return handles

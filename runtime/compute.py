@@ -1,9 +1,9 @@
 """Forward and backward of one microbatch on one stage: autograd, and no messages.
 
-Each value from another stage that needs a gradient enters as a view of a fresh leaf (a leaf
-itself could not be written in place).  Backward is one call into autograd, with its roots in
-eager's order of summation: first what later stages have already summed for what came in here
-(chained edges, tied parameters), then the gradients of what went out, then the loss.
+Each value from another stage that needs a gradient comes in by an `Entrance`.  Backward is one
+call into autograd, with its roots in eager's order of summation: first what later stages have
+already summed for what came in here (chained edges, tied parameters), then the gradients of what
+went out, then the loss.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pdcompile.entrance import Entrance
 from pdcompile.plan import TiedParameter
 from pdcompile.randomness import DrawScope
 from pdcompile.results import check_loss, scaled_loss
@@ -49,7 +50,7 @@ class Feed:
 class _Flight:
     """A microbatch between its forward and its backward."""
 
-    entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # edge: leaf, view
+    entered: dict[int, Entrance] = field(default_factory=dict)  # by edge
     left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
     loss: Tensor | None = None
     draws: DrawScope | None = None  # of modules that are kept whole, which may run again
@@ -90,9 +91,8 @@ class Compute:
         for port, edge in wiring.inputs:
             value = leaves[port.path or ""] if edge is None else receive(edge)
             if edge in wiring.differentiable:
-                leaf = value.detach().requires_grad_()
-                value = leaf.view_as(leaf)
-                flight.entered[edge] = (leaf, value)
+                entrance = flight.entered[edge] = Entrance(value)
+                value = entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(feed.minibatch, microbatch)
         with torch.set_grad_enabled(wiring.training), self._autocast():
@@ -139,8 +139,8 @@ class Compute:
         flight = self._flights.pop((feed.minibatch, microbatch))
         self._weights.begin_backward(feed.minibatch, version)
         roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [
-            (view, receive(Kind.GRADIENT, edge))
-            for edge, (_, view) in flight.entered.items()
+            (entrance.value, receive(Kind.GRADIENT, edge))
+            for edge, entrance in flight.entered.items()
             if edge in wiring.chained
         ]
         for index, fqn in self._summed_later:
@@ -157,8 +157,8 @@ class Compute:
             run = flight.draws.backward_of if flight.draws is not None else torch.autograd.backward
             run(tensors, [one for _, one in roots])
         sent = [
-            (Kind.GRADIENT, edge, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            for edge, (leaf, _) in flight.entered.items()
+            (Kind.GRADIENT, edge, entrance.gradient_or_zeros())
+            for edge, entrance in flight.entered.items()
         ]
         for index, fqn in self._passed_on:
             sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))

@@ -28,12 +28,14 @@ from pdcompile.passes.codegen.pieces import (
     makes,
     pieces_of,
     reads,
+    rereads,
 )
 from pdcompile.passes.codegen.regions import Region, region_of, with_line
-from pdcompile.passes.codegen.text import Line, clean, location, value_text
+from pdcompile.passes.codegen.text import Line, Locations, clean, value_text
 from pdcompile.passes.codegen.tree import Call, below, relative
 from pdcompile.passes.codegen.variables import Variables, lifetimes
 from pdcompile.passes.naming import identifier, scope_of
+from pdcompile.targets import CHECK
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Place:
     class_names: list[str]
     imports: Imports
     classes: Mapping[str, tuple[str, str]]
+    locations: Locations
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class Body:
     """Writes one body: of one mode, or of both where every pair has a twin.
 
     `arguments` are the names of the parameters: the call's inputs, then its tensors.
-    `results` fixes the names of what is returned, where a caller has fixed them.
+    `results` are the names of what is returned, taken where nothing alive has them.
     """
 
     place: Place
@@ -100,7 +103,7 @@ class Body:
 
     def _name(self, pieces: Sequence[Piece]) -> None:
         spans = lifetimes(
-            [(reads(piece), makes(piece)) for piece in pieces],
+            [(reads(piece), makes(piece), rereads(piece)) for piece in pieces],
             self.call.inputs,
             self.call.outputs,
         )
@@ -113,7 +116,7 @@ class Body:
         for value, name in zip(self.call.inputs, self.arguments, strict=False):
             self.variables.fix(value, name, spans[value])
         for value, name in self.results.items():
-            if value not in self.variables.names:
+            if value not in self.variables.names and self.variables.free(name, True, spans[value]):
                 self.variables.fix(value, name, spans[value])
         for piece in pieces:
             for value in makes(piece):
@@ -147,7 +150,7 @@ class Body:
         target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
         if target == "setitem" and len(op.args) == 3:
             other = (twin or op).args
-            receiver = atom(literal(op.args[0], scope))
+            receiver = atom(literal(op.args[0], scope), dotted=True)
             index = subscript(op.args[1], other[1], scope, scope_eval)
             done.append(Line(f"{receiver}[{index}] = {literal(op.args[2], scope)}"))
             return done
@@ -158,6 +161,9 @@ class Body:
         text = expression(op, twin, scope, scope_eval)
         if op.name in self.unnamed:
             self.inlined[op.name] = text
+            return done
+        if op.target == CHECK:
+            done.append(Line(text))
             return done
         if items:
             names = ", ".join(self.variables.names[item] for item in items)
@@ -286,14 +292,14 @@ class Body:
         if not scope:
             return [Line()]
         name, source = self.place.classes.get(scope, ("", ""))
-        about = clean(name.rpartition(".")[2], 24)
+        about = [clean(name.rpartition(".")[2], 40)] if name else []
         if source:
-            about += f", {location(source)}"
-        path = relative(scope, self.call.path)
-        return [
-            Line(),
-            Line("", f"{clean(path, 30)} ({about})" if about else clean(path)),
-        ]
+            about.append(self.place.locations.short(source))
+        if scope in self.place.layout.partial:
+            about.append("a part of it")
+        path = clean(relative(scope, self.call.path), 88)
+        text = f"{path} ({', '.join(about)})" if about else path
+        return [Line(), Line("", text if len(text) < 88 else path)]
 
 
 def _in_place_on(piece: Piece) -> str | None:

@@ -63,6 +63,13 @@ def reads(piece: Piece) -> Sequence[str]:
     return item_of(piece).inputs
 
 
+def rereads(piece: Piece) -> Sequence[str]:
+    """Values that a piece reads again after it has bound its result: a loop in its next turn."""
+    if not isinstance(piece, Loop):
+        return ()
+    return [name for i, name in enumerate(piece.calls[0].inputs) if i != piece.thread]
+
+
 def makes(piece: Piece) -> Sequence[str]:
     """Values that a piece binds to variables."""
     if isinstance(piece, Loop):

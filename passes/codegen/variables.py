@@ -21,20 +21,21 @@ class Variables:
     spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def fix(self, value: str, name: str, span: tuple[int, int]) -> None:
-        """The value has this name, come what may (arguments and results)."""
+        """The value has this name, come what may (arguments)."""
         self.names[value] = name
         self.spans.setdefault(name, []).append(span)
 
     def give(self, value: str, wish: str, rebind: bool, span: tuple[int, int]) -> str:
         """A name for the value: its wish, or the wish with a number."""
         name, count = wish, 0
-        while not self._free(name, rebind, span):
+        while not self.free(name, rebind, span):
             count += 1
             name = f"{wish}_{count}"
         self.fix(value, name, span)
         return name
 
-    def _free(self, name: str, rebind: bool, span: tuple[int, int]) -> bool:
+    def free(self, name: str, rebind: bool, span: tuple[int, int]) -> bool:
+        """Whether no value that lives in this span has the name."""
         if name in RESERVED or name in self.avoid:
             return False
         others = self.spans.get(name, [])
@@ -44,16 +45,21 @@ class Variables:
 
 
 def lifetimes(
-    items: Sequence[tuple[Sequence[str], Sequence[str]]],
+    items: Sequence[tuple[Sequence[str], Sequence[str], Sequence[str]]],
     inputs: Iterable[str],
     outputs: Iterable[str],
 ) -> dict[str, tuple[int, int]]:
-    """From when to when every value is needed; items are (values read, values made)."""
+    """From when to when every value is needed.
+
+    Items are (values read, values made, values read after what is made has got its name).
+    """
     made: dict[str, int] = dict.fromkeys(inputs, -1)
     read: dict[str, int] = {}
-    for position, (reads, makes) in enumerate(items):
+    for position, (reads, makes, rereads) in enumerate(items):
         for name in reads:
             read[name] = position
+        for name in rereads:
+            read[name] = position + 1
         for name in makes:
             made.setdefault(name, position)
     for name in outputs:

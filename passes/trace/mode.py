@@ -23,15 +23,17 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import fallback, refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
-from pdcompile.passes.trace.calls import autocast_region, is_public, target_of, unchecked
-from pdcompile.passes.trace.constants import read
+from pdcompile.passes.trace.calls import NO_OP_CASTS, autocast_region, is_public, target_of, unchecked
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.probe import CallKey, Outcome
+from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
 from pdcompile.passes.trace.whole import refuse_parts, replay
+from pdcompile.passes.trace.writes import mutated, written_tensors
 from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
+from pdcompile.targets import CHECK
 
 
 class Recorder(TorchFunctionMode):
@@ -56,6 +58,7 @@ class Recorder(TorchFunctionMode):
         self.region: Any = "forward"
         self.whole: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
         self.failed: str | None = None  # the innermost module that an error came from
+        self.reads = Reading()  # what may be known of values
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, int] = {}
@@ -75,8 +78,8 @@ class Recorder(TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__"):
             return self._property(func, owner, args)
         if (refusal := refuse.REFUSED.get(name)) is not None and is_public(func, name):
-            if name in refuse.READS and (known := read(func, args, kwargs, self.ops, self.fakes)):
-                return known[0]
+            if name in refuse.READS:
+                return self.reads.answer(self, func, args, kwargs)
             raise refuse.error(refusal, name, locate(self.boundary)[0])
         if name == "__iter__":
             return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
@@ -139,6 +142,18 @@ class Recorder(TorchFunctionMode):
         """After the last call."""
         self._begin()
 
+    def check(self, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
+        """An op that raises where the value of a tensor is not `holds`."""
+        if not holds:
+            tensor = self._call(torch.logical_not, (tensor,), {})
+        self._begin()
+        self._record("function", CHECK, "check", (tensor, message), {}, None, None)
+
+    @property
+    def path(self) -> str:
+        """FQN of the innermost running module."""
+        return self._stack[-1][0]
+
     def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
         name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
         if func.__name__ != "__get__":
@@ -163,6 +178,11 @@ class Recorder(TorchFunctionMode):
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
+        if func in NO_OP_CASTS and result is self.fakes.stand_in(args[0]):
+            # As in eager nothing happened.  An op here would be a place to cut at, and gradients
+            # of the one tensor under two names would be summed in another order.
+            self.observer.clear()
+            return args[0]
         if self.observer.seeded and draw is None:
             raise refuse.error(refuse.UNKNOWN_DRAW, refuse.name_of(func), locate(self.boundary)[0])
         kind, target, args = target_of(func, args, kwargs)
@@ -234,6 +254,7 @@ class Recorder(TorchFunctionMode):
         path, module_call = self._stack[-1]
         source, variable = locate(self.boundary)
         self.check_generators(source)
+        self.reads.recorded()
         try:
             arguments = tuple(self._argument(value) for value in args)
             named = tuple(
@@ -268,8 +289,8 @@ class Recorder(TorchFunctionMode):
             variable=variable,
             parameters=tuple(f for f, k in kinds.items() if k == "parameter"),
             buffers_read=tuple(f for f, k in kinds.items() if k != "parameter"),
-            buffers_written=self._written_tensors(written, kinds, source),
-            mutates=self._mutated(written, arguments, named),
+            buffers_written=written_tensors(self.fakes, written, source),
+            mutates=mutated(self.fakes, written, (arguments, named)),
             draw=draw,
             region=self.region,
             grad_enabled=torch.is_grad_enabled(),
@@ -284,23 +305,6 @@ class Recorder(TorchFunctionMode):
 
     def _argument(self, value: Any) -> Argument:
         return to_argument(value, self.fakes.name, self.fakes.device)
-
-    def _written_tensors(
-        self, written: set[int], kinds: dict[str, Any], source: str
-    ) -> tuple[str, ...]:
-        fqns = self.fakes.model_tensors_at(written)
-        for fqn in fqns:
-            info = self.table.tensors[fqn]
-            if info.kind != "buffer":
-                raise refuse.error(refuse.WRITTEN[info.kind], fqn, source)
-        return tuple(fqns)
-
-    def _mutated(self, written: set[int], args: Any, kwargs: Any) -> tuple[str, ...]:
-        names = dict.fromkeys(ref.name for ref in walk((args, kwargs), Ref))
-        found = [n for n in names if self.fakes.storage_of(n) in written]
-        covered = {self.fakes.storage_of(name) for name in found}
-        found += self.fakes.values_at(written - covered)
-        return tuple(found)
 
     def _deliver(self, op: Op, result: Any, written: set[int]) -> Any:
         """Enter the result under the op's name; what the model's Python gets for it."""

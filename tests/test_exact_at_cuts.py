@@ -1,0 +1,88 @@
+"""What rounding at a cut depends on: layouts in memory, orders of sums, names in loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdcompile.entrance import Entrance
+from tests.helpers.generated import check, mean_square
+
+
+class HeadNorm(nn.Module):
+    """Scaled and then transposed, as keys are: the gradient that comes back is no transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale = nn.Linear(32, 32), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.lin(x).view(x.shape[0], 12, 4, 8) * self.scale
+        keys = heads.transpose(1, 2)
+        turned = torch.cat((-keys[..., 4:], keys[..., :4]), dim=-1)
+        return F.scaled_dot_product_attention(keys * 0.5 + turned, keys, keys)
+
+
+class Residual(nn.Module):
+    """A cast that does nothing between two readers of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        y = h.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return h + self.two(y)
+
+
+class Masked(nn.Module):
+    """Layers in a loop that all read a tensor of the name that their result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=ids == 3))
+
+
+def test_gradients_keep_the_layout_of_eager_at_every_cut() -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(3, 12, 32), torch.randn(3, 4, 12, 8)
+    for position in range(1, 9):
+        _, report = check(HeadNorm(), x, [position], target, mean_square)
+        assert report.differences == (), position
+
+
+def test_a_cast_that_does_nothing_is_no_place_to_cut() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 7, 32)
+    for position in range(1, 8):
+        sources, report = check(Residual(), x, [position], torch.randn(4, 7, 32), mean_square)
+        assert report.differences == (), position
+    assert ".to(" not in "".join(sources.files.values())
+
+
+@pytest.mark.parametrize("position", [3, 12, 27])
+def test_a_loop_does_not_overwrite_what_it_reads_again(position: int) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 6, 32), "ids": torch.randint(9, (4, 6))}
+    _, report = check(Masked(), inputs, [position], torch.randn(4, 6, 8), mean_square)
+    assert report.differences == ()
+
+
+def test_an_entrance_keeps_the_gradient_and_its_layout() -> None:
+    entrance = Entrance(torch.randn(4, 6))
+    assert entrance.gradient is None
+    assert torch.equal(entrance.gradient_or_zeros(), torch.zeros(4, 6))
+    factor = torch.randn(6, 4)
+    (entrance.value.t() * factor).sum().backward()
+    assert entrance.gradient is not None
+    assert torch.equal(entrance.gradient, factor.t())
+    assert entrance.gradient.stride() == (1, 4)
