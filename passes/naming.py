@@ -6,7 +6,7 @@ import keyword
 import re
 from collections.abc import Iterable, Mapping
 
-from pdcompile.graph import Op, OpGraph, Ref, Value
+from pdcompile.graph import Argument, DictOf, ListOf, Op, OpGraph, Ref, Value
 
 # What generated source refers to by these names; no variable may hide them.
 RESERVED = frozenset(
@@ -20,7 +20,9 @@ def identifier(text: str, fallback: str = "value") -> str:
     word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")[:40].strip("_")
     if not word or word[0].isdigit():
         word = f"{fallback}_{word}" if word else fallback
-    return f"{word}_" if keyword.iskeyword(word) or keyword.issoftkeyword(word) else word
+    if keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in ("l", "O", "I"):
+        return f"{word}_"  # the three look like numbers: linters refuse them
+    return word
 
 
 def unique(wish: str, taken: Iterable[str]) -> str:
@@ -43,16 +45,21 @@ def scope_of(op: Op) -> str:
 def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
     """For every value the name that a reader expects, and whether it may be used again.
 
-    The user's own variables come first and are rebound as in the model.  What a module returns
-    without naming it (``return x + self.mlp(x)``) keeps the name of the tensor that it updates:
-    the first argument, when shape and dtype are the same.  Anything else is called after its
-    op, and only once.
+    The user's own variables come first and are rebound as in the model.  What the model returns
+    under a key is called like the key.  What a module returns without naming it
+    (``return x + self.mlp(x)``) keeps the name of the tensor that it updates: the first
+    argument, when shape and dtype are the same.  Anything else is called after its op, and only
+    once.
     """
     found = {item.name: (identifier(item.path, "input"), True) for item in graph.inputs}
     escaping = _escaping(graph)
+    keys = _keys(graph.output, "")
     for op in graph.ops:
-        if op.variable:
+        if op.variable.isidentifier():
             found[op.name] = (identifier(op.variable), True)
+            continue
+        if key := keys.get(op.name):
+            found[op.name] = (identifier(key), False)
             continue
         first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
         if (
@@ -65,6 +72,21 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
         else:
             found[op.name] = (_after_op(op), False)
     return found
+
+
+def _keys(output: Argument, key: str) -> dict[str, str]:
+    """Value -> the innermost key under which it is in the output, if it is a name."""
+    match output:
+        case Ref(name):
+            return {name: key} if key else {}
+        case DictOf(items):
+            inner = [_keys(item, name if name.isidentifier() else key) for name, item in items]
+        case tuple() | ListOf():
+            items = output.items if isinstance(output, ListOf) else output
+            inner = [_keys(item, key) for item in items]
+        case _:
+            return {}
+    return {name: found for each in reversed(inner) for name, found in each.items()}
 
 
 def _escaping(graph: OpGraph) -> set[str]:

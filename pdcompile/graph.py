@@ -16,6 +16,9 @@ DTYPE_BYTES = {
     "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+# Target of a check (`pdcompile.value_checks`): raises where its first argument is false.
+CHECK = "torch._assert"
+
 
 @dataclass(frozen=True, slots=True)
 class Affine:
@@ -140,7 +143,7 @@ class Op:
     call_index: int = 0  # how many earlier ops have the same (module_path, target)
     module_call: int = 0  # which call of that module this is, for modules called repeatedly
     source: str = "<no source>"  # "file.py:12" in the user's code
-    variable: str = ""  # name of the user's variable that receives the result, if any
+    variable: str = ""  # of the user, that receives the result: "x", or "q, (k, v)" for parts
     parameters: tuple[str, ...] = ()  # canonical FQNs read, leaf modules' included
     buffers_read: tuple[str, ...] = ()
     buffers_written: tuple[str, ...] = ()

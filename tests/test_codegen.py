@@ -250,10 +250,10 @@ def test_sizes_are_expressions_of_the_microbatch(position):
     assert torch.equal(values[found.train.output.name], model(x))
 
 
-def test_a_wide_call_is_folded_and_still_means_the_same():
+def test_arguments_that_are_the_default_are_left_out():
     *_, sources = small_gpt([53])
     text = sources.files["stage_0.py"]
-    assert "        mixed = F.scaled_dot_product_attention(\n" in text
+    assert "F.scaled_dot_product_attention(" in text and "attn_mask" not in text
 
 
 def test_attention_without_dropout_says_nothing_of_draws():

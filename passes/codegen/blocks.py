@@ -50,6 +50,7 @@ class Layout:
     root: Node
     blocks: list[Block] = field(default_factory=list)  # inner ones first
     block_of: dict[str, int] = field(default_factory=dict)  # module path -> index
+    partial: frozenset[str] = frozenset()  # modules of which other stages run a part
 
 
 def divide(
@@ -68,7 +69,7 @@ def divide(
         names: every tensor name on the stage, mapped to its canonical FQN.
         root: the stage's modules; `Node.block` is filled in.
     """
-    candidates = _candidates(capture, train_ops, eval_ops)
+    candidates, partial = _candidates(capture, train_ops, eval_ops)
     reach: dict[str, list[str]] = defaultdict(list)
     for name, fqn in names.items():
         reach[fqn].append(name)
@@ -81,15 +82,20 @@ def divide(
             build(ops, keep, candidates.__contains__, reachable)
             for ops, keep in zip((train_ops, eval_ops), wanted, strict=True)
         )
-        layout = Layout(calls[0], calls[1], root)
+        layout = Layout(calls[0], calls[1], root, partial=partial)
         flat = _Classes(capture, names, layout).assign()
         if not flat:
             return layout
         candidates -= flat
 
 
-def _candidates(capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op]) -> set[str]:
-    """Modules that are whole on this stage, in both modes, and no mere containers."""
+def _candidates(
+    capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op]
+) -> tuple[set[str], frozenset[str]]:
+    """Modules that are whole on this stage, in both modes, and no mere containers.
+
+    Second those that are here in part.
+    """
     whole: dict[str, int] = defaultdict(int)
     for graph, ops in ((capture.train, train_ops), (capture.eval, eval_ops)):
         for op in graph.ops:
@@ -102,11 +108,12 @@ def _candidates(capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op
     classes = {**capture.eval.classes, **capture.train.classes}
     # What takes a leaf's result apart stands in the leaf's scope, and yet is no part of it.
     leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
+    here = {path for op in (*train_ops, *eval_ops) for path in _ancestors(scope_of(op))}
     return {
         path
         for path, missing in whole.items()
         if missing == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
-    }
+    }, frozenset(path for path in here if whole[path] > 0)
 
 
 def is_container(class_name: str) -> bool:

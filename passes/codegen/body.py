@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pdcompile.graph import Affine, Op, OpGraph, Ref, walk
+from pdcompile.graph import CHECK, Affine, Op, OpGraph, Ref, walk
 from pdcompile.passes.codegen import access
 from pdcompile.passes.codegen.blocks import Layout, is_container, name_below
 from pdcompile.passes.codegen.expressions import (
@@ -35,7 +35,6 @@ from pdcompile.passes.codegen.text import Line, Locations, clean, value_text
 from pdcompile.passes.codegen.tree import Call, below, relative
 from pdcompile.passes.codegen.variables import Variables, lifetimes
 from pdcompile.passes.naming import identifier, scope_of
-from pdcompile.targets import CHECK
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ import torch
 
 from pdcompile.errors import SourceError
 from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
+from pdcompile.passes.codegen.defaults import says_nothing
 from pdcompile.targets import from_literal
 
 BINARY = {
@@ -130,20 +131,29 @@ def dual(train: Any, evaluation: Any, scope: Scope, scope_eval: Scope) -> str:
     return f"{first} if self.training else {second}"
 
 
-def atom(text: str) -> str:
-    """The expression, in parentheses where an operator beside it could tear it apart."""
-    return text if text.isidentifier() or _is_closed(text) else f"({text})"
+def atom(text: str, *, dotted: bool = False) -> str:
+    """The expression, in parentheses where an operator beside it could tear it apart.
+
+    `dotted`: an attribute or subscript follows, which a bare number does not take.
+    """
+    return text if text.isidentifier() or _is_closed(text, dotted) else f"({text})"
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_closed(text: str) -> bool:
+def _is_closed(text: str, dotted: bool) -> bool:
     """Whether the expression ends in no operator: a name, call, subscript, attribute, literal."""
     node = ast.parse(text, mode="eval").body
     if isinstance(node, ast.Constant):
-        return isinstance(node.value, str | bool | None) or text.isdecimal()
+        return isinstance(node.value, str | bool | None) or not dotted
     return isinstance(node, ast.Call | ast.Subscript | ast.Attribute | ast.List | ast.Dict) or (
         text.startswith("(") and isinstance(node, ast.Tuple)
     )
+
+
+def power(base: str, exponent: str) -> str:
+    """``x**2``, with blanks around the operator where an operand is more than a name."""
+    tight = all(part.replace(".", "").replace("_", "").isalnum() for part in (base, exponent))
+    return f"{base}**{exponent}" if tight else f"{base} ** {exponent}"
 
 
 def call(head: str, arguments: list[str]) -> str:
@@ -158,6 +168,8 @@ def arguments(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope, skip: in
         for a, b in zip(op.args[skip:], other.args[skip:], strict=True)
     ]
     for (key, a), (_, b) in zip(op.kwargs, other.kwargs, strict=True):
+        if says_nothing(op, key, a) and says_nothing(op, key, b):
+            continue
         text = dual(a, b, scope, scope_eval if twin else scope)
         if key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
             found.append(f"{key}={text}")
@@ -201,7 +213,7 @@ def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
     if op.kind in ("module", "opaque"):
         head = scope.module(op.module_path)
         return call(head, arguments(op, twin, scope, scope_eval))
-    receiver = atom(literal(op.args[0], scope)) if op.args else ""
+    receiver = atom(literal(op.args[0], scope), dotted=True) if op.args else ""
     if op.kind == "method":
         head = f"{receiver}.{tensor_attribute(op.target, method=True)}"
         return call(head, arguments(op, twin, scope, scope_eval, skip=1))
@@ -212,6 +224,8 @@ def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
     if name == "getitem" and len(op.args) == 2:
         return f"{receiver}[{subscript(op.args[1], other.args[1], scope, scope_eval)}]"
     operands = arguments(op, twin, scope, scope_eval)
+    if name == "pow" and len(operands) == 2:
+        return power(atom(operands[0]), atom(operands[1]))
     if name in BINARY and len(operands) == 2:
         return f"{atom(operands[0])} {BINARY[name]} {atom(operands[1])}"
     if name in UNARY and len(operands) == 1:

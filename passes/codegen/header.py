@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcompile.graph import Capture
 from pdcompile.passes.codegen.blocks import Layout
 from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.text import Line, clean, location, shape_text
+from pdcompile.passes.codegen.skeleton import Node
+from pdcompile.passes.codegen.text import Line, Locations, clean, shape_text
 from pdcompile.stage import Port, StageInterface
 
 NOTE = (
@@ -35,19 +36,31 @@ def model_name(capture: Capture) -> str:
 
 
 def docstring(
-    capture: Capture, interface: StageInterface, route: Route, layout: Layout, imports: Imports
+    capture: Capture,
+    interface: StageInterface,
+    route: Route,
+    layout: Layout,
+    imports: Imports,
+    locations: Locations,
 ) -> str:
     """The module docstring of a stage, and its ``# needs:`` lines."""
     source = capture.train.classes.get("", ("", ""))[1]
-    where = f" ({location(source)})" if source else ""
+    where = f" ({locations.short(source)})" if source else ""
     title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
-    text = [f'"""{title}', "", *textwrap.wrap(holds, 96), "", *_table(_ports(interface, route)), ""]
-    text += textwrap.wrap(NOTE, 96)
+    text = [f'"""{title}', "", *_wrap(holds), "", *_table(_ports(interface, route)), ""]
+    text += _wrap(NOTE)
+    files = sorted(set(locations.files.values()))
+    if files:
+        text += ["", *_wrap(f"Source locations are in {', '.join(files)}.")]
     lines = [*text, '"""']
     if imports.needs:
         lines += ["", *(f"# needs: {clean(name, 90)}" for name in imports.needs)]
     return "\n".join(lines) + "\n"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 96, break_on_hyphens=False)
 
 
 def docstring_lines(names: Sequence[str]) -> list[Line]:
@@ -63,18 +76,79 @@ def docstring_lines(names: Sequence[str]) -> list[Line]:
     ]
 
 
-def contents(layout: Layout) -> list[str]:
-    """Child modules and tensors of the model on this stage; numbered ones as a range."""
-    found = []
-    for name, node in layout.root.children.items():
-        if node.is_indexed and len(node.children) > 1:
-            first, *_, last = node.children
-            found.append(f"{clean(name)}.{first} to {clean(name)}.{last}")
-        elif node.is_indexed:
-            found.append(f"{clean(name)}.{next(iter(node.children))}")
+def gathered(paths: Sequence[str]) -> list[str]:
+    """Paths, those that only differ in one number as ``h.0-3.attn``."""
+    runs: dict[tuple[str, ...], list[int]] = {}
+    for path in paths:
+        parts = path.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        if place is None:
+            runs.setdefault((path,), [])
         else:
-            found.append(clean(name))
-    return found + [clean(name) for name in layout.root.tensors]
+            pattern = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
+            runs.setdefault(pattern, []).append(int(parts[place]))
+    found = []
+    for pattern, numbers in runs.items():
+        if len(pattern) == 1:
+            found.append(clean(pattern[0]))
+            continue
+        before, after = (clean(part, 40) for part in pattern)
+        found.append(".".join(part for part in (before, _numbers(numbers), after) if part))
+    return found
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``0-3`` for consecutive numbers, ``0,2,5`` for others."""
+    ordered = sorted(set(numbers))
+    if len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"{ordered[0]}-{ordered[-1]}"
+    return ",".join(map(str, ordered))
+
+
+_MOST = 9
+
+
+def contents(layout: Layout) -> list[str]:
+    """Modules and tensors of the model on this stage, as deep as few names can tell them."""
+    nodes = [layout.root]
+    while True:
+        inner = [part for node in nodes for part in _inside(node, layout.partial)]
+        if inner == nodes or (len(_ranges(inner)) > _MOST and nodes != [layout.root]):
+            break
+        nodes = inner
+    own = [f"{node.path}.{name}" if node.path else name for node in nodes for name in node.tensors]
+    part = {node.path for node in nodes} & layout.partial
+    return _ranges([node for node in nodes if node.path], part) + [
+        clean(name) for name in own if name not in _ranges(nodes)
+    ]
+
+
+def _inside(node: Node, partial: Collection[str]) -> list[Node]:
+    """The children of a module that only holds others; itself where it is more than that."""
+    is_layer = node.path in partial and node.path.rpartition(".")[2].isdecimal()
+    if not node.children or node.leaf is not None or is_layer:
+        return [node]
+    plain = node.block is None and not node.tensors
+    return list(node.children.values()) if plain or not node.path else [node]
+
+
+def _ranges(nodes: Sequence[Node], part: Collection[str] = ()) -> list[str]:
+    """Paths, those that only differ in a last number as ``h.0-3``."""
+    found: list[str] = []
+    position = 0
+    while position < len(nodes):
+        path = nodes[position].path
+        container, _, name = path.rpartition(".")
+        count = 1
+        while name.isdecimal() and path not in part and position + count < len(nodes):
+            following = nodes[position + count].path
+            if following != f"{container}.{int(name) + count}" or following in part:
+                break
+            count += 1
+        shown = clean(path) if count == 1 else f"{clean(path)}-{int(name) + count - 1}"
+        found.append(f"a part of {shown}" if path in part else shown)
+        position += count
+    return found
 
 
 def _ports(interface: StageInterface, route: Route) -> list[tuple[str, Port, str]]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdcompile.graph import Capture, Op, OpGraph
 from pdcompile.passes.codegen.blocks import Block, Layout, divide
 from pdcompile.passes.codegen.body import Body, Place
 from pdcompile.passes.codegen.classes import Constructors, ties
-from pdcompile.passes.codegen.header import Route, contents, docstring, docstring_lines
+from pdcompile.passes.codegen.header import (
+    Route,
+    contents,
+    docstring,
+    docstring_lines,
+    gathered,
+)
 from pdcompile.passes.codegen.imports import Imports
 from pdcompile.passes.codegen.pairs import Pair, pair
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.skeleton import skeleton
-from pdcompile.passes.codegen.text import Line, clean, location, render, value_text
+from pdcompile.passes.codegen.text import Line, Locations, render, value_text
 from pdcompile.passes.codegen.tree import Call
 from pdcompile.passes.held import all_tensors
 from pdcompile.passes.naming import identifier, unique
@@ -103,16 +109,21 @@ class _Writer:
     classes: Mapping[str, tuple[str, str]]
     imports: Imports
     class_names: list[str]
+    locations: Locations = field(default_factory=Locations)
 
     def write(self, ops: StageOps) -> str:
         self._name_classes()
-        place = Place(self.layout, self.names, self.class_names, self.imports, self.classes)
+        place = Place(
+            self.layout, self.names, self.class_names, self.imports, self.classes, self.locations
+        )
         parts = [self._block(block, place) for block in self.layout.blocks]
         parts.append(self._stage(place, ops))
         body = "\n\n".join(render(part) for part in parts)
         draws = f"{DRAW}\n\n" if "draw(" in body else ""
         kept = f"{KEPT_WHOLE}\n\n" if self.imports.kept else ""
-        header = docstring(self.capture, self.interface, self.route, self.layout, self.imports)
+        header = docstring(
+            self.capture, self.interface, self.route, self.layout, self.imports, self.locations
+        )
         imports = "\n".join(self.imports.lines(torch_used="torch." in body))
         text = f"{header}\n{imports}\n\n\n{draws}{kept}{body}"
         every = (*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss)
@@ -145,12 +156,8 @@ class _Writer:
         name = self.class_names[block.index]
         node = replace(block.node, block=None)
         members = [p for p, index in self.layout.block_of.items() if index == block.index]
-        where = (
-            clean(members[0])
-            if len(members) == 1
-            else (f"{clean(members[0], 30)} to {clean(members[-1], 30)}")
-        )
-        lines = [Line(f"class {name}(nn.Module):", location(source)), *docstring_lines([where])]
+        comment = self.locations.short(source) if source else ""
+        lines = [Line(f"class {name}(nn.Module):", comment), *docstring_lines(gathered(members))]
         lines += self._init(self._constructors().lines(node))
         arguments = self._arguments(block)
         lines += [

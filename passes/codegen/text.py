@@ -6,7 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdcompile.graph import DTYPE_BYTES, Size, Value
 
@@ -37,10 +37,24 @@ def clean(text: str, limit: int = 60) -> str:
     return plain if len(plain) <= limit else f"{plain[: limit - 3]}..."
 
 
-def location(source: str) -> str:
-    """A source location for a comment; of a long one the end, with the line."""
-    shown = clean(source, len(source))
-    return shown if len(shown) <= 44 else f"...{shown[-41:]}"
+@dataclass(slots=True)
+class Locations:
+    """Short source locations for comments; `files` are those that were referred to."""
+
+    files: dict[str, str] = field(default_factory=dict)  # shown -> path
+
+    def short(self, source: str) -> str:
+        """``modeling_gpt2.py:412``, with folders where another file has the same name."""
+        path, _, line = source.rpartition(":")
+        if not path or not line.isdecimal():
+            return clean(source)
+        parts = [clean(part, 44) for part in path.replace("\\", "/").split("/")]
+        full = "/".join(parts)
+        for count in range(1, len(parts) + 1):
+            shown = "/".join(parts[-count:])
+            if self.files.setdefault(shown, full) == full:
+                return f"{shown}:{line}"
+        return f"{full}:{line}"
 
 
 def shape_text(shape: Iterable[Size], dtype: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -59,8 +60,12 @@ def source_of_traceback(error: BaseException) -> str | None:
 
 
 def source_of_class(cls: type) -> str:
-    """``file.py:12`` of a class, or `NO_SOURCE`."""
+    """``file.py:12`` of a class's own forward, below its decorators, or `NO_SOURCE`."""
     forward = getattr(cls, "forward", None)
+    try:
+        forward = inspect.unwrap(forward) if callable(forward) else None
+    except ValueError:  # it wraps itself
+        return NO_SOURCE
     code = getattr(forward, "__code__", None)
     if code is None or code.co_filename.startswith("<"):
         return NO_SOURCE
@@ -77,9 +82,10 @@ def _is_user(file: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shorten(file: str) -> str:
-    """Relative to the working directory, else to the entry of sys.path that it lies below."""
-    roots = [os.getcwd(), *sorted((p for p in sys.path if p), key=len, reverse=True)]
-    for root in roots:
+    """Relative to the place of installed packages or the working directory, else to sys.path."""
+    paths = sorted((p for p in sys.path if p), key=len, reverse=True)
+    installed = [path for path in paths if path.rstrip(os.sep).endswith("-packages")]
+    for root in (*installed, os.getcwd(), *paths):
         prefix = root.rstrip(os.sep) + os.sep
         if file.startswith(prefix):
             return file[len(prefix) :]
@@ -88,14 +94,62 @@ def _shorten(file: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _stores(code: CodeType) -> dict[int, str]:
-    """Offset of each instruction whose result the next one stores, to the variable's name."""
+    """Offset of each instruction whose result the next one stores, to the variable's name.
+
+    Of a result that is taken apart all names, as they are written: ``q, (k, v)``.
+    """
     found: dict[int, str] = {}
-    previous = -1
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("STORE_FAST", "STORE_DEREF") and previous >= 0:
-            found[previous] = str(instruction.argval)
-        previous = instruction.offset
+    instructions = list(dis.get_instructions(code))
+    for position, each in enumerate(instructions):
+        unpacks = each.opname.startswith("UNPACK")  # what it unpacks may be a tensor
+        names = _target(_stored(instructions[position if unpacks else position + 1 :]))
+        if names:
+            found[each.offset] = names
     return found
+
+
+def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | int]:
+    """Names that are stored and lengths that are unpacked, from the first instruction on."""
+    for each in instructions:
+        match each.opname:
+            case "STORE_FAST" | "STORE_DEREF":
+                yield str(each.argval)
+            case "STORE_FAST_STORE_FAST":
+                yield from map(str, each.argval)
+            case "STORE_FAST_LOAD_FAST":
+                yield str(each.argval[0])
+                return
+            case "UNPACK_SEQUENCE":
+                yield int(each.arg or 0)
+            case _:
+                return
+
+
+def _target(stored: Iterator[str | int]) -> str:
+    """The target of an assignment; "" where a part of it is no plain variable."""
+    first = next(stored, "")
+    if isinstance(first, str):
+        return first
+    parts = [
+        f"({part})" if ", " in part else part for part in (_target(stored) for _ in range(first))
+    ]
+    comma = "," if len(parts) == 1 else ""
+    return ", ".join(parts) + comma if all(parts) else ""
+
+
+def part_of(variables: str, key: Any) -> str:
+    """What item `key` of a result is called, if the result is stored as ``q, (k, v)``."""
+    parts, level = [""], 0
+    for char in variables:
+        level += (char == "(") - (char == ")")
+        if char == "," and not level:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if len(parts) < 2 or type(key) is not int or not 0 <= key < len(parts):
+        return ""
+    name = parts[key].strip()
+    return name.removeprefix("(").removesuffix(")") if name != "_" else ""
 
 
 def _variable(code: CodeType, offset: int) -> str:

@@ -1,6 +1,6 @@
-"""GPT (tests/helpers/models.py:73), stage 0 of 2.
+"""GPT (models.py:73), stage 0 of 2.
 
-Holds wte, wpe, drop, blocks.0 to blocks.1.
+Holds wte, wpe, drop, blocks.0-1.
 
     in   ids  i64[b, 16]      from the call
     out  x    f32[b, 16, 32]  to stage 1
@@ -8,6 +8,8 @@ Holds wte, wpe, drop, blocks.0 to blocks.1.
 Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
 own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
 again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+
+Source locations are in tests/helpers/models.py.
 """
 
 import torch
@@ -19,8 +21,8 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 
 
-class Block(nn.Module):  # tests/helpers/models.py:30
-    """blocks.0 to blocks.1."""
+class Block(nn.Module):  # models.py:30
+    """blocks.0-1."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +63,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
 
 class Stage0(nn.Module):
-    """wte, wpe, drop, blocks.0 to blocks.1."""
+    """wte, wpe, drop, blocks.0-1."""
 
     def __init__(self):
         super().__init__()

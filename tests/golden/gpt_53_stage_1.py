@@ -1,6 +1,6 @@
-"""GPT (tests/helpers/models.py:73), stage 1 of 2.
+"""GPT (models.py:73), stage 1 of 2.
 
-Holds blocks.2 to blocks.3, ln_f, lm_head.
+Holds blocks.2-3, ln_f, lm_head.
 
     in   x       f32[b, 16, 32]  from stage 0
     out  logits  f32[b, 16, 64]  the model's output
@@ -9,6 +9,8 @@ Holds blocks.2 to blocks.3, ln_f, lm_head.
 Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
 own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
 again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+
+Source locations are in tests/helpers/models.py.
 """
 
 import torch.nn.functional as F
@@ -19,8 +21,8 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 
 
-class Block(nn.Module):  # tests/helpers/models.py:30
-    """blocks.2 to blocks.3."""
+class Block(nn.Module):  # models.py:30
+    """blocks.2-3."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +63,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
 
 class Stage1(nn.Module):
-    """blocks.2 to blocks.3, ln_f, lm_head."""
+    """blocks.2-3, ln_f, lm_head."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
-"""GPT (tests/helpers/models.py:73), stage 0 of 2.
+"""GPT (models.py:73), stage 0 of 2.
 
-Holds wte, wpe, drop, blocks.0 to blocks.2.
+Holds wte, wpe, drop, blocks.0-1, a part of blocks.2.
 
     in   ids     i64[b, 16]        from the call
     out  x       f32[b, 16, 32]    to stage 1
@@ -11,6 +11,8 @@ Holds wte, wpe, drop, blocks.0 to blocks.2.
 Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
 own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
 again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+
+Source locations are in tests/helpers/models.py.
 """
 
 import torch
@@ -22,8 +24,8 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 
 
-class Block(nn.Module):  # tests/helpers/models.py:30
-    """blocks.0 to blocks.1."""
+class Block(nn.Module):  # models.py:30
+    """blocks.0-1."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +66,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
 
 class Stage0(nn.Module):
-    """wte, wpe, drop, blocks.0 to blocks.2."""
+    """wte, wpe, drop, blocks.0-1, a part of blocks.2."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +87,7 @@ class Stage0(nn.Module):
         x = self.blocks[0](x)  # f32[b, 16, 32]
         x = self.blocks[1](x)  # f32[b, 16, 32]
 
-        # blocks.2 (Block, tests/helpers/models.py:30)
+        # blocks.2 (Block, models.py:30, a part of it)
         ln_1 = self.blocks[2].ln_1(x)  # f32[b, 16, 32]
         part_2, part, part_1 = self.blocks[2].qkv(ln_1).split(32, dim=2)  # f32[b, 16, 32] each
         view = part_2.view(b, 16, 4, 8)  # f32[b, 16, 4, 8]

@@ -1,6 +1,6 @@
-"""GPT (tests/helpers/models.py:73), stage 1 of 2.
+"""GPT (models.py:73), stage 1 of 2.
 
-Holds blocks.2 to blocks.3, ln_f, lm_head.
+Holds a part of blocks.2, blocks.3, ln_f, lm_head.
 
     in   x       f32[b, 16, 32]    from stage 0
     in   part    f32[b, 16, 32]    from stage 0
@@ -12,6 +12,8 @@ Holds blocks.2 to blocks.3, ln_f, lm_head.
 Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
 own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
 again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+
+Source locations are in tests/helpers/models.py.
 """
 
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 
 
-class Block(nn.Module):  # tests/helpers/models.py:30
+class Block(nn.Module):  # models.py:30
     """blocks.3."""
 
     def __init__(self):
@@ -64,7 +66,7 @@ class Block(nn.Module):  # tests/helpers/models.py:30
 
 
 class Stage1(nn.Module):
-    """blocks.2 to blocks.3, ln_f, lm_head."""
+    """a part of blocks.2, blocks.3, ln_f, lm_head."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +82,7 @@ class Stage1(nn.Module):
     def forward(self, x, part, part_1, view):
         b = x.shape[0]
 
-        # blocks.2 (Block, tests/helpers/models.py:30)
+        # blocks.2 (Block, models.py:30, a part of it)
         transpose = view.transpose(1, 2)  # f32[b, 4, 16, 8]
         transpose_1 = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
         transpose_2 = part_1.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
