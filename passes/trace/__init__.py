@@ -23,6 +23,7 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.assemble import assemble
+from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.sentinel import OutsideDraw
@@ -84,12 +85,20 @@ def capture(
             model, table, flat, layout, loss_fn, size, training=training, whole=whole
         )
 
+    def from_here(kind: Kind) -> Recording:
+        call = resize(flat, layout, kind[1]) if layout.splits else flat
+        paths = tuple(whole.paths)
+        return record(
+            model, table, call, layout, loss_fn, training=kind[0], whole=paths, settle=False
+        )
+
     while True:
         try:
             with watched_flag(model) as flag:
                 train = graph_of(True)
             same = not flag.read and not whole.paths
             found = Capture(train, replace(train, training=False) if same else graph_of(False))
+            check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
             break
         except TraceError as error:
             whole.enlarge(error)
@@ -97,6 +106,18 @@ def capture(
     origin.train = replace(found.train, origin=origin)
     origin.eval = replace(found.eval, origin=origin)
     return Capture(train=origin.train, eval=origin.eval)
+
+
+def _kinds(found: Capture, flat: FlatCall, layout: BatchLayout, size: int) -> list[Kind]:
+    """The calls that may follow one another: both modes, the usual size and another one."""
+    sizes = [size]
+    many = len(found.train.ops) > MANY_OPS
+    if layout.splits and found.train.sizes.largest != 1 and not many:
+        tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
+        dims = [layout.dims.get(path) for path in tensors]
+        sizes = [size, *(s for s in probe_sizes(size, list(tensors.values()), dims) if s != size)]
+    modes = [graph.training for graph in (found.train, found.eval)]
+    return [(training, s) for training in modes for s in sizes[:2]]
 
 
 def _capture_mode(

@@ -30,6 +30,7 @@ from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.probe import CallKey, Outcome
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
+from pdcompile.passes.trace.unchanged import writes_nothing
 from pdcompile.passes.trace.whole import refuse_parts, replay
 from pdcompile.passes.trace.writes import mutated, written_tensors
 from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
@@ -167,6 +168,8 @@ class Recorder(TorchFunctionMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if maybe_current_level() is not None:
             raise refuse.error(refuse.TRANSFORM, refuse.name_of(func), locate(self.boundary)[0])
+        if writes_nothing(func, args, kwargs):
+            return args[0]
         path, _ = self._stack[-1]
         draw = None
         if is_random_function(func):

@@ -14,6 +14,7 @@ from pdcompile.graph import Argument, TensorInfo
 from pdcompile.passes.trace.arguments import literal_argument
 from pdcompile.passes.trace.caches import caches
 from pdcompile.passes.trace.facts import source_of_class
+from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.randomness import is_leaf
 from pdcompile.targets import dtype_name
 
@@ -37,6 +38,7 @@ class ModuleTable:
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
         self.caches = caches()
+        self.leftovers = Leftovers()
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             self.names[id(module)] = path

@@ -133,7 +133,8 @@ def _run(
     def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
         return list(one) == list(other) and all(map(_alike, one.values(), other.values()))
 
-    return settled(model, training, call, same)
+    # What changes outside of the modules that are kept whole, recordings judge.
+    return settled(model, training, call, same, within=paths)
 
 
 def _run_once(

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.errors import PdcompileError, TraceError
-from pdcompile.graph import Argument, Attr, GraphInput, Op, TensorInfo, Value
+from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
+from pdcompile.passes.trace.meaning import Meanings
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
@@ -41,6 +42,8 @@ class Recording:
     loss: str | None
     constants: tuple[tuple[str, str], ...]
     tensor_values: dict[str, torch.Tensor]
+    meaning: tuple[Any, ...] = ()
+    memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
 
 
 def record(
@@ -53,13 +56,15 @@ def record(
     training: bool,
     per_op: bool = False,
     whole: Collection[str] = (),
+    settle: bool = True,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once on fake tensors; the model is left as it was.
 
     The modules at the paths `whole` become one op each; for them the model also runs for real.
 
     `per_op` compares the states of all random generators at every op, which costs more than the
-    capture itself, to name the line that used one.
+    capture itself, to name the line that used one.  Without `settle` the model stays as the run
+    left it, in its present mode.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
@@ -70,12 +75,14 @@ def record(
         return _record(model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op)
 
     with emptied(table.caches):
-        return settled(model, training, call, _same_ops)
+        if not settle:
+            return call({})
+        return settled(model, training, call, same, leftovers=table.leftovers)
 
 
-def _same_ops(one: Recording, other: Recording) -> bool:
-    ops = [[replace(op, variable="") for op in recording.ops] for recording in (one, other)]
-    return ops[0] == ops[1] and one.output == other.output
+def same(one: Recording, other: Recording) -> bool:
+    """Whether two recordings are the same computation."""
+    return one.meaning == other.meaning
 
 
 def _record(
@@ -118,17 +125,25 @@ def _record(
     output_argument, output_spec = structure(
         output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
     )
+    found_loss = find_loss(output, loss, fakes.name, given=loss_fn is not None)
+    values = _input_values(inputs, fakes.values())
+    meanings = Meanings(recorder.ops, values, fakes.memos)
+    names = fakes.value_names()
+    table.leftovers.note(model, names, recorder.ops, values, table.tensors, meanings)
+    returned = (output_argument, Ref(found_loss) if found_loss else None)
     return Recording(
         ops=tuple(recorder.ops),
-        values=_input_values(inputs, fakes.values()),
+        values=values,
         inputs=inputs,
         tensors=dict(table.tensors),
         classes=table.classes,
         output=output_argument,
         output_spec=output_spec,
-        loss=find_loss(output, loss, fakes.name, given=loss_fn is not None),
+        loss=found_loss,
         constants=constants,
         tensor_values=fakes.constants,
+        meaning=(meanings.argument(returned), tuple(meanings.effects)),
+        memos=tuple(fakes.memos),
     )
 
 

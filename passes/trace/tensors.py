@@ -44,6 +44,8 @@ class FakeTensors:
         self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
         self.constants: dict[str, torch.Tensor] = {}
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
+        self._memo_of: dict[int, torch.Tensor] = {}  # id of a leftover -> its fake here
+        self.memos: dict[str, int] = {}  # value that an earlier call left -> its meaning
 
     def made_in(self, result: Any, path: str) -> None:
         """Remember which module a tensor came from that is made in a way nobody saw."""
@@ -75,9 +77,11 @@ class FakeTensors:
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._value or id(tensor) in self._attribute:
             return tensor
-        fake = self._fake_of.get(id(tensor))
+        fake = self._fake_of.get(id(tensor), self._memo_of.get(id(tensor)))
         if fake is not None:
             return fake
+        if (meaning := self.table.leftovers.memo(tensor)) is not None:
+            return self._memo(tensor, meaning)
         if isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor  # a temporary inside a leaf module, or unknown: `name` tells
         fqn = self.table.fqns.get(id(tensor))
@@ -93,6 +97,24 @@ class FakeTensors:
         self._model_at.setdefault(storage_key(fake), []).append(fqn)
         self._first_use.setdefault(fqn, len(self._first_use))
         return fake
+
+    def _memo(self, tensor: torch.Tensor, meaning: int) -> torch.Tensor:
+        """A fake in the place of one that an earlier recording left in an attribute."""
+        assert self.mode is not None
+        with self.mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            ).requires_grad_(tensor.requires_grad)
+        self._memo_of[id(tensor)] = fake
+        self._kept.append(tensor)
+        name = f"memo {len(self.memos)}"
+        self.memos[name] = meaning
+        self.add(name, fake)
+        return fake
+
+    def value_names(self) -> dict[int, str]:
+        """The names of all tensors that have one, by identity."""
+        return self._value
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
