@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import re
 from functools import cache
 
 import pytest
@@ -14,10 +16,12 @@ from pdcompile.errors import VerifyError
 from pdcompile.graph import Capture
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
-from pdcompile.passes.verify import verify
+from pdcompile.passes.verify import steps, verify
 from pdcompile.stage import Sources
 from tests.helpers import models
 from tests.helpers.cuts import cut
+
+generate_module = importlib.import_module("pdcompile.passes.codegen.generate")
 
 MODELS = {
     "gpt": lambda: models.gpt(dropout=0.1, layers=2),
@@ -121,12 +125,118 @@ def test_the_same_change_in_generated_sources_is_an_error():
         verify(found, plan, sources, model, flat, layout, models.square_loss)
 
 
+def test_the_first_op_that_differs_is_named_with_both_lines():
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    sources = edited(found, plan, "torch.relu(x)", "torch.tanh(x)")
+    report = verify(found, plan, sources, model, flat, layout, models.square_loss)
+    number = line_of(sources, "torch.tanh(x)")
+    assert len(report.places) == 1
+    assert re.fullmatch(
+        rf"relu_2 \(torch\.relu\) at \S*models\.py:\d+; stage_1\.py:{number} \(tanh\) is not in "
+        "the model",
+        report.places[0],
+    )
+    assert f"first at {report.places[0]}" in str(report)
+
+
+def test_a_value_that_is_made_in_another_way_is_no_difference_and_hides_none():
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    sources = edited(found, plan, "torch.relu(x)", "x.clamp(min=0)")
+    text = sources.files["stage_1.py"]
+    assert text.count('self.layers["4"](') == 1
+    wrong = text.replace('self.layers["4"](', '0.5 * self.layers["4"](')
+    sources = dataclasses.replace(sources, files={**sources.files, "stage_1.py": wrong})
+    report = verify(found, plan, sources, model, flat, layout, models.square_loss)
+    assert all("relu_4" in place for place in report.places)
+    assert all(f"stage_1.py:{line_of(sources, '0.5 *')}" in place for place in report.places)
+
+
+def test_a_wrong_gradient_is_named_where_it_begins_on_the_way_back():
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    sources = edited(found, plan, "torch.relu(x)", "torch.relu(x).detach()")
+    report = verify(found, plan, sources, model, flat, layout, models.square_loss)
+    assert {one.what for one in report.differences} == {"gradient"}
+    assert len(report.places) == 1
+    assert "the gradient of relu_4 (torch.relu)" in report.places[0]
+    assert "stage_1.py:" in report.places[0]
+
+
+def test_generated_stages_that_are_wrong_name_the_op_in_the_error(monkeypatch):
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    plain = generate_module.generate
+
+    def broken(capture, plan):
+        sources = plain(capture, plan)
+        text = sources.files["stage_1.py"].replace("torch.relu(x)", "torch.sigmoid(x)")
+        return dataclasses.replace(sources, files={**sources.files, "stage_1.py": text})
+
+    monkeypatch.setattr(generate_module, "generate", broken)
+    sources = generate_module.generate(found, plan)
+    with pytest.raises(VerifyError, match=r"first at relu_2 \(torch.relu\) at \S*models.py:\d+"):
+        verify(found, plan, sources, model, flat, layout, models.square_loss)
+
+
+def line_of(sources: Sources, text: str, file: str = "stage_1.py") -> int:
+    lines = sources.files[file].splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+KEPT_INPUT = "self.layers['4'](x if self.training else self.__dict__.setdefault('kept', x))"
+KEPT_WEIGHT = (
+    "nn.functional.linear(x, self.layers['4'].weight if self.training else self.__dict__"
+    ".setdefault('kept', self.layers['4'].weight.detach().clone()), self.layers['4'].bias)"
+)
+
+
+@pytest.mark.parametrize("new", [KEPT_INPUT, KEPT_WEIGHT], ids=["input", "weight"])
+def test_what_a_stage_keeps_from_its_first_step_is_noticed_in_the_second(new):
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    sources = edited(found, plan, 'self.layers["4"](x)', new)
+    report = verify(found, plan, sources, model, flat, layout, models.square_loss)
+    assert {(one.mode, one.step) for one in report.differences} == {("eval", 1)}
+    assert "in step 2 only" in str(report)
+
+
+def test_a_large_model_is_compared_in_one_step_unless_all_is_asked_for(monkeypatch):
+    monkeypatch.setattr(steps, "LARGE_FLOPS", 0.0)
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    given = (found, plan, generate(found, plan), model, flat, layout, models.square_loss)
+    quick, full = verify(*given), verify(*given, mode="full")
+    assert (quick.steps, quick.graph) == (1, False)
+    assert (full.steps, full.graph) == (2, True)
+    assert "2 steps on 2 inputs" in str(full)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
+def test_the_second_input_is_another_one(rows):
+    model = models.mlp()
+    inputs, target = models.batch_for(model, rows)
+    flat = example_call(model, inputs, target)
+    layout = resolve_batch(flat)
+    graph = capture(model, flat, layout, models.square_loss, microbatch_size=min(rows, 3)).train
+    first, second = steps.calls(flat, layout, graph, 2)
+    path = next(iter(first.leaves))
+    one, other = first.leaves[path], second.leaves[path]
+    assert one.shape[1:] == other.shape[1:]
+    assert not torch.equal(one, other)
+    if rows > 3:  # the last microbatch, whole
+        assert torch.equal(other, flat.leaves[path][-len(other) :])
+    assert torch.equal(other.flatten().sort()[0], one.flatten().sort()[0]) == (rows <= 3)
+
+
 def test_a_stage_that_raises_is_named():
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
     sources = edited(found, plan, "torch.relu(x)", "torch.relu(y)")
-    with pytest.raises(VerifyError, match="stage 1 raises NameError"):
+    with pytest.raises(VerifyError, match="stage 1 raises NameError") as caught:
         verify(found, plan, sources, model, flat, layout, models.square_loss)
+    assert caught.value.where == f"stage_1.py:{line_of(sources, 'torch.relu(y)')}"
 
 
 def test_a_wrong_edge_is_noticed():

@@ -1,0 +1,95 @@
+"""What a verification found: every difference by name, op and line, and what was compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that the stages make otherwise than the model.
+
+    `first` names the first op whose value (or gradient) differs, with the user's line and the
+    line of the generated stage; "" where none could be found.
+    """
+
+    mode: str  # train | eval
+    what: str  # output | loss | gradient | buffer
+    name: str
+    stage: int
+    largest: float  # absolute difference; infinite where shape or dtype differ
+    step: int = 0
+    first: str = ""
+
+    def __str__(self) -> str:
+        gap = f"by up to {self.largest:.3g}"
+        if self.largest == float("inf"):
+            gap = "(missing, not finite, or of another shape or dtype)"
+        step = f", in step {self.step + 1} only" if self.step else ""
+        return (
+            f"{self.what} {self.name!r} of stage {self.stage} in {self.mode} mode differs "
+            f"{gap}{step}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared and what differs; nothing does for sources that nobody edited.
+
+    `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
+    together.  `steps` follow each other, with updated weights and buffers, each on inputs of its
+    own.  `blocks` says what was compared instead where the whole model does not fit, and
+    `left_out` what was not compared at all.  `notes` are differences from one full-batch step of
+    eager that are meant to be, and what hints at a wrong option.
+    """
+
+    microbatch_size: int
+    outputs: int
+    gradients: int
+    buffers: int
+    exact: bool  # compared bit for bit; otherwise within rounding (not on a CPU)
+    edited: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    unverified: str = ""  # why nothing was compared
+    steps: int = 1
+    graph: bool = False  # the captured graph was compared as well, apart from the stages
+    blocks: str = ""
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.unverified:
+            return f"not verified: {self.unverified}"
+        edited = f"edited ({', '.join(self.edited)}): " if self.edited else ""
+        rest = [f"  not verified: {', '.join(self.left_out)}"] if self.left_out else []
+        rest += [f"  note: {note}" for note in self.notes]
+        if not self.differences:
+            how = "bit for bit" if self.exact else "up to rounding"
+            head = f"{edited}{self.blocks or 'the stages'} equal eager {how} ({self.compared})"
+            return "\n".join([head, *rest])
+        count = len(self.differences)
+        lines = [f"{edited}the stages differ from eager in {count} places ({self.compared})"]
+        lines += [f"  first at {place}" for place in self.places]
+        lines += [f"  {difference}" for difference in self.differences[:10]]
+        lines += [f"  and {count - 10} more"] if count > 10 else []
+        return "\n".join([*lines, *rest])
+
+    @property
+    def compared(self) -> str:
+        """How much was compared, in words."""
+        steps = f"{self.steps} steps on {self.steps} inputs, " if self.steps > 1 else ""
+        graph = "captured graph and stages, " if self.graph else ""
+        return (
+            f"{graph}{self.outputs} outputs and losses, {self.gradients} gradients, "
+            f"{self.buffers} buffers, training and evaluation, {steps}"
+            f"microbatch of {self.microbatch_size}"
+        )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The ops at which differences begin, each once."""
+        return tuple(dict.fromkeys(one.first for one in self.differences if one.first))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)

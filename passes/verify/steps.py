@@ -1,0 +1,106 @@
+"""The steps of a comparison: different inputs, one after the other, with an update in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, resize
+from pdcompile.graph import OpGraph
+from pdcompile.passes.costs import estimate
+from pdcompile.passes.untouched import write_buffers
+
+STEP = 0.01  # of a parameter's size, so that weights change visibly in any dtype
+LARGE_FLOPS = 2e9  # of one forward: beyond, a second step is what a user would wait for
+
+
+def is_large(graph: OpGraph) -> bool:
+    """Whether one forward takes so long that compile compares one step only."""
+    costs = estimate(graph, microbatch_size=graph.batch_size)
+    return sum(cost.flops for cost in costs) > LARGE_FLOPS
+
+
+def calls(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
+    """The inputs of each step: the first microbatch, then others.
+
+    The second is the last microbatch of the minibatch with the size that it has; where there is
+    one microbatch only, the same samples in another order, or for a single sample the same
+    numbers in another order.  So all values are such as the model knows.
+    """
+    size = graph.batch_size
+    found = [resize(flat, layout, size)]
+    if count > 1:
+        found.append(_other(flat, layout, graph))
+    return found
+
+
+def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
+    size, rows = graph.batch_size, layout.size
+    if layout.splits and rows > size:
+        last = microbatch_sizes(rows, -(-rows // size))[-1]
+        largest = graph.sizes.largest
+        if last < graph.sizes.smallest or (largest is not None and last > largest):
+            last = size
+        return resize(_rolled(flat, layout, last), layout, last)
+    if layout.splits and rows > 1:
+        return resize(_rolled(flat, layout, max(rows // 2, 1)), layout, size)
+    leaves = {
+        path: _reordered(leaf) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in flat.leaves.items()
+    }
+    return resize(FlatCall(leaves, flat.spec), layout, size)
+
+
+def _rolled(flat: FlatCall, layout: BatchLayout, rows: int) -> FlatCall:
+    """The minibatch with its last rows first."""
+    leaves = {}
+    for path, leaf in flat.leaves.items():
+        dim = layout.dims[path]
+        leaves[path] = leaf if dim is None else _kept_layout(leaf, leaf.detach().roll(rows, dim))
+    return FlatCall(leaves, flat.spec)
+
+
+def _reordered(leaf: Tensor) -> Tensor:
+    """The same numbers back to front along the last dimension."""
+    return leaf if leaf.ndim == 0 else _kept_layout(leaf, leaf.detach().flip(-1))
+
+
+def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
+    made = torch.empty_like(like, requires_grad=False).copy_(values)
+    return made.requires_grad_(like.requires_grad)
+
+
+@contextmanager
+def own_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be given other data and buffers other values; afterwards the model
+    has its own again.  The original memory of the parameters is never written."""
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for parameter, original in data:
+            parameter.data = original
+        write_buffers(model, buffers)
+
+
+def advance(
+    model: nn.Module, gradients: Mapping[str, Tensor | None], buffers: Mapping[str, Tensor]
+) -> None:
+    """What a training step leaves: buffers as written, parameters one step down the gradient.
+
+    The step is about a hundredth of each parameter, so that a weight that a stage read once and
+    kept is noticed in the next step.
+    """
+    write_buffers(model, buffers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(name)
+            if gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
+                continue
+            size = parameter.data.abs().mean().clamp(min=1e-3) / gradient.abs().mean()
+            if bool(torch.isfinite(size)) and float(size) > 0:
+                parameter.data = parameter.data - gradient * (STEP * size).to(gradient.dtype)

@@ -1,0 +1,101 @@
+"""Watching a run: what every torch function takes and makes, by content and by source line.
+
+Tensors are known by their content, not by name: an edited stage may compute the same values in
+another way, and only the first one that is not among the model's values is of interest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pdcompile.opaque import tensors_at
+
+_STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
+
+
+def digest(tensor: Tensor) -> str:
+    """The content, shape and dtype of a tensor; -0.0 counts as 0.0."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        plain = tensor.detach()
+        if plain.layout != torch.strided:
+            plain = plain.to_dense()
+        if plain.is_floating_point() or plain.is_complex():
+            plain = plain.resolve_conj().resolve_neg() + 0
+        raw = plain.contiguous().cpu().reshape(-1).view(torch.uint8)
+    found = hashlib.blake2b(raw.numpy().tobytes(), digest_size=16)
+    found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One torch function that ran; `where` is "stage_1.py:34", "" outside of generated files."""
+
+    function: str
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    where: str
+
+
+class Watch(TorchFunctionMode):
+    """Records every torch function inside ``with Watch() as seen:``, and later the gradients of
+    what they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.values: set[str] = set()  # the content of everything that was made
+        self.gradients: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = frozenset(digest(tensor) for _, tensor in tensors_at((args, kwargs)))
+        result = func(*args, **kwargs)
+        made = [tensor for _, tensor in tensors_at(result)]
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__":
+            made = [args[0]]
+        if made and name != "__get__":
+            outputs = frozenset(digest(tensor) for tensor in made)
+            self.events.append(Event(name, before, outputs, stage_line()))
+            self.values |= outputs
+            for tensor in made:
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+        return result
+
+    def _gradient(self, gradient: Tensor) -> None:
+        self.gradients.add(digest(gradient))
+
+
+def stage_line() -> str:
+    """The line of generated source that is running, as "stage_1.py:34"; "" for none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = _STAGE_FILE.fullmatch(frame.f_code.co_filename)
+        if found is not None:
+            return f"{found[1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def line_of_traceback(error: BaseException) -> str | None:
+    """The innermost line of generated source that an exception passed through."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        match = _STAGE_FILE.fullmatch(trace.tb_frame.f_code.co_filename)
+        if match is not None:
+            found = f"{match[1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,137 @@
+"""Stages against eager with the whole model in memory: step after step, both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.batch import BatchLayout, FlatCall, follow_batch
+from pdcompile.errors import VerifyError
+from pdcompile.graph import Capture
+from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
+from pdcompile.passes.chain import Chain
+from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.untouched import untouched
+from pdcompile.passes.verify.differences import differences
+from pdcompile.passes.verify.locate import located
+from pdcompile.passes.verify.report import Difference
+from pdcompile.passes.verify.runs import Outcome, autocast, eager, outcome_of, stages
+from pdcompile.passes.verify.steps import advance, own_weights
+from pdcompile.plan import Plan
+from pdcompile.randomness import preserved_rng
+from pdcompile.stage import Sources
+
+
+@dataclass
+class Comparison:
+    """What the comparison of one model with its stages needs, and what it found so far."""
+
+    capture: Capture
+    plan: Plan
+    sources: Sources
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    layout: BatchLayout  # of the minibatch
+    device: torch.device
+    found: list[Difference] = field(default_factory=list)
+    first: list[Outcome] = field(default_factory=list)  # of eager in the first step, both modes
+
+    @property
+    def exact(self) -> bool:
+        return self.device.type == "cpu"
+
+    def run(self, calls: list[FlatCall], *, graph: bool) -> int:
+        """One step for each call; with `graph` the captured graph is compared as well.
+
+        Returns the steps that were made: a step that differs is the last one.
+
+        Raises:
+            VerifyError: graph and model differ, the model or a stage raises.
+            SourceError: a source cannot be loaded.
+        """
+        chains = self._chains()
+        done = 0
+        with own_weights(self.model):
+            for step, call in enumerate(calls):
+                if graph:
+                    with autocast(self.plan):
+                        compare(self.model, self.capture, call, follow_batch(call, self.layout))
+                outcomes = [self._step(chain, call, step) for chain in chains]
+                done += 1
+                if step == 0:
+                    self.first = outcomes
+                if self.found or step + 1 == len(calls):
+                    break
+                advance(self.model, outcomes[0].gradients, outcomes[0].buffers)
+        return done
+
+    def _chains(self) -> list[Chain]:
+        train_of = stage_of_ops(self.capture.train, self.plan)
+        made = []
+        for graph in (self.capture.train, self.capture.eval):
+            placed = train_of if graph.training else place_eval(self.capture, train_of)
+            crossing = edges(graph, placed, len(self.plan.stages), graph.batch_size)
+            seed = self.plan.training.seed
+            made.append(Chain(graph, crossing, self.plan.tied, self.sources, self.model, seed))
+        return made
+
+    def _step(self, chain: Chain, call: FlatCall, step: int) -> Outcome:
+        graph = chain.graph
+        chain.begin(step)
+        with preserved_rng(self.device), untouched(self.model, graph.training):
+            expected = outcome_of(
+                self.model,
+                graph,
+                partial(eager, self.model, graph, call, self.loss_fn, self.plan, step),
+            )
+            got = outcome_of(self.model, graph, partial(stages, chain, call, self.plan))
+        self.found += self._located(chain, call, step, expected, got)
+        return expected
+
+    def _located(
+        self,
+        chain: Chain,
+        call: FlatCall,
+        step: int,
+        expected: Outcome,
+        got: Outcome,
+    ) -> list[Difference]:
+        graph = chain.graph
+        home = {
+            fqn: interface.index
+            for interface in reversed(self.sources.interfaces)
+            for fqn in (*interface.parameters, *interface.buffers)
+        }
+        found = differences(
+            "train" if graph.training else "eval",
+            graph.loss or "loss",
+            home,
+            len(self.sources.interfaces) - 1,
+            expected,
+            got,
+            exact=self.exact,
+            step=step,
+        )
+        if not found:
+            return []
+        if not self.exact:
+            return found  # values that are equal up to rounding cannot be told by their content
+        with preserved_rng(self.device), untouched(self.model, graph.training):
+            own = follow_batch(call, self.layout)
+            return located(found, expected, self.model, self.plan, chain, call, own, step)
+
+
+def unlike(report_differences: list[Difference]) -> VerifyError:
+    """The error for sources that nobody edited."""
+    first = report_differences[0]
+    return VerifyError(
+        f"the generated stages differ from the model: {first}"
+        + (f"; first at {first.first}" if first.first else ""),
+        where=f"stage_{first.stage}.py",
+        remedy="please report this model; verify='off' runs it all the same",
+    )
