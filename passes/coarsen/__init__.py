@@ -66,6 +66,7 @@ def coarsen(
         traffic=assembly.traffic(),
         stages=stages,
         shared=assembly.shared(),
+        order=assembly.order(),
         together=tuple(dict.fromkeys(group for wish in given for group in wish.together)),
         pins=tuple(sorted({pin for wish in given for pin in wish.pins})),
         apart=tuple(sorted({pair for wish in given for pair in wish.apart})),

@@ -11,6 +11,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.problem import Item, SharedParameter, Traffic
+from pdcompile.summation import summation_order
 
 
 @dataclass
@@ -86,6 +87,14 @@ class Assembly:
                 back = size if value.needs_gradient else 0
                 found.append(Traffic(op.name, producer, tuple(sorted(consumers)), size, back))
         return tuple(found)
+
+    def order(self) -> tuple[tuple[int, int], ...]:
+        """Items whose stages may not fall, so that gradients are summed as eager sums them."""
+        pairs = {
+            (self.item_of[self._position[first]], self.item_of[self._position[second]])
+            for first, second, _ in summation_order(self.graph)
+        }
+        return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
 
     def shared(self) -> tuple[SharedParameter, ...]:
         """Tensors that several items hold; buffers and constants among them, never trained."""
@@ -166,6 +175,8 @@ def _topological(graph: OpGraph, groups: Groups, members: dict[int, list[int]]) 
         for name in op.inputs:
             if name in position:
                 followers[groups.find(position[name])].add(groups.find(i))
+    for first, second, _ in summation_order(graph):
+        followers[groups.find(position[first])].add(groups.find(position[second]))
     end = groups.find(len(graph.ops))
     for ref in walk(graph.output, Ref):
         if ref.name in position:

@@ -1,7 +1,7 @@
 """Neutral ops: views and constants, moved to a neighbour where no plan gets worse.
 
-The rule for a group v that costs nothing (views: no load, no parameters, nothing saved), where
-bytes are compared for activations and for gradients alike:
+The rule for a group v that costs nothing (views: no load, no parameters, nothing saved, no place
+in an order of summation), where bytes are compared for activations and for gradients alike:
 
 - to its consumer: one group w reads all that v makes, nobody else reads what v reads, and v
   reads no more values and bytes than it makes.  Take any plan and move v from its stage k to
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pdcompile.graph import OpGraph, Ref, Value, walk
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.costs.call import Call, Index
+from pdcompile.summation import summation_order
 
 VIEW = "views moved to the op that reads or makes their bytes"
 CONSTANT = "constants moved to the op that reads them"
@@ -75,13 +76,14 @@ class Neutral:
         fixed = {given.name for given in graph.inputs}  # values that are no constants
         written = {fqn for op in graph.ops for fqn in op.buffers_written}
         written |= {fqn for fqn, info in graph.tensors.items() if info.kind == "parameter"}
+        summed = {name for pair in summation_order(graph) for name in pair[:2]}
         views, constants = [False] * len(graph.ops), [False] * len(graph.ops)
         for i, op in enumerate(graph.ops):
             call = Call(op, index)
             held = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
             free = op.cost is not None and not op.cost.forward_seconds + op.cost.backward_seconds
             views[i] = not held and not op.mutates and (call.is_view or free)
-            if op.cost is not None and op.cost.saved_bytes:
+            if (op.cost is not None and op.cost.saved_bytes) or op.name in summed:
                 views[i] = False
             constants[i] = not (op.mutates or call.requires_grad or op.draw is not None)
             constants[i] &= fixed.isdisjoint(op.inputs) and written.isdisjoint(held)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from pdcompile.graph import DTYPE_BYTES, OpGraph, Ref, walk
+from pdcompile.graph import CHECK, DTYPE_BYTES, Op, OpGraph, Ref, walk
 from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.summation import summation_order
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
 MUTATION = "in-place writes and what reads the same memory before them"
 BUFFER = "readers and writers of a written buffer"
 OPAQUE = "calls of a module that is kept whole"
+CHECKED = "a check and what it checks"
 HOOK = "a hook or flag and the op that makes its tensor"
 GRAD = "a gradient taken inside forward"
 OUTPUT = "the loss and the model's output"
@@ -36,7 +38,10 @@ def join_spans(graph: OpGraph, groups: Groups) -> None:
 
 
 def close_cycles(graph: OpGraph, groups: Groups) -> None:
-    """Join groups that reach each other both ways, so that the groups form an acyclic graph."""
+    """Join groups that reach each other both ways, so that the groups form an acyclic graph.
+
+    They reach each other through values, or by the order in which gradients are summed.
+    """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     arrows = nx.DiGraph()
     end = groups.find(len(graph.ops))
@@ -49,6 +54,10 @@ def close_cycles(graph: OpGraph, groups: Groups) -> None:
             source = position.get(name)
             if source is not None and groups.find(source) != target:
                 arrows.add_edge(groups.find(source), target)
+    for first, second, _ in summation_order(graph):
+        pair = groups.find(position[first]), groups.find(position[second])
+        if pair[0] != pair[1]:
+            arrows.add_edge(*pair)
     for component in nx.strongly_connected_components(arrows):
         if len(component) > 1:
             groups.join(sorted(component), CYCLE)
@@ -117,12 +126,27 @@ def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
     for i, op in enumerate(graph.ops):
         if op.kind == "opaque":
             opaque.setdefault(op.module_path, []).append(i)
+        if op.target == CHECK:
+            groups.join([i, *_checked(graph, op, position)], CHECKED)
         if op.target.rsplit(".", 1)[-1] in _FLAGS:
             groups.join([i, *(position[n] for n in op.inputs[:1] if n in position)], HOOK)
         if op.target == "torch.autograd.grad":
             _join_gradient(graph, groups, position, i)
     for calls in opaque.values():
         groups.join(calls, OPAQUE)
+
+
+def _checked(graph: OpGraph, check: Op, position: dict[str, int]) -> list[int]:
+    """The ops that only work for a check: a stage makes it where its values are."""
+    found: list[int] = []
+    names = list(check.inputs)
+    while len(names) == 1 and names[0] in position:
+        value = graph.values[names[0]]
+        if value.requires_grad or len(value.consumers) > 1:
+            break
+        found.append(position[value.name])
+        names = list(graph.ops[position[value.name]].inputs)
+    return found
 
 
 def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: int) -> None:

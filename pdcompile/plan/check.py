@@ -20,6 +20,7 @@ from pdcompile.plan.clock import Clock
 from pdcompile.plan.model import Plan, StagePlan
 from pdcompile.plan.replicas import ReplicaClock, ranks_of
 from pdcompile.plan.validate import validate
+from pdcompile.summation import disordered
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -46,6 +47,7 @@ def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     stage_of = _stage_of(plan, graph)
     for findings in (
         _order(graph, stage_of),
+        _summed(plan, graph, stage_of),
         _together(graph, stage_of),
         _edges(plan, graph, stage_of),
         _tied(plan, graph, stage_of),
@@ -107,6 +109,20 @@ def _order(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
                 )
                 remedy = f"move {op.name!r} to stage {stage_of[name]} or later"
                 yield f"stages[{stage_of[op.name]}].ops", message, remedy
+
+
+def _summed(plan: Plan, graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:
+    """Gradients are summed in eager's order; replicas sum in an order of their own anyway."""
+    if any(stage.replicas > 1 for stage in plan.stages):
+        return
+    for first, second, what in disordered(graph, stage_of):
+        message = (
+            f"the gradient of {what!r} would be summed in another order than eager's: op "
+            f"{first!r} on stage {stage_of[first]} reads it before op {second!r} on stage "
+            f"{stage_of[second]}"
+        )
+        remedy = f"move {second!r} to stage {stage_of[first]} or later, or {first!r} to an earlier"
+        yield f"stages[{stage_of[first]}].ops", message, remedy
 
 
 def _together(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[Finding]:

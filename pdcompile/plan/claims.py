@@ -21,6 +21,7 @@ from pdcompile.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.model import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
+from pdcompile.summation import summation_order
 
 Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = "make the plan again for this model and cluster"
@@ -142,6 +143,9 @@ def _values(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
         if readers and name not in seen:
             message = f"{name!r} goes from item {producer} to {sorted(readers)} and is not listed"
             yield "problem.traffic", message, AGAIN
+    pairs = {(item_of[a], item_of[b]) for a, b, _ in summation_order(graph)}
+    if set(problem.order) != {(a, b) for a, b in pairs if a != b}:
+        yield "problem.order", "this is not the order in which gradients are summed", AGAIN
     shared = {
         fqn: SharedParameter(
             fqn,
@@ -233,8 +237,8 @@ def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
     if problem.max_stages != min(counts, default=None):
         yield "problem.max_stages", "is not what the wishes ask for", AGAIN
     fewer = bool(counts) and min(counts) < len(problem.stages)
-    if problem.order or problem.allow_empty != fewer:
-        yield "problem", "order or allow_empty is not what a graph comes with", AGAIN
+    if problem.allow_empty != fewer:
+        yield "problem", "allow_empty is not what the wishes ask for", AGAIN
 
 
 def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:

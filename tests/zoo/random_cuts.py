@@ -17,6 +17,7 @@ from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.spans import close_cycles, join_spans
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan
+from pdcompile.summation import summation_order
 from tests.helpers.cuts import plan_of
 
 
@@ -62,6 +63,10 @@ def _ordered(graph: OpGraph, rng: random.Random | None) -> tuple[list[list[str]]
         for name in op.inputs:
             if name in position and groups.find(position[name]) != groups.find(i):
                 arrows.add_edge(groups.find(position[name]), groups.find(i))
+    for first, second, _ in summation_order(graph):
+        pair = groups.find(position[first]), groups.find(position[second])
+        if pair[0] != pair[1]:
+            arrows.add_edge(*pair)
     output = groups.find(len(graph.ops))
     waiting = {node: arrows.in_degree(node) for node in arrows}
     ready = sorted(node for node, count in waiting.items() if not count)
