@@ -9,11 +9,12 @@ from the stage that makes it, however many stages lie between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 
 from pdcompile.errors import PlanError
 from pdcompile.graph import Capture, Op, OpGraph, Ref, Value, walk
-from pdcompile.passes.held import held_tensors, stage_names
+from pdcompile.passes.held import held_tensors, stage_names, tensors_of
 from pdcompile.passes.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.stage import StageInterface
@@ -49,14 +50,23 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
 def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every op of the eval graph, given that of the train graph's ops.
 
-    Ops are matched by (module path, call index, target).  One that only eval has goes where its
-    nearest predecessor in the same module is, as far as its producers and consumers allow.
-    Finally no op stays on an earlier stage than something it reads.
+    Ops are matched by module, target, line of source, tensors of the model, and how many like
+    it came before.  One that only eval has goes where its nearest predecessor in the same module
+    is, as far as its producers and consumers allow, and where training has the tensors that it
+    reads.  Finally no op stays on an earlier stage than something it reads.
     """
     graph = capture.eval
     last = max(train_stage_of.values(), default=0)
-    matched = {_key(op): train_stage_of[op.name] for op in capture.train.ops}
-    fixed = {op.name: matched[_key(op)] for op in graph.ops if _key(op) in matched}
+    twins = dict(zip(_keys(capture.train), capture.train.ops, strict=True))
+    fixed = {
+        op.name: train_stage_of[twins[key].name]
+        for op, key in zip(graph.ops, _keys(graph), strict=True)
+        if key in twins
+    }
+    holders: dict[str, set[int]] = {}  # of what training may change
+    for op in capture.train.ops:
+        for fqn in tensors_of(op):
+            holders.setdefault(fqn, set()).add(train_stage_of[op.name])
     latest: dict[str, int] = {}  # no later than its matched consumers, through unmatched ones
     for op in reversed(graph.ops):
         limit = min(fixed.get(op.name, last), latest.get(op.name, last))
@@ -71,6 +81,10 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         stage = fixed.get(op.name)
         if stage is None:
             stage = min(nearest.get(op.module_path, previous), latest.get(op.name, last))
+            having = [holders[fqn] for fqn in tensors_of(op) if fqn in holders]
+            shared = set.intersection(*having) if having else {stage}
+            if stage not in shared:
+                stage = min((k for k in shared if k >= earliest), default=stage)
         stage = last if op.region == "loss" else max(stage, earliest)
         if any(not graph.values[name].is_tensor for name in op.inputs):
             stage = earliest  # a container is taken apart where it is made
@@ -182,8 +196,16 @@ def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
     return tuple(found)
 
 
-def _key(op: Op) -> tuple[str, int, str, str]:
-    return op.module_path, op.call_index, op.target, op.region
+def _keys(graph: OpGraph) -> list[tuple[Hashable, int]]:
+    """What tells an op in both modes: indices among all ops of a module would not, where one
+    mode has a few more of them."""
+    seen: Counter[Hashable] = Counter()
+    found: list[tuple[Hashable, int]] = []
+    for op in graph.ops:
+        key = (op.module_path, op.target, op.source, tensors_of(op), op.region)
+        found.append((key, seen[key]))
+        seen[key] += 1
+    return found
 
 
 def _check_order(producer: Op, consumer: Op, stage_of: Mapping[str, int]) -> None:

@@ -245,6 +245,24 @@ def test_ops_that_only_evaluation_has_join_their_module():
     assert place_eval(capture, {"a": 0, "c": 1}) == {"a_": 0, "extra": 0, "c_": 1}
 
 
+def test_ops_are_told_apart_by_what_they_read():
+    """Evaluation has one more op of a kind before: counting them would match the wrong ones."""
+    train = graph([op("a", "x", weight="w"), op("c", "a", weight="v")], parameters=("w", "v"))
+    evaluation = graph(
+        [op("more", "x"), op("a_", "more", weight="w"), op("c_", "a_", weight="v")],
+        parameters=("w", "v"),
+    )
+    placed = place_eval(both(train, evaluation), {"a": 0, "c": 1})
+    assert placed == {"more": 0, "a_": 0, "c_": 1}
+
+
+def test_an_op_of_evaluation_goes_where_training_has_its_parameter():
+    train = graph([op("a", "x", weight="w"), op("c", "a", module_path="g")], parameters=("w",))
+    other = op("extra", "x", module_path="g", target="torch.mul", weight="w")
+    evaluation = graph([op("c_", "x", module_path="g"), other], parameters=("w",))
+    assert place_eval(both(train, evaluation), {"a": 0, "c": 1}) == {"c_": 1, "extra": 0}
+
+
 def test_evaluation_is_repaired_to_be_monotone():
     train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
     evaluation = graph([op("c_", "x", module_path="g"), op("a_", "c_", module_path="f")])
