@@ -51,4 +51,6 @@ def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Put values into the model's buffers, by name."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+            # An expanded buffer cannot be written, and need not be.
+            if buffer.is_meta or not torch.equal(buffer, buffers[name]):
+                buffer.copy_(buffers[name])

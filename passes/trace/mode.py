@@ -29,6 +29,7 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.probe import CallKey, Outcome
 from pdcompile.passes.trace.reads import Reading
+from pdcompile.passes.trace.surroundings import Surroundings
 from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
 from pdcompile.passes.trace.unchanged import writes_nothing
 from pdcompile.passes.trace.whole import refuse_parts, replay
@@ -60,6 +61,7 @@ class Recorder(TorchFunctionMode):
         self.whole: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
         self.failed: str | None = None  # the innermost module that an error came from
         self.reads = Reading()  # what may be known of values
+        self._surroundings = Surroundings()
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, int] = {}
@@ -257,6 +259,7 @@ class Recorder(TorchFunctionMode):
         path, module_call = self._stack[-1]
         source, variable = locate(self.boundary)
         self.check_generators(source)
+        self._surroundings.check(source)
         self.reads.recorded()
         try:
             arguments = tuple(self._argument(value) for value in args)

@@ -90,7 +90,12 @@ class ModuleTable:
 
     def constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
         """Arguments that rebuild the leaf at `path`; None when it has to be captured inside."""
-        return None if _hooked(self.modules[path]) else self._constructors.get(path)
+        module = self.modules[path]
+        return None if _hooked(module) or self._lent(module) else self._constructors.get(path)
+
+    def _lent(self, module: nn.Module) -> bool:
+        """Whether it holds tensors that are not its own, as below torch.func.functional_call."""
+        return any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers()))
 
     def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
         """Canonical FQNs of a leaf's own tensors of one kind."""

@@ -46,6 +46,10 @@ REBOUND: Refusal = (
     "forward rebinds {} to a new tensor",
     "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
 )
+DEFAULT_DTYPE: Refusal = (
+    "forward runs operators under another default dtype ({})",
+    "give dtypes where tensors are made (torch.ones(n, dtype=…)), and leave the default alone",
+)
 OUTSIDE_RANDOM: Refusal = (
     "forward draws from or seeds {}",
     "draw with torch functions (torch.rand, F.dropout); seed outside of forward",
