@@ -67,10 +67,15 @@ class Expected(NamedTuple):
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from largest to smallest stride; the natural order if memory has gaps."""
+    """Dimensions from largest to smallest stride; the natural order where elements coincide.
+
+    A tensor with gaps (a slice) arrives without them, its dimensions in the order that they had:
+    what kernels compute from it is laid out as in one process.
+    """
     strides = tensor.stride()
-    order = tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
-    return order if tensor.permute(order).is_contiguous() else tuple(range(len(strides)))
+    if any(not stride and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+        return tuple(range(len(strides)))  # expanded
+    return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
 
 
 def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -72,6 +72,19 @@ def test_the_layout_of_dense_values_survives_without_a_copy(shape: tuple[int, ..
     )  # fmt: skip
 
 
+def test_a_slice_of_a_transposed_tensor_keeps_the_order_of_its_dimensions() -> None:
+    value = torch.randn(2, 12, 4, 24)[..., :8].transpose(1, 2)
+    order = memory_order(value)
+    arrived = from_bytes(to_bytes(value, order), Expected((2, 4, 12, 8), value.dtype, 0), order)
+    assert torch.equal(arrived, value)
+    assert arrived.stride() == (384, 8, 32, 1)
+    assert (arrived * 2).stride() == (value * 2).stride()
+
+
+def test_an_expanded_tensor_arrives_in_natural_order() -> None:
+    assert memory_order(torch.randn(4, 1, 3).expand(4, 5, 3)) == (0, 1, 2)
+
+
 def header(**changes: object) -> torch.Tensor:
     said = {"edge": 3, "shape": (2, 3), "dtype": torch.float32, "minibatch": 7, "plan": 99}
     said |= changes
