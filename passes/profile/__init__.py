@@ -8,14 +8,25 @@ measured time as the machine is noisy; they rank ops well, which is what the pla
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.graph import OpCost, OpGraph
-from pdcompile.passes.costs import Call, Index, Saved, calibrate, estimate, has_rule, seconds
+from pdcompile.passes.costs import (
+    REFERENCE,
+    Call,
+    Index,
+    Machine,
+    Saved,
+    calibrate,
+    estimate,
+    has_rule,
+    seconds,
+)
+from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.keys import structural_key
 from pdcompile.passes.profile.store import Entry, Profile
 
@@ -26,6 +37,7 @@ __all__ = ["Entry", "Profile", "measure", "profile", "structural_key"]
 
 # progress(done, total, what): called before each distinct op is measured, and once at the end.
 Progress = Callable[[int, int, str], None]
+Say = Callable[[str], None]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +52,9 @@ def profile(
     *,
     microbatch_size: int,
     costs: Any = "measured",
+    machine: Machine = REFERENCE,
     progress: Progress | None = None,
+    say: Say | None = None,
 ) -> OpGraph:
     """The same graph with `op.cost` filled in, in seconds and bytes of one microbatch.
 
@@ -48,15 +62,17 @@ def profile(
         model: its leaf modules are copied to be measured; never run as a whole, never changed.
         costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
             `Profile` or the path of a saved one.
+        machine: the device that estimates are for.
+        say: told where measured costs come from, when that is not this process.
 
     Raises:
         ConfigError: `costs` is something else.
         CostError: a saved profile is malformed, stale, or lacks an op of this graph.
     """
     if costs == "estimated":
-        return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size))
+        return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
     if costs == "measured":
-        found = measure(graph, model, microbatch_size=microbatch_size, progress=progress)
+        found = recalled(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
         return apply(graph, found)
     if isinstance(costs, str | Path):
         if isinstance(costs, str) and not costs.endswith(".json"):
@@ -76,6 +92,32 @@ def profile(
     return apply(graph, costs, complete=True)
 
 
+def recalled(
+    graph: OpGraph,
+    model: nn.Module | None,
+    *,
+    microbatch_size: int,
+    progress: Progress | None = None,
+    say: Say | None = None,
+) -> Profile:
+    """`measure`, but what the cache knows is not measured again; see `cache`."""
+    environment = cache.Environment.here(DEVICE, microbatch_size)
+    calls = distinct_calls(graph, microbatch_size)
+    lasting = {key for key, call in calls.items() if cache.lasting(call.op)}
+    known = cache.load(environment, lasting)
+    entries = known.profile.entries if known else ()
+    found = measure(graph, model, microbatch_size=microbatch_size, progress=progress, known=entries)
+    if known is None:
+        cache.save(environment, lasting, (e for e in found.entries if e.key in lasting))
+    elif say:
+        say(
+            f"times of {len(entries)} of {len(calls)} distinct ops at microbatch size "
+            f"{microbatch_size} come from the cache, measured {known.measured} "
+            f"({cache.VARIABLE}=off measures anew)"
+        )
+    return found
+
+
 def measure(
     graph: OpGraph,
     model: nn.Module | None,
@@ -83,31 +125,30 @@ def measure(
     microbatch_size: int,
     progress: Progress | None = None,
     budget_seconds: float = BUDGET_SECONDS,
+    known: Sequence[Entry] = (),
 ) -> Profile:
     """Measure every distinct op once; the whole takes about `budget_seconds`.
 
     An op that cannot run alone (too large for this machine, unknown to this process) is left
-    out, and `apply` estimates it.
+    out, and `apply` estimates it.  `known` entries are taken as they are.
     """
     import torch
 
     from pdcompile.passes.profile.bench import measure as measure_one
     from pdcompile.randomness import preserved_rng
 
-    index = Index.of(graph, microbatch_size)
-    distinct: dict[str, Call] = {}
-    for op in graph.ops:
-        call = Call(op, index)
-        if not (call.name == "getitem" and call.is_view):
-            distinct.setdefault(structural_key(call, microbatch_size), call)
+    distinct = distinct_calls(graph, microbatch_size)
     machine = calibrate()
     expected = {key: sum(seconds(call, machine)) for key, call in distinct.items()}
     share = budget_seconds / max(len(distinct), 1)
-    entries = []
+    entries = [entry for entry in known if entry.key in distinct]
+    there = {entry.key for entry in entries}
     with preserved_rng():
         for done, (key, call) in enumerate(distinct.items()):
             if progress:
                 progress(done, len(distinct), call.op.target)
+            if key in there:
+                continue
             if expected[key] > budget_seconds or _operand_bytes(call) > MAX_OPERAND_BYTES:
                 continue
             try:
@@ -122,6 +163,17 @@ def measure(
     if progress:
         progress(len(distinct), len(distinct), "")
     return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries))
+
+
+def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, Call]:
+    """Ops that do work, one of each structural key."""
+    index = Index.of(graph, microbatch_size)
+    distinct: dict[str, Call] = {}
+    for op in graph.ops:
+        call = Call(op, index)
+        if not (call.name == "getitem" and call.is_view):
+            distinct.setdefault(structural_key(call, microbatch_size), call)
+    return distinct
 
 
 def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.autocast import autocast_region
 from pdcompile.graph_module import Lookup, materialise
 from pdcompile.passes.costs import Call
+from pdcompile.passes.profile.clock import timed
 from pdcompile.passes.profile.store import Entry
 from pdcompile.passes.profile.synthetic import Synthesis
 from pdcompile.targets import resolve
@@ -39,6 +41,7 @@ class Bench:
     leaves: list[Tensor]  # what gradients are asked for, activations first
     weights: list[Tensor]  # the last of them, whose gradients accumulate
     inputs: list[Tensor | None]  # in the order of call.inputs, as storages to recognise
+    device: torch.device
 
 
 def measure(
@@ -56,11 +59,7 @@ def measure(
 @contextmanager
 def grad_mode(call: Call) -> Iterator[None]:
     """Grad mode and autocast as they were around the op."""
-    autocast: Any = nullcontext()
-    if call.op.autocast:
-        kind, _, dtype = call.op.autocast.partition(":")
-        autocast = torch.autocast(kind, getattr(torch, dtype))
-    with torch.set_grad_enabled(call.op.grad_enabled), autocast:
+    with torch.set_grad_enabled(call.op.grad_enabled), autocast_region(call.op.autocast):
         yield
 
 
@@ -105,6 +104,7 @@ def _bench(call: Call, model: nn.Module | None, b: int) -> Bench:
         leaves=[t for t in (*values, *weights) if t.requires_grad],
         weights=weights,
         inputs=[*values, *attributes.values(), *held.values()],
+        device=device,
     )
 
 
@@ -130,9 +130,7 @@ def _typical(bench: Bench, seconds: float, *, warmups: int = 1) -> float:
     end = perf_counter() + seconds
     for run in range(warmups + MAX_RUNS):
         args, kwargs = bench.prepare()
-        began = perf_counter()
-        result = bench.run(args, kwargs)
-        took = perf_counter() - began
+        took, result = timed(partial(bench.run, args, kwargs), bench.device)
         del result
         if run >= warmups:
             times.append(took)
@@ -157,15 +155,17 @@ def _backward_seconds(bench: Bench, seconds: float) -> float:
     sums = [torch.zeros_like(weight) for weight in bench.weights]
     times: list[float] = []
     end = perf_counter() + seconds
-    while len(times) < MIN_RUNS + 1 or (perf_counter() < end and len(times) < MAX_RUNS):
-        began = perf_counter()
+
+    def run() -> None:
         found = torch.autograd.grad(
             results, bench.leaves, gradients, retain_graph=True, allow_unused=True
         )
         for total, gradient in zip(reversed(sums), reversed(found), strict=False):
             if gradient is not None:
                 total.add_(gradient)
-        times.append(perf_counter() - began)
+
+    while len(times) < MIN_RUNS + 1 or (perf_counter() < end and len(times) < MAX_RUNS):
+        times.append(timed(run, bench.device)[0])
         if len(times) == 1 and times[0] > seconds:
             return max(times[0] - start_seconds(), 0.0)
     return max(median(times[1:]) - start_seconds(), 0.0)
@@ -179,9 +179,8 @@ def start_seconds() -> float:
     times = []
     with torch.enable_grad():
         for _ in range(50):
-            began = perf_counter()
-            torch.autograd.grad([result], [leaf], [gradient], retain_graph=True)
-            times.append(perf_counter() - began)
+            run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
+            times.append(timed(run, leaf.device)[0])
     return median(times)
 
 

@@ -46,18 +46,23 @@ class Profile:
         """Raises CostError for anything but a profile: NaN, negative numbers, repeated keys, …"""
         data = jsonio.loads(text, where=where, error=CostError)
         found = jsonio.decode(Profile, data, where=where, error=CostError)
-        if found.schema != SCHEMA:
+        found.validate(where)
+        return found
+
+    def validate(self, where: str) -> None:
+        """Raises CostError for what no measuring gives: negative numbers, repeated keys, …"""
+        if self.schema != SCHEMA:
             raise CostError(
-                f"schema {found.schema!r} is not known",
+                f"schema {self.schema!r} is not known",
                 where=where,
                 remedy=f"this version reads {SCHEMA!r}: measure again",
             )
-        if found.microbatch_size < 1:
+        if self.microbatch_size < 1:
             raise CostError(
-                f"microbatch_size is {found.microbatch_size}, and has to be positive", where=where
+                f"microbatch_size is {self.microbatch_size}, and has to be positive", where=where
             )
         seen: set[str] = set()
-        for i, entry in enumerate(found.entries):
+        for i, entry in enumerate(self.entries):
             place = f"{where}: entries[{i}] ({entry.target})"
             if entry.key in seen:
                 raise CostError(f"key {entry.key!r} appears twice", where=place)
@@ -73,7 +78,6 @@ class Profile:
                     where=place,
                     remedy="costs are seconds and bytes, 0 or more",
                 )
-        return found
 
     def save(self, path: str | Path) -> None:
         """Write to a file, all or nothing.  Raises CostError when it cannot be written."""

@@ -1,0 +1,155 @@
+"""Measured times that outlive the process: one file a graph, in the user's cache folder.
+
+A file is found by the digest of what it depends on (the graph's structural keys, torch, the
+processor, the number of threads, the microbatch size) and says it again inside.  What does not
+agree, or cannot be read, is measured anew: nothing in the folder is trusted, and nothing that
+goes wrong with it stops a compilation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pdcompile import jsonio
+from pdcompile.errors import CostError
+from pdcompile.graph import Op
+from pdcompile.passes.profile.store import Entry, Profile
+
+VARIABLE = "PDCOMPILE_CACHE"
+OFF = ("off", "0", "")
+SCHEMA = "pdcompile.cached-profile/1"
+MAX_BYTES = 64 << 20
+# Where the same name means the same work, as long as torch is the same; a user's own function
+# or module may have been edited since, and is measured every time.
+LASTING = ("torch.", "operator.", "math.", "builtins.")
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What times depend on besides the ops."""
+
+    torch_version: str
+    device: str
+    device_kind: str  # the processor's own name
+    num_threads: int
+    microbatch_size: int
+
+    @staticmethod
+    def here(device: str, microbatch_size: int) -> Environment:
+        """This process."""
+        import torch
+
+        kind = processor() if device == "cpu" else torch.cuda.get_device_name(device)
+        threads = torch.get_num_threads()
+        return Environment(torch.__version__, device, kind, threads, microbatch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A file of the cache; `measured` is a date and time in UTC."""
+
+    environment: Environment
+    profile: Profile
+    measured: str
+    schema: str = SCHEMA
+
+
+def folder() -> Path | None:
+    """Where the files are; None when the cache is switched off.
+
+    ``PDCOMPILE_CACHE`` names a folder or is "off"; without it ``$XDG_CACHE_HOME/pdcompile``, by
+    default ``~/.cache/pdcompile``.
+    """
+    chosen = os.environ.get(VARIABLE)
+    if chosen is not None:
+        return None if chosen.strip().lower() in OFF else Path(chosen).expanduser()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        home = base if base.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # no home folder
+        return None
+    return home / "pdcompile"
+
+
+def lasting(op: Op) -> bool:
+    """Whether the op's name, operands and torch's version settle what it does."""
+    if op.kind in ("method", "getattr"):
+        return True
+    own = op.target.startswith("torch.ops.") and not op.target.startswith("torch.ops.aten.")
+    return op.kind != "opaque" and op.target.startswith(LASTING) and not own
+
+
+def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
+    """What was measured for these keys in this environment; None without a sound file."""
+    wanted = set(keys)
+    path = _path(environment, wanted)
+    if path is None or not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CostError("the file is too large", where=str(path))
+        data = jsonio.loads(path.read_bytes(), where=str(path), error=CostError)
+        found = jsonio.decode(Cached, data, where=str(path), error=CostError)
+        found.profile.validate(str(path))
+    except (CostError, OSError) as error:
+        _LOG.warning("a cached profile is ignored and measured anew: %s", error)
+        return None
+    theirs, ours = (found.schema, found.environment), (SCHEMA, environment)
+    strange = {entry.key for entry in found.profile.entries} - wanted
+    if theirs != ours or strange or found.profile.microbatch_size != environment.microbatch_size:
+        _LOG.warning("a cached profile is of something else, and is measured anew: %s", path)
+        return None
+    return found
+
+
+def save(environment: Environment, keys: Iterable[str], entries: Iterable[Entry]) -> None:
+    """Keep measurements for the next process, all or nothing; a log line when that fails."""
+    path = _path(environment, keys)
+    if path is None:
+        return
+    profile = Profile(
+        environment.torch_version, environment.device, environment.microbatch_size, tuple(entries)
+    )
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    text = jsonio.dumps(Cached(environment, profile, now))
+    draft = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+        ) as file:
+            draft = Path(file.name)
+            file.write(text)
+        draft.replace(path)
+    except OSError as error:
+        _LOG.info("the profile is not cached: %s", error)
+        if draft is not None:
+            draft.unlink(missing_ok=True)
+
+
+def processor() -> str:
+    """The CPU's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _path(environment: Environment, keys: Iterable[str]) -> Path | None:
+    root = folder()
+    if root is None:
+        return None
+    text = "\n".join((SCHEMA, str(environment), *sorted(set(keys))))
+    return root / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,121 @@
+"""Times at sizes that were not measured: lines through those that were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcompile.passes.costs import Machine
+from pdcompile.passes.profile import Entry, Profile, distinct_calls
+from pdcompile.passes.profile import fitted as module
+from pdcompile.passes.profile.clock import _timed_by_events
+from pdcompile.passes.profile.fitted import Line, fit_line, fitted
+from pdcompile.passes.profile.sizes import measured_sizes
+from tests.helpers.graphs import GraphBuilder
+
+positive = st.floats(1e-6, 1e-1)
+
+
+@given(positive, st.floats(0.1, 10.0), st.lists(positive, min_size=2, max_size=3, unique=True))
+def test_a_line_is_found_again(alpha: float, beta: float, work: list[float]) -> None:
+    if max(work) < 1.01 * min(work):
+        return
+    points = [(w, alpha + beta * w) for w in work]
+    found = fit_line(points)
+    for w, seconds in points:
+        assert found.at(w) == pytest.approx(seconds, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e-1), st.floats(0, 1e-1)), min_size=1, max_size=3),
+       st.floats(0, 1.0))  # fmt: skip
+def test_no_line_goes_below_zero(points: list[tuple[float, float]], work: float) -> None:
+    found = fit_line(points)
+    assert found.alpha_seconds >= 0
+    assert found.beta >= 0
+    assert found.at(work) >= 0
+
+
+def test_what_one_point_or_a_falling_line_says() -> None:
+    assert fit_line([(2.0, 6.0)]) == Line(0.0, 3.0)
+    assert fit_line([(0.0, 6.0)]).at(5.0) == 6.0
+    assert fit_line([(1.0, 4.0), (1.0, 4.0)]).at(9.0) == pytest.approx(4.0)
+    falling = fit_line([(1.0, 4.0), (2.0, 2.0)])
+    assert falling.beta == 0
+    assert 2 < falling.at(7.0) < 4
+    assert fit_line([(1.0, 1.0), (2.0, 4.0)]).alpha_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "measured"),
+    [((4,), (4,)), ((4, 1), (1, 4)), ((1, 2, 4), (1, 4)), ((1, 2, 4, 8, 16), (1, 4, 16)),
+     ((16, 24, 32, 48), (16, 48))],
+)  # fmt: skip
+def test_two_or_three_sizes_are_measured(sizes: tuple[int, ...], measured: tuple[int, ...]) -> None:
+    assert measured_sizes(sizes) == measured
+
+
+def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured at 2 and 8 with a price a call and one a sample; asked for at 4 and 16."""
+    machine = Machine(flops_per_second=1e9, bytes_per_second=1e9, call_seconds=0.0)
+    monkeypatch.setattr(module, "calibrate", lambda: machine)
+    g = GraphBuilder()
+    weights = (g.parameter("w"),)
+    x = g.op("y", "torch.nn.functional.linear", (g.input("x"),), parameters=weights)
+    a = g.op("a", "torch.relu", (x,))
+    b = g.op("b", "torch.tanh", (a,))
+    graph = g.build(b, loss=b)
+
+    def truth(target: str, size: int) -> tuple[float, float]:
+        price = 1e-5 if target == "torch.relu" else 3e-5
+        return price + size * 1e-6, 2 * price + size * 3e-6
+
+    def entries(size: int) -> tuple[Entry, ...]:
+        return tuple(
+            Entry(key, call.op.target, *truth(call.op.target, size), 100 + 8 * size, (0,))
+            for key, call in distinct_calls(graph, size).items()
+        )
+
+    profiles = [Profile("2", "cpu", size, entries(size)) for size in (2, 8)]
+    for size in (4, 16):
+        found = fitted(graph, profiles, size)
+        assert found.microbatch_size == size
+        assert {entry.key for entry in found.entries} == set(distinct_calls(graph, size))
+        for entry, expected in zip(found.entries, entries(size), strict=True):
+            if entry.target != "torch.nn.functional.linear":
+                assert entry.forward_seconds == pytest.approx(expected.forward_seconds)
+                assert entry.backward_seconds == pytest.approx(expected.backward_seconds)
+            assert (entry.extra_bytes, entry.saved_inputs) == (100 + 8 * size, (0,))
+    # What could be measured at one size only is taken to grow with its work.
+    alone = fitted(graph, [profiles[0], replace(profiles[1], entries=())], 4)
+    assert alone.entries[1].forward_seconds == pytest.approx(2 * truth("torch.relu", 2)[0])
+    assert fitted(graph, [replace(one, entries=()) for one in profiles], 4).entries == ()
+
+
+def test_events_stamp_begin_and_end_on_the_device() -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = f"event {sum('made' in line for line in told)}"
+            told.append(f"{self.name} made")
+
+        def record(self) -> None:
+            told.append(f"{self.name} recorded")
+
+        def synchronize(self) -> None:
+            told.append(f"{self.name} waited for")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert (self.name, end.name) == ("event 0", "event 1")
+            return 250.0  # milliseconds
+
+    def run() -> str:
+        told.append("run")
+        return "result"
+
+    assert _timed_by_events(run, Event) == (0.25, "result")
+    assert told[2:] == ["event 0 recorded", "run", "event 1 recorded", "event 1 waited for"]
