@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, flatten_call
+from pdcompile.copied import copy_of
 from pdcompile.errors import ClosedError, ConfigError, NotPrepared
 from pdcompile.graph import OpGraph
 from pdcompile.options import Options
@@ -73,7 +73,7 @@ class Pipeline:
                 remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
             )
         if self._options.keep_model:
-            self._model = copy.deepcopy(self._model)
+            self._model = copy_of(self._model)
         if not prepared.in_process:
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
             world = launch.connect(self._options, plan.num_ranks, agreed)

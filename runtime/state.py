@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.copied import copy_of
 from pdcompile.errors import InputError
 from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.prepared import Prepared
@@ -123,7 +123,7 @@ class State:
 
     def whole_model(self, state: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the model with all of its tensors, ties included."""
-        model = copy.deepcopy(self._model)
+        model = copy_of(self._model)
         model._forward_pre_hooks.popitem()  # the one that refuses forward came last
         whole: dict[str, Tensor] = {}
         for name in _names(model):

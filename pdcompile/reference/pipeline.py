@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from pdcompile.batch import (
     split,
     weights,
 )
+from pdcompile.copied import copy_of
 from pdcompile.errors import ClosedError, ConfigError, InputError
 from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
@@ -42,7 +42,7 @@ class Reference:
         check_model(model)
         self._options = options
         self._num_microbatches = check_options(options)
-        self._model = copy.deepcopy(model) if options.keep_model else model
+        self._model = copy_of(model) if options.keep_model else model
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         self._passed_in_training = self._model.training
         self._passed_modes = {module: module.training for module in self._model.modules()}
