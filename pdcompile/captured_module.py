@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from pdcompile.batch import flatten_call, unflatten_output
 from pdcompile.errors import InputError, TraceError
+from pdcompile.autocast import OFF
 from pdcompile.graph import (
     Affine,
     Argument,
@@ -34,6 +35,7 @@ from pdcompile.graph import (
     leaves,
 )
 from pdcompile.targets import from_literal, resolve
+from pdcompile.value_checks import failed_check
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,13 @@ def _call(
     }
     extras = [lookup[kind](name) for kind, name in program.extras]
     with torch.set_grad_enabled(torch.is_grad_enabled()):
-        found = run(module, *tensors, *extras)
+        try:
+            found = run(module, *tensors, *extras)
+        except AssertionError as error:
+            refused = failed_check(error, graph.ops)
+            if refused is None:
+                raise
+            raise refused from error
     output: Any = unflatten_output(found, graph.output_spec)
     return output
 
@@ -253,7 +261,8 @@ def _program(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
             builder.fx.call_function(torch._C._set_grad_enabled, (False,))
         if autocast is not None:
             device, _, dtype = autocast.partition(":")
-            arguments = (device, getattr(torch, dtype), True, None)
+            on = dtype != OFF
+            arguments = (device, getattr(torch, dtype) if on else None, on, None)
             context = builder.fx.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
         for op in region:
             builder.add(op)

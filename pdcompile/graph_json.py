@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from types import EllipsisType
 from typing import Any, get_type_hints
 
@@ -17,6 +17,7 @@ import msgspec
 from pdcompile import jsonio
 from pdcompile.errors import PlanError
 from pdcompile.graph import (
+    CHECK,
     Affine,
     Argument,
     Attr,
@@ -54,7 +55,9 @@ def fingerprint(graph: OpGraph) -> str:
     Names, shapes, dtypes, arguments and the mode count; source lines, costs and the microbatch
     size of the capture do not.
     """
-    record = _record(graph, frozenset(_NOT_MEANT))
+    # The words of a check name a line of the model's text.
+    ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
+    record = _record(replace(graph, ops=ops), frozenset(_NOT_MEANT))
     return hashlib.sha256(jsonio.canonical(record)).hexdigest()
 
 

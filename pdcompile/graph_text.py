@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdcompile.graph import (
+    CHECK,
     Affine,
     Argument,
     Attr,
@@ -46,6 +47,8 @@ def format_op(op: Op) -> str:
     arguments += [f"{name}={format_argument(argument)}" for name, argument in op.kwargs]
     if op.kind == "method":
         return f"{op.name} = {arguments[0]}.{op.target}({', '.join(arguments[1:])})"
+    if op.target == CHECK:
+        return f"{op.target}({', '.join(arguments)})"
     function = op.target.removeprefix("torch.nn.functional.")
     if op.kind in ("module", "opaque"):
         function = f"self.{op.module_path}"

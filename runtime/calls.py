@@ -17,6 +17,7 @@ from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import Session
+from pdcompile.value_checks import check_inputs
 
 
 def begin_call(
@@ -33,6 +34,7 @@ def begin_call(
     graph = prepared.capture.train if training else prepared.capture.eval
     try:
         size = check_call(prepared, graph, flat, paths)
+        check_values(prepared, graph, flat, size)
         session.check_held(training=training)
     except PdcompileError as error:
         session.refuse(error)
@@ -133,6 +135,18 @@ def check_call(
         return None
     _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
     return layout.size
+
+
+def check_values(prepared: Prepared, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
+    """Raise InputError where the model's Python would go another way than in the capture."""
+    if size is None:
+        return
+    layout = replace(prepared.layout, size=size)
+    count = prepared.plan.training.num_microbatches
+    sizes = microbatch_sizes(size, count) if layout.splits else [size]
+    given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
+    for leaves, b in zip(split(given, layout, count), sizes, strict=True):
+        check_inputs(graph, leaves, b)
 
 
 def _check_sizes(graph: OpGraph, size: int, count: int) -> None:

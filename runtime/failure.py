@@ -13,8 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from pdcompile.errors import RankError
+from pdcompile.graph import Capture
 from pdcompile.runtime.transport import PeerLost
 from pdcompile.schedule import Instruction
+from pdcompile.value_checks import failed_check
 
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
 
@@ -39,6 +41,12 @@ def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -
             parts.append(f"{file}:{frame.lineno} `{frame.line}`")
             break
     return ", ".join(parts)
+
+
+def explained(error: BaseException, capture: Capture) -> BaseException:
+    """InputError in the place of an error that a check of the graph raised; others as they are."""
+    refused = failed_check(error, (*capture.train.ops, *capture.eval.ops))
+    return error if refused is None else refused.with_traceback(error.__traceback__)
 
 
 class Failures:

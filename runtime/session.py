@@ -22,7 +22,7 @@ from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
 from pdcompile.runtime.agreement import Agreement
 from pdcompile.runtime.compute import Compute, Feed
-from pdcompile.runtime.failure import Failures, describe, place
+from pdcompile.runtime.failure import Failures, describe, explained, place
 from pdcompile.runtime.held import Held
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.launch import World
@@ -213,17 +213,20 @@ class Session:
         except PeerLost as error:
             where = self._place(error)
             lost = error.with_traceback(None)  # its frames hold the message: let go of them
-        except BaseException as error:
+        except BaseException as caught:
+            told = explained(caught, self.prepared.capture)
             worker = next((w for w in self.workers if w.current is not None), self.workers[0])
             rank, base = worker.transport.rank, worker.base
-            self.failed = describe(rank, error, worker.current, base)
+            self.failed = describe(rank, told, worker.current, base)
             if worker.current is not None:
-                error.add_note(f"in {place(rank, error, worker.current, base)}")
+                told.add_note(f"in {place(rank, told, worker.current, base)}")
             if self.world is not None:
                 self._failures.report(self.failed)
                 self._abandon()
                 self._failures.wait_for_peers()
-            raise
+            if told is caught:
+                raise
+            raise told from caught
         cause = self._failures.cause(lost, where)
         self.failed = cause.message
         self._abandon()

@@ -26,6 +26,7 @@ from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
+from pdcompile.passes.trace.reads import Reads, Undecided
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
 from pdcompile.passes.trace.size_range import few_sizes, only_one, size_range
@@ -77,6 +78,7 @@ def capture(
     check_model(model)
     size = layout.size if microbatch_size is None else microbatch_size
     table = ModuleTable(model)
+    table.reads = Reads(flat, layout)
     origin = Origin(weakref.ref(model), loss_fn=loss_fn)
     whole = Whole(model, table)
 
@@ -103,6 +105,7 @@ def capture(
         except TraceError as error:
             whole.enlarge(error)
     whole.warn()
+    table.reads.warn()
     origin.train = replace(found.train, origin=origin)
     origin.eval = replace(found.eval, origin=origin)
     return Capture(train=origin.train, eval=origin.eval)
@@ -176,10 +179,17 @@ def _record(
     training: bool,
     whole: tuple[str, ...],
 ) -> Recording:
-    try:
-        return record(model, table, call, layout, loss_fn, training=training, whole=whole)
-    except OutsideDraw:
-        # Something drew or seeded; all generators are back, so it will do so again.
+    def run(per_op: bool = False) -> Recording:
         return record(
-            model, table, call, layout, loss_fn, training=training, per_op=True, whole=whole
+            model, table, call, layout, loss_fn, training=training, per_op=per_op, whole=whole
         )
+
+    while True:
+        try:
+            return run()
+        except OutsideDraw:
+            # Something drew or seeded; all generators are back, so it will do so again.
+            return run(per_op=True)
+        except Undecided as undecided:
+            assert table.reads is not None
+            table.reads.decide(undecided, run)

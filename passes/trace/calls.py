@@ -8,6 +8,12 @@ import torch
 
 from pdcompile.targets import method_name, name_of, operator_for
 
+# Methods that give back the tensor itself where there is nothing to convert.
+NO_OP_CASTS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int")
+)
+
 
 def target_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

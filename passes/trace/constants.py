@@ -1,16 +1,22 @@
-"""Values that depend on nothing but constants may be read: they are computed for real."""
+"""Values that may be read while recording: they are computed for real.
+
+Those that depend on nothing but constants are what they are.  Of those that depend on inputs too
+the value for given inputs can be computed; that it is this one has to be checked at every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.graph import Attr, Op, Ref, walk
+from pdcompile.graph import Op, Ref
 from pdcompile.graph_module import Lookup, run_op
 from pdcompile.passes.trace.tensors import FakeTensors
+from pdcompile.value_checks import needed_ops
 
 MAX_ELEMENTS = 65_536
 
@@ -21,10 +27,10 @@ def read(
     """(what a call that reads values returns,), when all its tensors are constants; else None."""
 
     def real(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return value
         name = fakes.name(value)
-        found = evaluate(name.name, ops, fakes.objects) if isinstance(name, Ref) else None
+        found = evaluate(name.name, ops, fakes) if isinstance(name, Ref) else None
         if found is None:
             raise LookupError
         return found
@@ -37,37 +43,60 @@ def read(
         return (func(*arguments, **named),)
 
 
-def evaluate(name: str, ops: Sequence[Op], fakes: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The real tensor for a value, or None when inputs, the model's tensors or chance are in it.
+def evaluate(
+    name: str,
+    ops: Sequence[Op],
+    fakes: FakeTensors,
+    given: Mapping[str, Tensor] | None = None,
+) -> Tensor | None:
+    """The real tensor for a value, or None when anything else than constants is in it.
 
-    Only creation functions and pure ops on their results qualify; something written in place
-    anywhere disqualifies it.
+    Only creation functions and ops on their results qualify: no parameters, no chance.  With
+    `given`, the tensors of some graph inputs by name, these qualify too, and buffers of integers
+    and bools that nothing writes; values that were written in place count as they are now.
     """
-    by_name = {op.name: op for op in ops}
-    needed: list[Op] = []
-    stack = [name]
-    seen: set[str] = set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        op = by_name.get(current)
-        if op is None or op.kind not in ("function", "method", "getattr"):
-            return None
-        if op.draw is not None or op.mutates or walk((op.args, op.kwargs), Attr):
-            return None
-        if current in fakes and fakes[current].numel() > MAX_ELEMENTS:
-            return None
-        needed.append(op)
-        stack.extend(op.inputs)
-    if any(seen.intersection(op.mutates) for op in ops):
+    needed = _needed(name, ops, fakes, given)
+    if needed is None:
         return None
     env: dict[str, Any] = {}
-    order = {op.name: i for i, op in enumerate(ops)}
-    lookup = Lookup(torch.nn.Module(), b=0)
+    held: dict[str, Tensor] = {}
     with _disable_current_modes():
-        for op in sorted(needed, key=lambda one: order[one.name]):
+        for path, tensor in (given or {}).items():
+            env[path] = tensor.detach().clone()
+        for op in needed:
+            for fqn in op.attributes:
+                held[fqn] = fakes.table.objects[fqn].detach()
+            lookup = Lookup(torch.nn.Module(), b=0, device=fakes.device, constants=held)
             env[op.name] = run_op(op, env, lookup)
     found = env[name]
-    return found if isinstance(found, torch.Tensor) else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _needed(
+    name: str, ops: Sequence[Op], fakes: FakeTensors, given: Mapping[str, Tensor] | None
+) -> list[Op] | None:
+    """The ops that make a value, in order; None where one of them does not qualify."""
+    found, leaves = needed_ops(ops, (name,), fakes.storage_of)
+    rewritten = {fqn for op in ops for fqn in op.buffers_written}
+    if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
+        return None
+    with_inputs = given is not None
+    return found if all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found) else None
+
+
+def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
+    if op.kind not in ("function", "method", "getattr") or op.draw is not None:
+        return False
+    if op.mutates and not with_inputs:
+        return False
+    if op.name in fakes.objects and fakes.objects[op.name].numel() > MAX_ELEMENTS:
+        return False
+    return all(with_inputs and _plain_buffer(fqn, fakes) for fqn in op.attributes)
+
+
+def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:
+    """Whether it is a table of integers that training does not change."""
+    tensor, info = fakes.table.objects.get(fqn), fakes.table.tensors.get(fqn)
+    if tensor is None or info is None or info.kind == "parameter" or tensor.is_meta:
+        return False
+    return not tensor.is_floating_point() and not tensor.is_complex()

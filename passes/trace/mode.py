@@ -7,10 +7,11 @@ trace; a call that would read a value cannot succeed, because fake tensors have 
 
 from __future__ import annotations
 
-import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from types import CodeType
 from typing import Any
 
@@ -20,22 +21,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, Attr, Op, Ref, walk
+from pdcompile.graph import CHECK, Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import fallback, refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
-from pdcompile.passes.trace.calls import NO_OP_CASTS, autocast_region, is_public, target_of, unchecked
+from pdcompile.passes.trace.calls import (
+    NO_OP_CASTS,
+    autocast_region,
+    is_public,
+    target_of,
+    unchecked,
+)
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.probe import CallKey, Outcome
 from pdcompile.passes.trace.reads import Reading
+from pdcompile.passes.trace.results import Results
 from pdcompile.passes.trace.surroundings import Surroundings
-from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in
+from pdcompile.passes.trace.tensors import FakeTensors, tensors_in
 from pdcompile.passes.trace.unchanged import writes_nothing
 from pdcompile.passes.trace.whole import refuse_parts, replay
 from pdcompile.passes.trace.writes import mutated, written_tensors
 from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
-from pdcompile.targets import CHECK
 
 
 class Recorder(TorchFunctionMode):
@@ -52,21 +59,21 @@ class Recorder(TorchFunctionMode):
         self.table = table
         self.fakes = fakes
         self.observer = observer
-        self.ops: list[Op] = []
         self.names = Names()
+        self._results = Results(fakes, self.names)
+        self.ops = self._results.ops
         self.boundary: CodeType | None = None
         self.check_generators: Callable[[str], None] = unchecked
         self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.region: Any = "forward"
         self.whole: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
         self.failed: str | None = None  # the innermost module that an error came from
-        self.reads = Reading()  # what may be known of values
         self._surroundings = Surroundings()
+        self.reads = Reading()  # what may be known of values
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
-        self._module_calls: dict[str, int] = {}
-        self._call_index: dict[tuple[str, str], int] = {}
-        self._draws: dict[str, int] = {}
+        self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
+        self._draws: dict[str, Iterator[int]] = defaultdict(count)
 
     # What the interpreter calls.
 
@@ -95,8 +102,7 @@ class Recorder(TorchFunctionMode):
         path = self.table.names.get(id(module))
         if self._inside or path is None:
             return plain(module, *args, **kwargs)
-        calls = self._module_calls.get(path, 0)
-        self._module_calls[path] = calls + 1
+        calls = next(self._module_calls[path])
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)
         refuse_parts(path, self.whole, locate(self.boundary)[0])
@@ -159,6 +165,8 @@ class Recorder(TorchFunctionMode):
 
     def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
         name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
+        if func.__name__ == "__set__" and name == "requires_grad" and args[1]:
+            return self._require_gradient(args[0])
         if func.__name__ != "__get__":
             raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
         self._begin()
@@ -167,16 +175,26 @@ class Recorder(TorchFunctionMode):
             return result
         return self._record("getattr", name, "", (args[0],), {}, result, None)
 
+    def _require_gradient(self, tensor: torch.Tensor) -> None:
+        """``tensor.requires_grad = True``, for a result that needs none so far."""
+        fake = self.fakes.stand_in(tensor)
+        if fake.requires_grad:
+            return
+        name = self.fakes.name(fake)
+        if not isinstance(name, Ref) or name.name not in {op.name for op in self.ops}:
+            source = locate(self.boundary)[0]
+            raise refuse.error(refuse.ASSIGNED, "tensor.requires_grad = …", source)
+        self._begin()
+        fake.requires_grad_()
+        self.observer.written = {storage_key(fake)}  # everyone who has it sees the flag
+        self._record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
+
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if maybe_current_level() is not None:
             raise refuse.error(refuse.TRANSFORM, refuse.name_of(func), locate(self.boundary)[0])
         if writes_nothing(func, args, kwargs):
             return args[0]
-        path, _ = self._stack[-1]
-        draw = None
-        if is_random_function(func):
-            draw = self._draws.get(path, 0)
-            self._draws[path] = draw + 1
+        draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
         with self._whole(), refuse.reads(func, self.boundary):
             result = fallback.run(func, self.fakes.stand_in(args), self.fakes.stand_in(kwargs))
@@ -203,10 +221,7 @@ class Recorder(TorchFunctionMode):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        draw = None
-        if is_random_module(module):
-            draw = self._draws.get(path, 0)
-            self._draws[path] = draw + 1
+        draw = next(self._draws[path]) if is_random_module(module) else None
         self._begin()
         with self._whole(), refuse.reads(module, self.boundary):
             result = fallback.run(
@@ -275,8 +290,7 @@ class Recorder(TorchFunctionMode):
         written = set(self.observer.written)
         self.observer.clear()
         name = self.names.new(base or target)
-        index = self._call_index.get((path, target), 0)
-        self._call_index[path, target] = index + 1
+        index = self._results.call_index(path, target)
         attributes = [attr.fqn for attr in walk((arguments, named), Attr)]
         if kind in ("module", "opaque"):
             attributes += self.table.tensors_of(path, "parameter")
@@ -307,80 +321,10 @@ class Recorder(TorchFunctionMode):
             saved_bytes=outcome.saved_bytes if outcome else None,
         )
         self.ops.append(op)
-        return self._deliver(op, result, written)
+        return self._results.deliver(op, result, written)
 
     def _argument(self, value: Any) -> Argument:
         return to_argument(value, self.fakes.name, self.fakes.device)
-
-    def _deliver(self, op: Op, result: Any, written: set[int]) -> Any:
-        """Enter the result under the op's name; what the model's Python gets for it."""
-        if isinstance(result, torch.Tensor):
-            return self._deliver_tensor(op.name, result, written)
-        self.fakes.add_container(op.name)
-        return self._deliver_items(op, op.name, result, written)
-
-    def _deliver_tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
-        real = self.fakes.real_of(result)
-        changed = storage_key(result) in written
-        if real is not None and changed:
-            # `self.count += 1` must give back the very tensor that the module holds.
-            self.fakes.add(name, alias(result))
-            return real
-        if self.fakes.known(result) and not changed:
-            # Unlike x itself, dropout(x) in eval mode is this op's value, as in train mode.
-            result = alias(result)
-        self.fakes.add(name, result)
-        return result
-
-    def _deliver_items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
-        if isinstance(result, dict):
-            found = {
-                key: self._deliver_item(op, container, key, item, written)
-                for key, item in result.items()
-            }
-            if type(result) is dict:
-                return found
-            named = copy.copy(result)  # of the same class, with what the class adds to a dict
-            for key, item in found.items():
-                named[key] = item
-            return named
-        if not isinstance(result, tuple | list):
-            return result
-        items = [
-            self._deliver_item(op, container, i, item, written) for i, item in enumerate(result)
-        ]
-        if isinstance(result, tuple) and hasattr(result, "_fields"):
-            return type(result)(*items)
-        try:
-            return type(result)(items)
-        except TypeError as error:
-            kind = type(result).__qualname__
-            raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
-
-    def _deliver_item(self, op: Op, container: str, key: Any, item: Any, written: set[int]) -> Any:
-        if not tensors_in(item):
-            return item
-        path, target = op.module_path, "operator.getitem"
-        index = self._call_index.get((path, target), 0)
-        self._call_index[path, target] = index + 1
-        part = Op(
-            name=self.names.new(f"{container}_{key}"),
-            kind="function",
-            target=target,
-            args=(Ref(container), key),
-            module_path=path,
-            call_index=index,
-            module_call=op.module_call,
-            source=op.source,
-            region=op.region,
-            grad_enabled=op.grad_enabled,
-            autocast=op.autocast,
-        )
-        self.ops.append(part)
-        if isinstance(item, torch.Tensor):
-            return self._deliver_tensor(part.name, item, written)
-        self.fakes.add_container(part.name)
-        return self._deliver_items(part, part.name, item, written)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.randomness import is_leaf
 from pdcompile.targets import dtype_name
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.reads import Reads
 
 # Constructor arguments that are not attributes of the same name, found on the instance.
 _DERIVED: dict[str, Any] = {
@@ -38,6 +41,7 @@ class ModuleTable:
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
         self.caches = caches()
+        self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():

@@ -12,6 +12,11 @@ from torch._subclasses import fake_tensor
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.facts import locate
 
+
+class ForwardRaised(TraceError):
+    """The model's own Python raised, which is the cause of this error."""
+
+
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
 _READ: Refusal = (

@@ -23,6 +23,8 @@ from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import CallKey, Outcome, probe
+from pdcompile.passes.trace.reads import Reading
+from pdcompile.passes.trace.refuse import ForwardRaised
 from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.state import settled, write_rebound
 from pdcompile.passes.trace.tensors import FakeTensors
@@ -106,6 +108,7 @@ def _record(
     recorder.assigned = assigned
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
+    recorder.reads = Reading(table.reads, inputs, flat)
     with ExitStack() as stack:
         sentinel = stack.enter_context(guarded())
         if per_op:
@@ -169,7 +172,7 @@ def run(
         raise
     except Exception as error:
         what = "loss_fn" if recorder.region == "loss" else "the model's forward"
-        raise TraceError(
+        raise ForwardRaised(
             f"{what} raised {type(error).__name__}: {error}",
             where=source_of_traceback(error),
             remedy="run the model once on the example inputs without pdcompile",

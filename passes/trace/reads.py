@@ -1,0 +1,320 @@
+"""Values of tensors that the model's Python reads, and what makes it sound to go on after one.
+
+Fake tensors have no values, so ``if tensor:`` cannot know where to go.  Most such reads only
+validate: `if not valid.all(): raise ValueError`, an assert, torch._check, the constraints of
+torch.distributions.  They are recognised by trying: the model runs up to the read and goes on
+once with False and once with True, for a few operators.  Where one of the two raises (a raise or
+an assert in Python, not a failure of an operator), the model only ever goes on with the other
+value; the read becomes an operator ``torch._assert`` of the graph, which raises for a microbatch
+where the model would have raised.
+
+A branch where both ways go on is a decision.  If the value depends on integer or bool inputs
+alone, and is the same for every sample of the example, the capture is made for that value, and
+the ``torch._assert`` refuses every other one; a warning says so.  A module with few parameters
+is kept whole instead, because then it works for all values.  Everything else stays refused: a
+capture that holds for one value of an activation would fail in the middle of a training.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.errors import TraceError
+from pdcompile.graph import GraphInput, Ref
+from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.constants import evaluate, read
+from pdcompile.passes.trace.facts import locate
+from pdcompile.value_checks import CAPTURED
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.mode import Recorder
+
+Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
+
+MAX_OPS = 8  # that may come between a read and the exception that it leads to
+MAX_TEXT = 64  # characters of the model's own words in a check
+MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
+KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
+_BRANCHES = frozenset(("__bool__", "is_nonzero"))
+_NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
+
+
+class Undecided(TraceError):
+    """The model reads a value at a place where nobody has tried yet what comes of it."""
+
+    site: Site = ()
+
+
+class GoesOn(BaseException):
+    """Nothing was raised soon after a read.  No Exception: forward must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The only value with which the model goes on, and what it raises with the other one."""
+
+    value: bool
+    otherwise: str
+
+    def text(self, visits: int) -> str:
+        """What the model raises; its words are known of the first visit in a run only."""
+        return self.otherwise if visits == 1 else self.otherwise.partition(":")[0]
+
+
+@dataclass(slots=True)
+class Trial:
+    """A run that takes `value` for the first read at `site`; `begun`: it has come there."""
+
+    site: Site
+    value: bool
+    begun: bool = False
+    ops: int = 0
+
+
+@dataclass(slots=True)
+class Reads:
+    """What is known of the reads of one model, over all runs of one capture.
+
+    Args:
+        flat: the example minibatch.
+        layout: which dims of it count samples.
+        total_parameters: elements of all parameters of the model.
+    """
+
+    flat: FlatCall
+    layout: BatchLayout
+    known: dict[Site, Expected | None] = field(default_factory=dict)  # None: a decision
+    trial: Trial | None = None
+    specialised: dict[str, str] = field(default_factory=dict)  # line to value
+
+    def decide(self, undecided: Undecided, run: Callable[[], Any]) -> None:
+        """Find out by two runs of the model what comes of a read."""
+        raised: dict[bool, str] = {}
+        for value in (False, True):
+            self.trial = trial = Trial(undecided.site, value)
+            try:
+                run()
+            except refuse.ForwardRaised as error:
+                if trial.begun and error.__cause__ is not None and _on_purpose(error.__cause__):
+                    raised[value] = _text(error.__cause__)
+            except (TraceError, GoesOn):
+                continue
+            finally:
+                self.trial = None
+        expected = None
+        if len(raised) == 1:
+            ((value, text),) = raised.items()
+            expected = Expected(not value, text)
+        self.known[undecided.site] = expected
+
+    def warn(self) -> None:
+        """Tell for which values the capture was made."""
+        for where, value in self.specialised.items():
+            warnings.warn(
+                f"forward decides by a value of the inputs ({where}): it is {value} in the "
+                "example, and calls with another one are refused",
+                stacklevel=3,
+            )
+
+
+class Reading:
+    """The reads of one run.
+
+    Args:
+        reads: what earlier runs found out.
+        inputs: the graph's inputs.
+        flat: the call that is recorded.
+    """
+
+    def __init__(
+        self,
+        reads: Reads | None = None,
+        inputs: tuple[GraphInput, ...] = (),
+        flat: FlatCall | None = None,
+    ) -> None:
+        self._reads = reads
+        self._inputs = inputs
+        self._flat = flat
+        self._visits: dict[Site, int] = {}
+
+    def recorded(self) -> None:
+        """An operator was recorded: a trial ends when nothing is raised soon."""
+        trial = self._reads.trial if self._reads is not None else None
+        if trial is not None and trial.begun:
+            trial.ops += 1
+            if trial.ops > MAX_OPS:
+                raise GoesOn
+
+    def answer(self, recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call that reads values returns to the model.
+
+        Raises:
+            Undecided: a trial has to tell.
+            TraceError: the value is not known and decides something.
+        """
+        known = read(func, args, kwargs, recorder.ops, recorder.fakes)
+        if known is not None:
+            return known[0]
+        name = str(func.__name__)
+        refusal = refuse.error(refuse.REFUSED[name], name, locate(recorder.boundary)[0])
+        trial = self._reads.trial if self._reads is not None else None
+        if trial is not None and trial.begun:
+            if name in _NUMBERS and not self._branches(func, args):
+                return _some_number(name, args[0].dtype)  # for the text of an error
+            raise GoesOn
+        if recorder.fakes.mode is None:  # an eager run, to be compared with a capture
+            value = func(*args, **kwargs)
+            if self._branches(func, args):
+                recorder.check(args[0], "", holds=bool(value))
+            return value
+        if self._reads is None or kwargs:
+            raise refusal
+        if self._branches(func, args):
+            return self._branch(recorder, args[0], refusal)
+        raise refusal
+
+    @staticmethod
+    def _branches(func: Any, args: Any) -> bool:
+        name = func.__name__
+        return name in _BRANCHES or (name == "item" and args[0].dtype is torch.bool)
+
+    def _branch(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> bool:
+        assert self._reads is not None
+        if tensor.numel() != 1:
+            raise refusal
+        site = site_of(recorder.boundary)
+        visits = self._visits[site] = self._visits.get(site, 0) + 1
+        trial = self._reads.trial
+        if trial is not None and trial.site == site:
+            trial.begun = True
+            return trial.value
+        if site not in self._reads.known:
+            undecided = Undecided(refusal.message, where=refusal.where, remedy=refusal.remedy)
+            undecided.site = site
+            raise undecided
+        expected = self._reads.known[site]
+        if expected is not None:
+            place = _place(refusal.where)
+            recorder.check(tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
+            return expected.value
+        value = self._specialised(recorder, tensor, refusal)
+        place = _place(refusal.where)
+        message = f"{place}: {CAPTURED} this value is {bool(value)}"
+        recorder.check(tensor, message, holds=bool(value))
+        self._reads.specialised[refusal.where or place] = str(bool(value))
+        return bool(value)
+
+    def _specialised(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> Any:
+        """The value on the example; raises the refusal where it may vary, or need not be known."""
+        name = recorder.fakes.name(tensor)
+        if not isinstance(name, Ref) or self._kept_whole(recorder):
+            raise refusal
+        values = []
+        for given in self._examples():
+            found = evaluate(name.name, recorder.ops, recorder.fakes, given)
+            if found is None:
+                raise refusal
+            with _disable_current_modes():
+                values.append(found.item())
+        if any(value != values[0] for value in values):
+            refusal.message += "; it is not the same for all samples of the example"
+            raise refusal
+        return values[0]
+
+    def _kept_whole(self, recorder: Recorder) -> bool:
+        """Whether the running module and its like hold so little that they may be one op each."""
+        table = recorder.table
+        path = recorder.path
+        if not path or any(tensor.is_meta for tensor in table.objects.values()):
+            return False
+        kind = type(table.modules[path])
+        alike = [module for module in table.modules.values() if type(module) is kind]
+        held = {p: p.numel() for module in alike for p in module.parameters()}
+        total = {p: p.numel() for p in table.modules[""].parameters()}
+        return sum(held.values()) <= KEPT_WHOLE_SHARE * sum(total.values())
+
+    def _examples(self) -> Iterator[Mapping[str, Tensor]]:
+        """Real inputs of the recorded shapes by name: the call itself, then the minibatch in
+        pieces of this size, and every sample of it alone, as often as there are rows.
+
+        Of integers and bools only: of others the value is not known beforehand.
+        """
+        assert self._reads is not None
+        assert self._flat is not None
+        known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
+        for entry in self._inputs:
+            leaf = self._flat.leaves[entry.path]
+            if not leaf.is_floating_point() and not leaf.is_complex() and not leaf.is_meta:
+                known[entry.name] = (leaf, self._reads.flat.leaves[entry.path], entry.batch_dim)
+        yield {name: leaf for name, (leaf, _, _) in known.items()}
+        rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
+        total = self._reads.layout.size
+        if len(rows) != 1 or not self._reads.layout.splits:
+            return
+        size = rows.pop()
+        pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
+        starts = range(0, total, size)
+        pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
+        for piece in pieces:
+            with _disable_current_modes():
+                index = torch.tensor(piece)
+                given = {
+                    name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
+                    for name, (leaf, whole, dim) in known.items()
+                }
+            yield given
+
+
+def site_of(boundary: CodeType | None) -> Site:
+    """Where Python runs: the frames from here to the innermost module's call."""
+    from pdcompile.passes.trace.mode import Recorder
+
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    ends = (boundary, Recorder.call_module.__code__)
+    while frame is not None and frame.f_code not in ends:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether a raise statement or an assert of Python raised it, outside of any operator."""
+    from pdcompile.passes.trace.mode import Recorder
+
+    traceback = error.__traceback__
+    last = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is Recorder.__torch_function__.__code__:
+            return False
+        last, traceback = traceback, traceback.tb_next
+    if last is None:
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _text(error: BaseException) -> str:
+    """Kind and first line, without the fake tensors that only a capture has."""
+    line = str(error).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
+    line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _place(where: str | None) -> str:
+    return (where or "forward").replace("\\", "/").rpartition("/")[2]
+
+
+def _some_number(name: str, dtype: torch.dtype) -> Any:
+    whole = name in ("__int__", "__index__") or not dtype.is_floating_point
+    return 0 if whole and name != "__float__" else 0.0

@@ -1,0 +1,26 @@
+"""What one op writes in place, as names of the graph."""
+
+from __future__ import annotations
+
+from pdcompile.graph import Argument, Ref, walk
+from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.tensors import FakeTensors
+
+
+def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple[str, ...]:
+    """Canonical FQNs of the buffers in written storages; raises TraceError for parameters."""
+    fqns = fakes.model_tensors_at(written)
+    for fqn in fqns:
+        info = fakes.table.tensors[fqn]
+        if info.kind != "buffer":
+            raise refuse.error(refuse.WRITTEN[info.kind], fqn, source)
+    return tuple(fqns)
+
+
+def mutated(fakes: FakeTensors, written: set[int], arguments: Argument) -> tuple[str, ...]:
+    """Values in written storages: those among the arguments, else the newest of each storage."""
+    names = dict.fromkeys(ref.name for ref in walk(arguments, Ref))
+    found = [name for name in names if fakes.storage_of(name) in written]
+    covered = {fakes.storage_of(name) for name in found}
+    found += fakes.values_at(written - covered)
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Values that forward reads: validated, captured for, or refused; checked at every call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.errors import InputError, TraceError
+from pdcompile.graph import CHECK, OpGraph, fingerprint
+from pdcompile.value_checks import check_inputs
+from tests.helpers.asserting import asserted
+from tests.helpers.captures import captured, faithful, make
+
+
+def _checks(graph: OpGraph) -> list[str]:
+    return [str(op.args[1]).partition(": ")[2] for op in graph.ops if op.target == CHECK]
+
+
+def _raise(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    if labels.max() >= 8:
+        raise ValueError(f"no label {labels.max().item()}")
+    return self.lin(x)
+
+
+def _torch_check(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    torch._check_tensor_all_with(ValueError, labels < 8, lambda: "labels below 8")
+    return self.lin(x)
+
+
+def _after_in_place(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    shifted = labels.new_zeros(labels.shape)
+    shifted[..., 1:] = labels[..., :-1].clone()
+    shifted.masked_fill_(shifted == -100, 0)
+    if not torch.all(shifted < 8):
+        raise ValueError("labels below 8")
+    return self.lin(x) + shifted.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("forward", [_raise, asserted, _torch_check, _after_in_place])
+def test_a_validation_becomes_a_check(forward: Callable[..., Any]) -> None:
+    model, x = make(forward), torch.randn(4, 3, 8)
+    labels = torch.randint(0, 8, (4, 3))
+    graph = faithful(model, x, labels).train
+    assert len(_checks(graph)) == 1
+    with pytest.raises(InputError, match="refuses this minibatch") as caught:
+        graph.to_module(model)(x, torch.full((4, 3), 9))
+    file = forward.__code__.co_filename.rpartition("/")[2]
+    assert f"{file}:" in str(caught.value.where)
+
+
+def test_float_validations_work_in_stages() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        mean, scale = self.lin(x).chunk(2, -1)
+        chance = torch.distributions.Normal(mean, scale.exp())
+        return -chance.log_prob(torch.ones_like(mean)).mean()
+
+    model, x = make(forward), torch.randn(4, 8)
+    assert len(_checks(faithful(model, x).train)) == 3
+    pipe = pdcompile.compile(
+        model, (x,), stages=2, microbatches=2, optimizer=None, costs="estimated"
+    )
+    pipe.step(x)
+    with pytest.raises(InputError, match="refuses this minibatch"):
+        pipe.step(x * float("nan"))
+
+
+def _masked(self: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    h = self.lin(x)
+    return h if mask.all() else h * mask.unsqueeze(-1)
+
+
+def test_a_decision_on_inputs_is_captured_for_the_example_and_refused_otherwise() -> None:
+    model, x, ones = make(_masked), torch.randn(4, 3, 8), torch.ones(4, 3, dtype=torch.bool)
+    loss_fn = nn.MSELoss()
+    with pytest.warns(UserWarning, match="decides by a value of the inputs.*it is True"):
+        pipe = pdcompile.compile(
+            model,
+            (x, ones),
+            example_target=x,
+            loss_fn=loss_fn,
+            stages=1,
+            microbatches=2,
+            optimizer=None,
+            costs="estimated",
+        )
+    first = float(pipe.step(x, ones, target=x).loss)
+    holes = ones.clone()
+    holes[3, 1] = False
+    with pytest.raises(InputError, match="captured for inputs") as caught:
+        pipe.step(x, holes, target=x)
+    assert "test_trace_reads.py:" in str(caught.value.where)
+    assert float(pipe.step(x, ones, target=x).loss) == first  # nothing happened in between
+
+
+def test_a_decision_that_differs_between_samples_is_refused() -> None:
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    mask[2, 1] = False
+    with pytest.raises(TraceError, match="not the same for all samples"):
+        captured(make(_masked), torch.randn(4, 3, 8), mask)
+
+
+def test_a_decision_on_activations_stays_refused() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return h if h.sum() > 0 else h * 2 + self.lin(h).relu()
+
+    with pytest.raises(TraceError, match="reads the value"):
+        captured(make(forward))
+
+
+def test_a_small_module_that_decides_is_kept_whole() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+            return h * self.scale if mask.all() else h
+
+    def forward(self: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        return self.small(self.lin(x), mask)
+
+    with pytest.warns(UserWarning, match="kept whole"):
+        graph = captured(
+            make(forward, small=Small()), torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool)
+        ).train
+    assert [op.kind for op in graph.ops if op.kind == "opaque"] == ["opaque"]
+    assert not _checks(graph)
+
+
+def test_a_caught_exception_is_no_validation() -> None:
+    def forward(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        try:
+            if labels.max() > 5:
+                raise ValueError("large")
+        except ValueError:
+            return self.lin(x) * 2
+        return self.lin(x)
+
+    labels = torch.tensor([1, 7, 1, 1])
+    with pytest.raises(TraceError, match="not the same for all samples"):
+        captured(make(forward), torch.randn(4, 8), labels)
+
+
+def test_words_of_a_check_are_not_part_of_the_fingerprint() -> None:
+    graph = captured(make(asserted), torch.randn(4, 3, 8), torch.ones(4, 3).long()).train
+    text = graph.to_json().replace("asserting.py:", "moved.py:1")
+    assert text != graph.to_json()
+    assert fingerprint(OpGraph.from_json(text)) == fingerprint(graph)
+
+
+def test_a_flag_that_a_result_needs_a_gradient() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = x[:, None]
+        h.requires_grad = True
+        return self.lin(h)
+
+    faithful(make(forward), torch.randn(4, 8))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_checks_before_a_call_hold_exactly_where_the_model_does_not_raise(
+    rows: list[list[int]],
+) -> None:
+    graph, model = _CAPTURED.train, _MODEL
+    labels = torch.tensor(rows)
+    x = torch.randn(len(rows), 3, 8)
+    before = labels.clone()
+    try:
+        model(x, labels)
+        raised = False
+    except ValueError:
+        raised = True
+    leaves = {"x": x, "labels": labels}
+    if raised:
+        with pytest.raises(InputError):
+            check_inputs(graph, leaves, len(rows))
+    else:
+        check_inputs(graph, leaves, len(rows))
+    assert torch.equal(labels, before)
+
+
+_MODEL = make(_after_in_place)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _CAPTURED = captured(_MODEL, torch.randn(4, 3, 8), torch.randint(0, 8, (4, 3)))
