@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
-from pdcompile.batch import FlatCall, example_call, resolve_batch
+from pdcompile.batch import FlatCall, example_call, resize, resolve_batch
 from pdcompile.choices import Choices, check_model, check_options, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
 from pdcompile.explored import explored_plan
-from pdcompile.graph import Capture
+from pdcompile.graph import Capture, OpGraph
 from pdcompile.optimizers import default_optimizer
 from pdcompile.options import Options
 from pdcompile.passes import boundaries, codegen
@@ -32,6 +33,7 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.refined import refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.searching import Open
@@ -78,7 +80,9 @@ def build(
         plan = explored_plan(model, captured, options, chosen, wish, step)
         size = -(-layout.size // plan.training.num_microbatches)
     else:
-        plan = given or make_plan(model, captured, options, chosen, step)
+        plan = given or make_plan(
+            model, captured, options, chosen, resize(flat, layout, size), step
+        )
     proof = step("proof", lambda: check(plan))
     simulation = step("forecast", lambda: simulate(plan))
     plan = replace(plan, forecast=simulation.forecast)
@@ -108,9 +112,14 @@ def build(
 
 
 def make_plan(
-    model: nn.Module, captured: Capture, options: Options, chosen: Choices, step: Steps
+    model: nn.Module,
+    captured: Capture,
+    options: Options,
+    chosen: Choices,
+    microbatch: FlatCall,
+    step: Steps,
 ) -> Plan:
-    """Costs, the planner's problem, its answer with a certificate, and the plan of it."""
+    """Costs, a plan, and where that pays the same again with costs that timed stages mend."""
     factor, assumed = optimizer_factor(options.optimizer)
     depths = warmup(chosen.schedule, chosen.num_stages, chosen.num_microbatches)
     memory = memory_rule(
@@ -120,6 +129,7 @@ def make_plan(
         clipping=options.max_grad_norm is not None,
         optimizer_factor=factor,
     )
+    said = [assumed] if assumed else []
     graph = step(
         "costs",
         lambda: profile(
@@ -128,21 +138,11 @@ def make_plan(
             microbatch_size=chosen.microbatch_size,
             costs=options.costs,
             progress=step.listener.part,
+            say=said.append,
         ),
     )
     if options.costs == "measured":
         refuse_mostly_estimated(graph, model)
-    problem = step(
-        "problem",
-        lambda: coarsen(
-            graph,
-            stage_limits(chosen.cluster, chosen.num_stages),
-            num_microbatches=chosen.num_microbatches,
-            objective=chosen.objective,
-            memory=memory,
-            constraints=options.constraints,
-        ),
-    )
     training = Training(
         schedule=chosen.schedule,
         num_microbatches=chosen.num_microbatches,
@@ -154,20 +154,43 @@ def make_plan(
         seed=options.seed,
     )
 
-    def solve(problem: PartitionProblem) -> tuple[Plan, Partition]:
-        answer, certificate = partition(
-            problem,
-            time_limit=options.time_limit,
-            seed=options.seed,
-            progress=step.listener.found,
+    def planned(graph: OpGraph, step: Steps) -> Plan:
+        problem = step(
+            "problem",
+            lambda: coarsen(
+                graph,
+                stage_limits(chosen.cluster, chosen.num_stages),
+                num_microbatches=chosen.num_microbatches,
+                objective=chosen.objective,
+                memory=memory,
+                constraints=options.constraints,
+            ),
         )
-        plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
-        return replace(plan, forecast=simulate(plan).forecast), answer
 
-    plan = step("plan", lambda: replace(fit(problem, solve), problem=problem))
-    check_plan(plan, graph, chosen.cluster)
-    notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
-    return replace(plan, notes=notes)
+        def solve(problem: PartitionProblem) -> tuple[Plan, Partition]:
+            answer, certificate = partition(
+                problem,
+                time_limit=options.time_limit,
+                seed=options.seed,
+                progress=step.listener.found,
+            )
+            plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
+            return replace(plan, forecast=simulate(plan).forecast), answer
+
+        plan = step("plan", lambda: replace(fit(problem, solve), problem=problem))
+        check_plan(plan, graph, chosen.cluster)
+        return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
+
+    plan = planned(graph, step)
+    reason = why_not(plan, options, model)
+    if reason is not None:
+        note = (f"stages not timed: {reason}; refine=True does it",) if reason else ()
+        return replace(plan, notes=(*plan.notes, *note))
+    again = partial(planned, step=Steps(folder=""))
+    return step(
+        "refined",
+        lambda: refined_plan(plan, graph, captured, model, microbatch.leaves, again, step.listener),
+    )
 
 
 def compile(
@@ -190,6 +213,7 @@ def compile(
     max_grad_norm: float | None = None,
     seed: int = 0,
     costs: Any = "measured",
+    refine: bool | Literal["auto"] = "auto",
     verify: Literal["auto", "full", "blocks", "off"] = "auto",
     outputs: Literal["none", "last", "all"] = "last",
     keep_model: bool = False,
@@ -226,7 +250,10 @@ def compile(
         loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
         max_grad_norm: clip by the global norm over all stages.
         seed: of dropout and all other random ops, and of the search.
-        costs: "measured", "estimated", or a saved profile.
+        costs: "measured" (kept in ~/.cache/pdcompile; PDCOMPILE_CACHE says where, or "off"),
+            "estimated", or a saved profile.
+        refine: time the planned stages, rescale the costs of their ops and plan again, at most
+            twice; "auto": with measured costs, when that takes seconds.
         verify: "auto" and "full" compare the stages with eager before the first step; "off".
         outputs: which ranks get `result.outputs`.
         keep_model: train a copy and leave `model` as it is.

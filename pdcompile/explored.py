@@ -11,7 +11,7 @@ from pdcompile.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.explore import Explored, explore
 from pdcompile.passes.optimizer_state import optimizer_factor
-from pdcompile.passes.profile import profile
+from pdcompile.passes.profile.sizes import Sizes
 from pdcompile.plan import Plan, Training, check
 from pdcompile.searching import Open, search_space
 from pdcompile.steps import Steps
@@ -37,15 +37,19 @@ def explored_plan(
     factor, assumed = optimizer_factor(options.optimizer)
     space = search_space(wish, options, chosen, captured.train.sizes)
 
+    said = [assumed] if assumed else []
+    sizes = Sizes(
+        captured.train,
+        model,
+        [-(-chosen.batch_size // m) for m in space.microbatches],
+        costs=options.costs,
+        progress=step.listener.part,
+        say=said.append,
+    )
+
     @cache
     def graph_at(m: int) -> OpGraph:
-        return profile(
-            captured.train,
-            model,
-            microbatch_size=-(-chosen.batch_size // m),
-            costs=options.costs,
-            progress=step.listener.part,
-        )
+        return sizes.at(-(-chosen.batch_size // m))
 
     training = Training(
         batch_size=chosen.batch_size,
@@ -70,5 +74,4 @@ def explored_plan(
     step("costs", lambda: [graph_at(m) for m in space.microbatches])
     plan = step("plan", search).plan
     check(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
-    notes = (*plan.notes, *chosen.cluster.notes, *([assumed] if assumed else []))
-    return replace(plan, notes=notes)
+    return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))

@@ -30,6 +30,7 @@ class Options:
     max_grad_norm: float | None = None
     seed: int = 0
     costs: Any = "measured"
+    refine: bool | Literal["auto"] = "auto"
     verify: Literal["auto", "full", "blocks", "off"] = "auto"
     outputs: Literal["none", "last", "all"] = "last"
     keep_model: bool = False

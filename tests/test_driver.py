@@ -118,7 +118,7 @@ def test_measuring_and_searching_tell_how_far_they_are() -> None:
     build(
         model,
         example_call(model, x, y),
-        Options(loss_fn=models.loss_for(model), stages=3, microbatches=4),
+        Options(loss_fn=models.loss_for(model), stages=3, microbatches=4, refine=False),
         step=Steps(Ear()),
     )
     assert [done for done, _ in parts] == list(range(parts[-1][1] + 1))

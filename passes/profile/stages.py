@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -25,6 +26,7 @@ from pdcompile.passes.costs import Call, Index
 from pdcompile.passes.profile.clock import timed
 from pdcompile.passes.profile.keys import structural_key
 from pdcompile.passes.untouched import untouched
+from pdcompile.passes.verify.runs import autocast
 from pdcompile.plan import Plan
 from pdcompile.randomness import DrawScope, preserved_rng, reseed
 from pdcompile.stage import Signature, Sources, StageInterface
@@ -72,7 +74,7 @@ def measure_stages(
     keys = [stage_key(graph, plan, k, microbatch_size) for k in range(len(plan.stages))]
     share = budget_seconds / len(set(keys))
     found: dict[str, StageTimes] = {}
-    tensors: dict[str, torch.Tensor] = dict(graph.tensor_values)
+    tensors: dict[str, torch.Tensor] = dict(sources.constants)
     tensors.update(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     gradient = {edge.value for edge in plan.edges if edge.gradient}
@@ -84,7 +86,10 @@ def measure_stages(
         for k, (cls, interface) in enumerate(zip(classes, sources.interfaces, strict=True)):
             if progress:
                 progress(k, len(keys), f"stage {k}")
-            bench = _Bench(cls, interface, tensors.__getitem__, model, gradient, leaves, device)
+            bench = _Bench(
+                cls, interface, tensors.__getitem__, model, gradient, leaves, device,
+                partial(autocast, plan),
+            )  # fmt: skip
             arguments = bench.arguments(values)
             if keys[k] not in found:
                 found[keys[k]] = bench.measure(arguments, share)
@@ -115,6 +120,7 @@ class _Bench:
     gradient: set[str]  # values whose gradient goes back over an edge
     leaves: Mapping[str, Any]
     device: torch.device
+    region: Callable[[], AbstractContextManager[Any]]  # of autocast
     scope: DrawScope | None = None
     module: nn.Module = field(init=False)
 
@@ -149,7 +155,8 @@ class _Bench:
         for port in self.signature.inputs:
             value = arguments[port.value]
             given.append(value.clone() if port.mutated else value)
-        results = self.module(*given)
+        with self.region():
+            results = self.module(*given)
         return {p.value: one for p, one in zip(self.signature.outputs, results, strict=True)}
 
     def measure(self, arguments: Mapping[str, Any], seconds: float) -> StageTimes:
@@ -189,7 +196,8 @@ class _Bench:
             given = [
                 outputs[p.value] if p.value in outputs else self.leaves[p.path or ""] for p in ports
             ]
-            loss = self.module.loss(*given)  # type: ignore[operator]
+            with self.region():
+                loss = self.module.loss(*given)  # type: ignore[operator]
         elif signature.loss is not None:
             loss = outputs[signature.loss]
         if loss is not None and loss.requires_grad:

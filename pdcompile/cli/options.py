@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -117,6 +117,15 @@ class Flags:
             help="measured: time the ops here; estimated: from FLOPs and bytes; or a profile file.",
         ),
     ] = "measured"
+    refine: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off",
+            rich_help_panel=SEARCH,
+            help="Time the planned stages, rescale the costs of their ops and plan again; auto: "
+            "with measured costs, when that takes seconds.",
+        ),
+    ] = "auto"
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -158,6 +167,7 @@ class Flags:
             max_grad_norm=self.max_grad_norm,
             seed=self.seed,
             costs=self.costs,
+            refine=_refine(self.refine),
             time_limit=self.time_limit,
             **more,
         )
@@ -281,6 +291,11 @@ def _cluster(text: str) -> Any:
             remedy="for example: --cluster local:4",
         )
     return Cluster.local(int(number))
+
+
+def _refine(text: str) -> bool | Literal["auto"]:
+    _one_of("--refine", text, ("auto", "on", "off"))
+    return "auto" if text == "auto" else text == "on"
 
 
 def _microbatches(text: str) -> Any:

@@ -44,9 +44,10 @@ class _Bar(Listener):
         self._bar.update(self._task, description=f"{TITLE}: {name}", total=None, completed=0)
 
     def part(self, done: int, total: int, what: str) -> None:
+        parts = "stages" if what.startswith("stage ") else "ops"
         self._bar.update(
             self._task,
-            description=f"{TITLE}: measuring {done} of {total} ops, {what.rpartition('.')[2]}",
+            description=f"{TITLE}: measuring {done} of {total} {parts}, {what.rpartition('.')[2]}",
             total=total,
             completed=done,
         )
