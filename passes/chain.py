@@ -42,7 +42,7 @@ class Chain:
         self._interfaces = sources.interfaces
         parameters = dict(model.named_parameters())
         self._tied = [(one.stages, parameters[one.fqn]) for one in tied]
-        tensors: dict[str, torch.Tensor] = dict(graph.tensor_values)
+        tensors: dict[str, torch.Tensor] = dict(sources.constants)
         tensors.update(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
         self._stages = [

@@ -63,3 +63,26 @@ def test_an_entrance_keeps_the_gradient_and_its_layout() -> None:
     assert entrance.gradient is not None
     assert torch.equal(entrance.gradient, factor.t())
     assert entrance.gradient.stride() == (1, 4)
+
+
+TRAINING, EVALUATION = torch.linspace(0, 1, 8), torch.linspace(5, 6, 8)
+
+
+class ConstantsByMode(nn.Module):
+    """A tensor of the module's surroundings in training, another one in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = TRAINING if self.training else EVALUATION
+        return self.two(torch.tanh(self.one(x) * scale))
+
+
+@pytest.mark.parametrize("position", [1, 2])
+def test_each_mode_has_its_own_constants(position: int) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    _, report = check(ConstantsByMode(), x, [position], target, mean_square)
+    assert report.differences == ()
