@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pdcompile.autocast import OFF
 from pdcompile.batch import flatten_call, unflatten_output
 from pdcompile.errors import InputError, TraceError
-from pdcompile.autocast import OFF
 from pdcompile.graph import (
     Affine,
     Argument,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pdcompile.autocast import autocast_text
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
@@ -34,6 +35,7 @@ class Choices:
     max_grad_norm: float | None
     seed: int
     objective: Literal["bottleneck", "flush"]
+    autocast: str | None = None  # "cpu:bfloat16"
 
 
 def choose(
@@ -43,6 +45,7 @@ def choose(
     splits: bool,
     num_ranks: int | None,
     searching: bool = False,
+    device: str = "cpu",
 ) -> Choices:
     """Resolve the options.
 
@@ -51,6 +54,7 @@ def choose(
         splits: False when nothing has a batch dimension (one microbatch).
         num_ranks: processes under torchrun, None in one process.
         searching: the planner decides how many devices a stage has; there may be fewer stages.
+        device: kind of the device that the model is on.
 
     Raises:
         ConfigError: an option does not fit the minibatch or the machines.
@@ -80,6 +84,7 @@ def choose(
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
         objective="flush" if schedule in FLUSH_SCHEDULES else "bottleneck",
+        autocast=autocast_text(options.autocast, device),
     )
 
 
@@ -135,13 +140,12 @@ def check_options(options: Options) -> None:
             remedy="use schedule='2bw', or clip per stage in the optimizer",
         )
     _group(options.group)
-    for name in ("autocast", "grad_scaler"):
-        if getattr(options, name) is not None:
-            raise ConfigError(
-                f"{name}={getattr(options, name)!r} is not available yet",
-                remedy=f"leave {name} out; a torch.autocast region inside the model's forward "
-                "is captured as it is",
-            )
+    autocast_text(options.autocast)
+    if options.grad_scaler is not None:
+        raise ConfigError(
+            f"grad_scaler={options.grad_scaler!r} is not available yet",
+            remedy="leave it out: autocast='bfloat16' needs none",
+        )
     if options.memory is not None:
         parse_bytes(options.memory, what="memory")
     _schedule(options)

@@ -29,6 +29,7 @@ from pdcompile.passes.profile import profile
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.trace import capture
+from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
@@ -69,11 +70,15 @@ def build(
         splits=layout.splits,
         num_ranks=num_ranks,
         searching=wish is not None,
+        device=device_of(model, flat).type,
     )
     size = chosen.microbatch_size
 
     captured = step(
-        "graph", lambda: capture(model, flat, layout, options.loss_fn, microbatch_size=size)
+        "graph",
+        lambda: capture(
+            model, flat, layout, options.loss_fn, microbatch_size=size, autocast=chosen.autocast
+        ),
     )
     given = given_plan(options, chosen, captured.train)
     if given is None and wish is not None:
@@ -149,6 +154,7 @@ def make_plan(
         batch_size=chosen.batch_size,
         warmup=depths,
         loss_reduction=chosen.loss_reduction,
+        autocast=chosen.autocast,
         max_grad_norm=options.max_grad_norm,
         optimizer_factor=factor,
         seed=options.seed,
@@ -248,6 +254,8 @@ def compile(
         constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
         loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
+        autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn
+            run in that region, as in ``with torch.autocast(…): loss = loss_fn(model(x), y)``.
         max_grad_norm: clip by the global norm over all stages.
         seed: of dropout and all other random ops, and of the search.
         costs: "measured" (kept in ~/.cache/pdcompile; PDCOMPILE_CACHE says where, or "off"),

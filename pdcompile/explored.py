@@ -54,6 +54,7 @@ def explored_plan(
     training = Training(
         batch_size=chosen.batch_size,
         loss_reduction=chosen.loss_reduction,
+        autocast=chosen.autocast,
         max_grad_norm=options.max_grad_norm,
         optimizer_factor=factor,
         seed=options.seed,

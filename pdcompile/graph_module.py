@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pdcompile.autocast import autocast_region
 from pdcompile.errors import TraceError
 from pdcompile.graph import (
     Affine,
@@ -109,8 +110,7 @@ def _modes(op: Op) -> Iterator[None]:
         if not op.grad_enabled:
             stack.enter_context(torch.no_grad())
         if op.autocast is not None:
-            device, _, dtype = op.autocast.partition(":")
-            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
+            stack.enter_context(autocast_region(op.autocast))
         yield
 
 
@@ -154,6 +154,7 @@ class Origin:
     train: OpGraph | None = None
     eval: OpGraph | None = None
     loss_fn: Callable[..., Any] | None = None
+    autocast: str | None = None  # the region around model and loss_fn
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Origin, ())  # a graph that travels to another process leaves its model behind

@@ -114,6 +114,7 @@ def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None
         "batch size": (training.batch_size, chosen.batch_size),
         "max_grad_norm": (training.max_grad_norm, chosen.max_grad_norm),
         "loss_reduction": (training.loss_reduction, chosen.loss_reduction),
+        "autocast": (training.autocast, chosen.autocast),
         "seed": (training.seed, chosen.seed),
     }
     for name, (planned, asked) in wanted.items():

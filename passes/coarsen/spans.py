@@ -10,6 +10,7 @@ from __future__ import annotations
 import networkx as nx  # type: ignore[import-untyped]
 
 from pdcompile.graph import CHECK, DTYPE_BYTES, Op, OpGraph, Ref, walk
+from pdcompile.passes.coarsen.casts import join_casts
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.summation import summation_order
 
@@ -33,6 +34,7 @@ def join_spans(graph: OpGraph, groups: Groups) -> None:
     _join_unsendable(graph, groups, position)
     _join_mutations(graph, groups, position)
     _join_buffers(graph, groups)
+    join_casts(graph, groups)
     _join_calls(graph, groups, position)
     _join_output(graph, groups, position)
 

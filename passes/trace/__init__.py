@@ -58,6 +58,7 @@ def capture(
     loss_fn: Callable[..., Any] | None,
     *,
     microbatch_size: int | None = None,
+    autocast: str | None = None,
 ) -> Capture:
     """Capture training and evaluation, valid for every microbatch size.
 
@@ -66,6 +67,7 @@ def capture(
         layout: which dims follow the batch.
         loss_fn: (output, target) -> scalar; None when the model returns its loss.
         microbatch_size: the size that will run; the batch size of `flat` when None.
+        autocast: the region in which model and loss_fn run, such as "cpu:bfloat16".
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
@@ -78,8 +80,9 @@ def capture(
     check_model(model)
     size = layout.size if microbatch_size is None else microbatch_size
     table = ModuleTable(model)
+    table.autocast = autocast
     table.reads = Reads(flat, layout)
-    origin = Origin(weakref.ref(model), loss_fn=loss_fn)
+    origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
     whole = Whole(model, table)
 
     def graph_of(training: bool) -> OpGraph:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from pdcompile.autocast import autocast_region
 from pdcompile.batch import BatchLayout, FlatCall, output_leaves
 from pdcompile.errors import VerifyError
 from pdcompile.graph import Capture, Op, OpGraph, leaves
@@ -63,7 +65,8 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
         model.zero_grad(set_to_none=True)
         with same_buffers(model):
             with torch.set_grad_enabled(graph.training):
-                outputs, loss = call()
+                with _ambient(graph):
+                    outputs, loss = call()
                 if graph.training:
                     _backward(outputs, loss)
             return _outcome(model, outputs, loss)
@@ -92,6 +95,11 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
         where=op.source if op is not None else None,
         remedy="please report this model: capture has to refuse what it cannot reproduce",
     )
+
+
+def _ambient(graph: OpGraph) -> AbstractContextManager[Any]:
+    """The region around model and loss_fn: ops of one weight share its cast."""
+    return autocast_region(graph.origin.autocast if graph.origin is not None else None)
 
 
 def _eager(model: nn.Module, graph: OpGraph, flat: FlatCall) -> tuple[list[Any], Any]:
@@ -193,7 +201,7 @@ def _first_difference(
     start: torch.Tensor,
 ) -> Op | None:
     loss_fn = graph.origin.loss_fn if graph.origin is not None else None
-    with torch.set_grad_enabled(graph.training):
+    with torch.set_grad_enabled(graph.training), _ambient(graph):
         call = FlatCall(_fresh(flat), flat.spec)
         expected = observe(model, call, layout, loss_fn)
         torch.default_generator.set_state(start)

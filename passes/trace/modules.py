@@ -43,6 +43,7 @@ class ModuleTable:
         self.caches = caches()
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
+        self.autocast: str | None = None  # the region around model and loss_fn
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             self.names[id(module)] = path

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from pdcompile.autocast import autocast_region
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.opaque import describe, tensors_at
@@ -154,7 +155,7 @@ def _run_once(
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
-            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(autocast_region(table.autocast or f"{device}:off"))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)

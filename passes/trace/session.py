@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pdcompile.autocast import OFF, autocast_region
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
@@ -115,7 +116,7 @@ def _record(
             recorder.check_generators = sentinel.check
         stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
-        stack.enter_context(torch.autocast(fakes.device.type, enabled=False))
+        stack.enter_context(autocast_region(table.autocast or f"{fakes.device.type}:off"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         stack.enter_context(observer)
@@ -125,6 +126,9 @@ def _record(
         except TraceError as error:
             error.module_path = recorder.failed
             raise
+    if table.autocast is not None:
+        off = f"{fakes.device.type}:{OFF}"
+        recorder.ops = [op if op.autocast else replace(op, autocast=off) for op in recorder.ops]
     output_argument, output_spec = structure(
         output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
     )

@@ -97,6 +97,13 @@ class Flags:
             help="Clip gradients to this norm over all stages.",
         ),
     ] = None  # fmt: skip
+    autocast: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE", rich_help_panel=TRAINING,
+            help="Run model and loss in torch.autocast: bfloat16 or float16.",
+        ),
+    ] = None  # fmt: skip
     optimizer: Annotated[
         str,
         typer.Option(
@@ -148,6 +155,7 @@ class Flags:
             max_grad_norm=training.max_grad_norm
             if self.max_grad_norm is None
             else self.max_grad_norm,
+            autocast=training.autocast if self.autocast is None else self.autocast,
         )
 
     def to_options(self, workload: Workload, **more: Any) -> Options:
@@ -164,6 +172,7 @@ class Flags:
             schedule=self.schedule,
             microbatches=_microbatches(self.microbatches),
             memory=self.memory,
+            autocast=self.autocast,
             max_grad_norm=self.max_grad_norm,
             seed=self.seed,
             costs=self.costs,

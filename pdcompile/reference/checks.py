@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import nn
 
+from pdcompile.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 
@@ -64,13 +64,7 @@ def check_options(options: Options) -> int:
         raise ConfigError(
             "grad_scaler is not available yet", remedy="autocast=torch.bfloat16 needs none"
         )
-    name = options.autocast
-    if name is not None and not isinstance(
-        getattr(torch, name, None) if isinstance(name, str) else name, torch.dtype
-    ):
-        raise ConfigError(
-            f"autocast={name!r} is no dtype", remedy="None, torch.bfloat16 or 'bfloat16'"
-        )
+    autocast_text(options.autocast)
     if options.loss_fn is not None and not callable(options.loss_fn):
         raise ConfigError(f"loss_fn is not callable: {options.loss_fn!r}")
     reduction = options.loss_reduction

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.autocast import autocast_region, autocast_text
 from pdcompile.batch import (
     BatchLayout,
     FlatCall,
@@ -304,11 +305,7 @@ class Reference:
         return DrawScope(self._model, self._options.seed, minibatch, microbatch, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        chosen = self._options.autocast
-        if chosen is None:
-            return nullcontext()
-        dtype = getattr(torch, chosen) if isinstance(chosen, str) else chosen
-        return torch.autocast(self._device.type, dtype)
+        return autocast_region(autocast_text(self._options.autocast, self._device.type))
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:

@@ -48,12 +48,16 @@ def captured(
     loss_fn: Any = None,
     target: Any = None,
     microbatch_size: int | None = None,
+    autocast: str | None = None,
     **kwargs: Any,
 ) -> Capture:
     """Capture a model on one call (by default of four rows) and check that nothing changed."""
     flat = flatten_call(model, args or (rows(),), kwargs, target)
     before = _state(model)
-    found = capture(model, flat, resolve_batch(flat), loss_fn, microbatch_size=microbatch_size)
+    layout = resolve_batch(flat)
+    found = capture(
+        model, flat, layout, loss_fn, microbatch_size=microbatch_size, autocast=autocast
+    )
     _assert_same(before, _state(model))
     return found
 

@@ -50,7 +50,7 @@ def make(**options: Any) -> Reference:
         ({"optimizer": lambda parameters: 1}, "returned int"),
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler"),
-        ({"autocast": "float"}, None),
+        ({"autocast": "float"}, "no dtype"),
         ({"autocast": "fp16"}, "no dtype"),
         ({"nonsense": 1}, "nonsense"),
         ({"model": 3}, "not an nn.Module"),
