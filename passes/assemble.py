@@ -16,7 +16,7 @@ from pdcompile.graph import Op, OpCost, OpGraph
 from pdcompile.graph import fingerprint as graph_fingerprint
 from pdcompile.passes import boundaries
 from pdcompile.passes.coarsen.items import held_by
-from pdcompile.passes.costs import Resident, residents
+from pdcompile.passes.costs import Resident, forecast
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 
@@ -43,7 +43,7 @@ def assemble(
     by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
     num_stages = len(problem.stages)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    resident = residents(graph, stage_of, num_stages, b)
+    resident = forecast(graph, stage_of, num_stages, b)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         ops[stage].append(op)

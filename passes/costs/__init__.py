@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pdcompile.graph import OpCost, OpGraph
 from pdcompile.passes.costs.call import Call, Index, Number, Operand, product
 from pdcompile.passes.costs.flops import forward_flops, is_product
+from pdcompile.passes.costs.forecast import forecast
 from pdcompile.passes.costs.resident import Resident, residents
 from pdcompile.passes.costs.roofline import REFERENCE, Machine, calibrate
 from pdcompile.passes.costs.saved import Saved, has_rule, saved
@@ -30,6 +31,7 @@ __all__ = [
     "Saved",
     "calibrate",
     "estimate",
+    "forecast",
     "formula",
     "forward_flops",
     "has_rule",
@@ -62,7 +64,7 @@ def formula(graph: OpGraph) -> dict[str, Formula]:
     for op in graph.ops:
         call = Call(op, index)
         flops = sympy.expand(forward_flops(call))
-        found[op.name] = Formula(flops, sympy.expand(_output_bytes(call)))
+        found[op.name] = Formula(flops, sympy.expand(call.output_bytes))
     return found
 
 
@@ -98,7 +100,7 @@ def _cost(call: Call, saved_bytes: int, microbatch_size: int, machine: Machine) 
         flops=flops,
         parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.held),
         saved_bytes=saved_bytes,
-        output_bytes=_output_bytes(call),
+        output_bytes=call.output_bytes,
         workspace_bytes=workspace_bytes(call),
         microbatch_size=microbatch_size,
         origin="estimated",
@@ -109,6 +111,7 @@ def seconds(call: Call, machine: Machine) -> tuple[float, float]:
     """Forward and backward seconds of one op by the roofline."""
     if call.is_view:
         return 0.0, 0.0
+    machine = machine.of(call.out.dtype)
     flops = forward_flops(call)
     read = sum(operand.bytes for operand in call.inputs)
     written = sum(output.bytes for output in call.outputs)
@@ -135,10 +138,6 @@ def workspace_bytes(call: Call) -> int:
         return 0
     outgoing = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
     return int(sum(output.bytes for output in call.outputs if output.requires_grad) + outgoing)
-
-
-def _output_bytes(call: Call) -> Number:
-    return 0 if call.is_view or call.in_place else sum(output.bytes for output in call.outputs)
 
 
 _READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))

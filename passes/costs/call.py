@@ -171,6 +171,11 @@ class Call:
         return tuple(found)
 
     @property
+    def output_bytes(self) -> Number:
+        """Bytes of the results, 0 where they lie in memory that was there before."""
+        return 0 if self.is_view or self.in_place else sum(one.bytes for one in self.outputs)
+
+    @property
     def requires_grad(self) -> bool:
         """Whether autograd records this op: it runs under grad mode and a result requires grad."""
         return self.op.grad_enabled and any(output.requires_grad for output in self.outputs)

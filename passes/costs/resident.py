@@ -1,5 +1,6 @@
 """What one microbatch keeps on a stage, and the transient peak of its backward.
 
+By rules alone, fast enough for a search; `forecast` knows what a chosen plan holds to the byte.
 The planner adds up items, which overcounts at cuts: a tensor that is received lies in a receive
 slot, and is not saved a second time.  Once the stages are known their bytes are counted exactly:
 the union, by storage, of what the stage's ops save, without what it receives, with the results
@@ -22,11 +23,14 @@ class Resident:
     """Bytes of one microbatch on one stage.
 
     `workspace_bytes`: how far the live gradients and transients of the backward exceed what it
-    has already released of `saved_bytes`.
+    has already released of `saved_bytes`.  `first_peak_bytes` is known of a stage that was
+    `rehearsed`: forward and backward of the first microbatch, whose gradients of parameters stay.
     """
 
     saved_bytes: int
     workspace_bytes: int
+    first_peak_bytes: int | None = None
+    rehearsed: bool = False
 
 
 def residents(

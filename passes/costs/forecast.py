@@ -1,0 +1,170 @@
+"""What the stages of a cut hold, by rehearsing each distinct one of them once.
+
+Stages of equal layers are equal, so that the forecast of a deep model costs little more than
+that of one of its stages.  A stage that cannot be rehearsed is added up by rules (`residents`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
+from pdcompile.passes.costs.lifetimes import releases
+from pdcompile.passes.costs.resident import Resident, residents
+
+if TYPE_CHECKING:
+    from pdcompile.passes.costs.rehearse import Ports, Rehearsal
+
+_LOG = logging.getLogger(__name__)
+_KEPT = 512
+_known: dict[str, Rehearsal | None] = {}  # by structure; None: cannot be rehearsed
+
+
+def forecast(
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
+) -> tuple[Resident, ...]:
+    """For every stage, given the stage of each op of the graph, at microbatch size b.
+
+    `saved_bytes` is what is alive when the forward of a microbatch has returned, its results
+    among it; `workspace_bytes` how far forward and backward exceed that, beside gradients of
+    parameters that have memory already; `first_peak_bytes` the peak of both together for the
+    first microbatch, gradients of parameters among it.
+    """
+    ports = ports_of(graph, stage_of, num_stages)
+    members: list[list[Op]] = [[] for _ in range(num_stages)]
+    for op, stage in zip(graph.ops, stage_of, strict=True):
+        members[stage].append(op)
+    found = [_rehearsed(graph, members[s], ports[s], b) for s in range(num_stages)]
+    ruled = residents(graph, stage_of, num_stages, b) if None in found else ()
+    return tuple(
+        ruled[s]
+        if one is None
+        else Resident(
+            one.resident_bytes,
+            max(0, one.peak_bytes - one.resident_bytes),
+            one.first_peak_bytes,
+            rehearsed=True,
+        )
+        for s, one in enumerate(found)
+    )
+
+
+def ports_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> list[Ports]:
+    """What each stage takes and gives; ops of the loss are on the last one."""
+    from pdcompile.passes.costs.rehearse import Ports
+
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    returned = {ref.name for ref in walk(graph.output, Ref)} | {graph.loss}
+    last = num_stages - 1
+    received: list[list[str]] = [[] for _ in range(num_stages)]
+    entered: list[list[str]] = [[] for _ in range(num_stages)]
+    chained: list[list[str]] = [[] for _ in range(num_stages)]
+    results: list[list[str]] = [[] for _ in range(num_stages)]
+    roots: list[list[str]] = [[] for _ in range(num_stages)]
+    for i, op in enumerate(graph.ops):
+        value = graph.values[op.name]
+        home = stage_of[i]
+        readers = {stage_of[position[name]] for name in value.consumers if name in position}
+        readers.discard(home)
+        targets = readers | ({last} if op.name in returned and home != last else set())
+        if targets or op.name in returned:
+            results[home].append(op.name)
+        for target in targets:
+            received[target].append(op.name)
+        # Only stages that compute with a value send a gradient for it.
+        for target in sorted(readers) if value.needs_gradient else ():
+            entered[target].append(op.name)
+            if target != max(readers):
+                chained[target].append(op.name)
+        if readers and value.needs_gradient:
+            roots[home].append(op.name)
+    return [
+        Ports(
+            tuple(received[s]), tuple(entered[s]), tuple(chained[s]), tuple(results[s]),
+            frozenset(roots[s]),
+        )
+        for s in range(num_stages)
+    ]  # fmt: skip
+
+
+def _rehearsed(graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int) -> Rehearsal | None:
+    from pdcompile.passes.costs.rehearse import rehearse
+
+    key = _Key(graph, b).of(ops, ports)
+    if key not in _known:
+        try:
+            found = rehearse(graph, ops, ports, b)
+        except Exception as error:  # ops are anyone's: whatever they raise, the rules remain
+            _LOG.info("a stage is added up by rules, it cannot be rehearsed: %s", error)
+            found = None
+        if len(_known) >= _KEPT:
+            _known.clear()
+        _known[key] = found
+    return _known[key]
+
+
+@dataclass
+class _Key:
+    """A digest of all that decides what a stage holds; names are numbered as they appear."""
+
+    graph: OpGraph
+    b: int
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def of(self, ops: Sequence[Op], ports: Ports) -> str:
+        names = (*(name for op in ops for name in (*op.inputs, op.name)), *ports.received)
+        lines = [f"{self.graph.training} {self.b}"]
+        lines += [self._value(name) for name in dict.fromkeys(names)]
+        lines += [self._op(op) for op in ops]
+        given = (ports.received, ports.entered, ports.chained, ports.results)
+        lines += [self._names(part) for part in given]
+        lines.append(self._names(sorted(ports.roots, key=self._number)))
+        lines.append(self._names([self.graph.loss or ""]))
+        lines += [self._names(part) for part in releases(self.graph, ops, set(ports.results))]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _number(self, name: str) -> int:
+        return self.numbers.setdefault(name, len(self.numbers))
+
+    def _names(self, names: Sequence[str]) -> str:
+        return " ".join(str(self._number(name)) for name in names)
+
+    def _value(self, name: str) -> str:
+        value = self.graph.values[name]
+        shape = tuple(size_at(size, self.b) for size in value.shape)
+        flags = (value.requires_grad, value.producer is None, value.stride_order)
+        return (
+            f"{self._number(name)} {value.dtype} {shape} {flags} {self._number(str(value.storage))}"
+        )
+
+    def _op(self, op: Op) -> str:
+        own = op.module_path if op.kind == "opaque" else ""
+        tensors = (*op.parameters, *op.buffers_read, *op.buffers_written)
+        parts = (
+            self._number(op.name), op.kind, op.target, own, op.grad_enabled, op.autocast,
+            op.saved_bytes, self._names(op.mutates), self._text(op.args), self._text(op.kwargs),
+            self._text(op.constructor), " ".join(self._text(Attr(fqn)) for fqn in tensors),
+        )  # fmt: skip
+        return "|".join(str(part) for part in parts)
+
+    def _text(self, argument: Any) -> str:
+        match argument:
+            case Ref(name):
+                return f"%{self._number(name)}"
+            case Attr(fqn):
+                info = self.graph.tensors.get(fqn)
+                about = (info.shape, info.dtype, info.requires_grad, info.kind) if info else fqn
+                return f"@{self._number('tensor ' + fqn)}{about}"
+            case Affine():
+                return str(argument.at(self.b))
+            case ListOf(items) | DictOf(items):
+                return f"{type(argument).__name__}{self._text(items)}"
+            case Slice(start, stop, step):
+                return ":".join(map(self._text, (start, stop, step)))
+            case tuple():
+                return f"({','.join(map(self._text, argument))})"
+        return f"{type(argument).__name__} {argument!r}"

@@ -1,0 +1,76 @@
+"""LiveStorages: how many bytes of tensors are alive, storage by storage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the untyped storages that ops return while it is on, each once, until they die.
+
+    `now_bytes` is what is alive, also after the mode has been left; `peak_bytes` the most that
+    was alive when an op had just returned.  What a kernel allocates and frees inside is not
+    seen.  Storages of the tensors in `given` are never counted.  Works on real tensors of any
+    device and on fake ones, which have sizes but no memory.
+    """
+
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self._given: dict[int, torch.UntypedStorage] = {}  # kept, or an address might come again
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.give(given)
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these from now on; they must not have been counted yet."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._given[storage._cdata] = storage
+
+    @property
+    def given(self) -> frozenset[int]:
+        """Addresses of the storages that are not counted."""
+        return frozenset(self._given)
+
+    def reset_peak(self) -> None:
+        """Forget what was alive before; the peak begins at what is alive now."""
+        self.peak_bytes = self.now_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._see(leaf.untyped_storage(), func, args)
+        self.sample()
+        return result
+
+    def sample(self) -> None:
+        """Note what is alive now as a candidate for the peak."""
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
+        """Bytes of a storage that an op returned for the first time."""
+        return storage.nbytes()
+
+    def _see(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> None:
+        key = storage._cdata
+        if key in self._given or key in self._alive:
+            return
+        size = self.size_of(storage, func, args)
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.now_bytes -= size
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.now_bytes += size

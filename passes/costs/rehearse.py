@@ -1,0 +1,341 @@
+"""Rehearse: forward and backward of a stage on tensors without memory, storage by storage.
+
+Rules for single ops cannot know in which order autograd frees and sums, nor what kernels are made
+of.  So the ops of a stage run once on fake tensors, with torch's own autograd, as the runtime
+runs them, and what is alive is counted.  Kernels that choose otherwise on fake tensors than on
+real ones (recurrent layers) and modules that are kept whole are played by stand-ins of a measured
+or estimated size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pdcompile.entrance import Entrance
+from pdcompile.graph import Op, OpGraph, TensorInfo, size_at
+from pdcompile.graph_module import materialise, run_op
+from pdcompile.passes.costs.call import Call, Index
+from pdcompile.passes.costs.lifetimes import releases
+from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.standins import RECURRENT, Role, by_rule, by_running, play
+from pdcompile.randomness import preserved_rng
+
+# Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
+_UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Names of what a stage takes and gives, by how autograd sees it.
+
+    `received`: values of earlier stages; `entered`: those of them whose gradients go back;
+    `chained`: those of these that bring the sum of later readers; `results`: values that leave
+    the stage or the model; `roots`: those of them that get a gradient from outside.
+    """
+
+    received: tuple[str, ...]
+    entered: tuple[str, ...]
+    chained: tuple[str, ...]
+    results: tuple[str, ...]
+    roots: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Bytes of one microbatch on one stage.
+
+    `resident_bytes`: alive when the forward has returned, results among it, without parameters,
+    what was received and the caller's inputs.  `peak_bytes`: the most that was alive until the
+    backward is done, beside gradients of parameters that earlier microbatches have made.
+    `first_peak_bytes`: the same for the first microbatch, with the gradients that it makes.
+    """
+
+    resident_bytes: int
+    peak_bytes: int
+    first_peak_bytes: int
+
+
+@dataclass
+class Fakes:
+    """The tensors of the model, as fakes, and leaf modules that hold them: a `Lookup`."""
+
+    graph: OpGraph
+    b: int
+    device: torch.device
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    infos: dict[str, TensorInfo] = field(default_factory=dict)  # by every name
+
+    def __post_init__(self) -> None:
+        for info in self.graph.tensors.values():
+            self.infos.update(dict.fromkeys((info.fqn, *info.aliases), info))
+
+    def tensor(self, fqn: str) -> Tensor:
+        info = self.infos[fqn]
+        if info.fqn not in self.tensors:
+            made = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self.device)
+            if info.kind == "parameter":
+                made = nn.Parameter(made, requires_grad=info.requires_grad)
+                if info.requires_grad:
+                    made.grad = torch.empty_like(made)
+            self.tensors[info.fqn] = made
+        return self.tensors[info.fqn]
+
+    def module(self, path: str) -> nn.Module:
+        return self.modules[path]
+
+    def build(self, op: Op) -> nn.Module:
+        """The op's leaf module without tensors; to be called outside of the fake mode."""
+        cls = getattr(nn, op.target.rpartition(".")[2])
+        lookup: Any = self
+        given = {name: materialise(value, {}, lookup) for name, value in op.constructor}
+        given.pop("device", None)
+        with torch.device("meta"):
+            module: nn.Module = cls(**given)
+        return module.train(self.graph.training)
+
+    def fill(self) -> None:
+        """Put the tensors into the modules."""
+        for at, module in self.modules.items():
+            for path, part in module.named_modules():
+                prefix = f"{at}.{path}." if path else f"{at}."
+                for table in (part._parameters, part._buffers):
+                    for name, tensor in list(table.items()):
+                        if tensor is not None:
+                            setattr(part, name, self.tensor(prefix + name))
+
+
+def rehearse(graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int) -> Rehearsal:
+    """Run the ops of a stage, forward and backward, at microbatch size b.
+
+    Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
+    runs on fake tensors nor has a stand-in.
+    """
+    with _staged(graph, ops, ports, b) as (stage, arguments):
+        return stage.run(arguments)
+
+
+def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
+    """For every op the bytes that autograd keeps because of it and of no earlier op.
+
+    Parameters, views of them and the caller's inputs are never counted.
+    """
+    ports = Ports((), (), (), (), frozenset())
+    with _staged(graph, graph.ops, ports, b) as (stage, arguments):
+        return stage.kept(arguments)
+
+
+@contextmanager
+def _staged(
+    graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int
+) -> Iterator[tuple[_Stage, dict[str, Tensor]]]:
+    """The stage on fake tensors, and its arguments."""
+    fakes = Fakes(graph, b, torch.device("cpu"))
+    index = Index.of(graph, b)
+    roles: dict[str, Role] = {}
+    with _quiet():
+        for op in ops:
+            if op.kind == "opaque" or op.target.endswith(".apply"):
+                # Code of the user's, which may do more than compute, does not run here.
+                roles[op.name] = by_rule(Call(op, index))
+            elif op.kind == "module" and op.module_path not in fakes.modules:
+                fakes.modules[op.module_path] = fakes.build(op)
+        for op in ops:
+            if (call := Call(op, index)).name in RECURRENT and op.kind == "module":
+                roles[op.name] = _recurrent(call, fakes)
+        with FakeTensorMode(), torch.enable_grad():
+            for op in ops:
+                for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
+                    fakes.tensor(fqn)
+            fakes.fill()
+            names = dict.fromkeys((*_outside(ops), *ports.received))
+            arguments = {name: _given(graph, name, b, fakes.device) for name in names}
+            given = [*fakes.tensors.values(), *arguments.values()]
+            given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
+            yield _Stage(index, ops, ports, fakes, _Meter(given), roles), arguments
+
+
+def _recurrent(call: Call, fakes: Fakes) -> Role:
+    def real() -> nn.Module:
+        module = fakes.build(call.op).to_empty(device="cpu")
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data.zero_()
+        return module
+
+    def at(b: int) -> Call:
+        return Call(call.op, Index.of(fakes.graph, b))
+
+    with preserved_rng():
+        return by_running(call, real, at)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the traceback of every op without a shape rule before it raises."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
+    """Also what the peak would be if gradients of parameters were new when they are made."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__(given)
+        self.gradient_bytes = 0
+        self.first_peak_bytes = 0
+        self._counted: set[int] = set()
+
+    def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
+        size = super().size_of(storage, func, args)
+        if func._opname in _UNREDUCED and size == args[0].element_size():
+            return size * int(args[0].numel())
+        return size
+
+    def sample(self) -> None:
+        super().sample()
+        self.first_peak_bytes = max(self.first_peak_bytes, self.now_bytes + self.gradient_bytes)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """Autograd has added to the gradient of a parameter."""
+        if id(parameter) not in self._counted:
+            self._counted.add(id(parameter))
+            self.gradient_bytes += parameter.numel() * parameter.element_size()
+
+
+@dataclass
+class _Stage:
+    index: Index
+    ops: Sequence[Op]
+    ports: Ports
+    fakes: Fakes
+    meter: _Meter
+    roles: Mapping[str, Role]
+
+    def run(self, arguments: Mapping[str, Tensor]) -> Rehearsal:
+        with self.meter:
+            entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
+            results = self._forward(arguments, entered)
+        resident = self.meter.now_bytes
+        self._backward(entered, results)
+        # What is still held here is alive until the end, as it is for whoever calls a stage.
+        del entered, results
+        return Rehearsal(resident, self.meter.peak_bytes, self.meter.first_peak_bytes)
+
+    def kept(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
+        """Bytes newly kept for backward, by op."""
+        env: dict[str, Any] = dict(arguments)
+        seen = set(self.meter.given)
+        alive: list[torch.UntypedStorage] = []  # an address must not come again
+        found: dict[str, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                alive.append(storage)
+                found[name] += storage.nbytes()
+            return tensor
+
+        for op in self.ops:
+            name = op.name
+            found[name] = 0
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                env[name] = self._checked(op, self._result(op, env))
+        return found
+
+    def _forward(
+        self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
+    ) -> dict[str, Any]:
+        env: dict[str, Any] = dict(arguments)
+        env.update({name: entrance.value for name, entrance in entered.items()})
+        for name in self._written(tuple(arguments)):
+            env[name] = env[name].clone()
+        freed = releases(self.index.graph, self.ops, set(self.ports.results))
+        for op, names in zip(self.ops, freed, strict=True):
+            env[op.name] = self._checked(op, self._result(op, env))
+            for name in names:
+                del env[name]
+        return {name: env[name] for name in self.ports.results}
+
+    def _checked(self, op: Op, result: Any) -> Any:
+        """Raises ValueError where the op gives something else than the graph says."""
+        value = self.index.graph.values[op.name]
+        shape = tuple(size_at(size, self.fakes.b) for size in value.shape)
+        if value.is_tensor and tuple(result.shape) != shape:
+            raise ValueError(f"{op.name} gives {tuple(result.shape)} instead of {shape}")
+        return result
+
+    def _result(self, op: Op, env: Mapping[str, Any]) -> Any:
+        lookup: Any = self.fakes
+        role = self.roles.get(op.name)
+        if role is None:
+            try:
+                return run_op(op, env, lookup)
+            except Exception:
+                if op.mutates or op.buffers_written:
+                    raise  # no stand-in writes
+        call = Call(op, self.index)
+        tensors = [
+            self.fakes.tensor(one.name) if one.held else env[one.name] for one in call.inputs
+        ]
+        with torch.set_grad_enabled(op.grad_enabled):
+            return play(call, role or by_rule(call), tensors)
+
+    def _written(self, arguments: Sequence[str]) -> list[str]:
+        """Arguments that ops of the stage write into: it works on copies of them."""
+        values = self.index.graph.values
+        written = {values[name].storage for op in self.ops for name in op.mutates}
+        return [name for name in arguments if values[name].storage in written]
+
+    def _backward(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> None:
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        sums = {name: entered[name].value for name in self.ports.chained}
+        for name, value in (*sums.items(), *results.items()):
+            if name == self.index.graph.loss and value.requires_grad:
+                roots.append(value)
+                gradients.append(None)
+            elif name in sums or (name in self.ports.roots and value.requires_grad):
+                gradient = torch.empty_like(value)
+                self.meter.give([gradient])
+                roots.append(value)
+                gradients.append(gradient)
+        for tensor in self.fakes.tensors.values():
+            if tensor.requires_grad:
+                hook: Any = tensor.register_post_accumulate_grad_hook
+                hook(self.meter.accumulated)
+        if roots:
+            with self.meter:
+                torch.autograd.backward(roots, gradients)
+
+
+def _outside(ops: Sequence[Op]) -> list[str]:
+    """Values that the ops read and do not make."""
+    made = {op.name for op in ops}
+    return list(dict.fromkeys(n for op in ops for n in op.inputs if n not in made))
+
+
+def _given(graph: OpGraph, name: str, b: int, device: torch.device) -> Tensor:
+    """A fake of a value that comes from outside, in its layout."""
+    value = graph.values[name]
+    order = value.stride_order or tuple(range(len(value.shape)))
+    made = torch.empty(
+        [size_at(value.shape[dim], b) for dim in order],
+        dtype=getattr(torch, value.dtype),
+        device=device,
+    )
+    made = made.permute([order.index(dim) for dim in range(len(order))])
+    return made.requires_grad_(value.requires_grad and value.producer is None)

@@ -1,0 +1,186 @@
+"""Stand-ins: autograd functions that take as much memory as an op, and compute nothing.
+
+They play what cannot run on fake tensors: ops without a shape rule, modules that are kept whole,
+and recurrent layers, whose kernels choose another way on fake tensors than on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.passes.costs.call import Call, Operand
+from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.saved import saved
+
+RECURRENT = frozenset(("lstm", "gru", "rnn"))
+REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated from one sample
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an op takes and keeps, by position among its operands and its results.
+
+    `extra_bytes` are kept until backward beside those; `workspace_bytes` are alive in backward
+    beside the gradients that it makes.
+    """
+
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    extra_bytes: int
+    workspace_bytes: int = 0
+
+
+def by_rule(call: Call) -> Role:
+    """From what is known of the op's derivative."""
+    rule = saved(call)
+    kept = {operand.name for operand in rule.operands}
+    return Role(
+        tuple(i for i, one in enumerate(call.inputs) if one.name in kept),
+        tuple(i for i, one in enumerate(call.outputs) if one.name in kept),
+        int(rule.extra_bytes),
+    )
+
+
+def by_running(call: Call, build: Callable[[], nn.Module], at: Callable[[int], Call]) -> Role:
+    """A recurrent layer's, from real runs on zeros; bytes are affine in the batch.
+
+    Args:
+        build: makes the module on real tensors.
+        at: the same call at another microbatch size.
+    """
+    b = int(call.index.b)
+    size = sum(int(one.bytes) for one in (*call.inputs, *call.outputs))
+    if size <= REAL_BYTES or b <= 3:
+        return _run(call, build())
+    # Kernels of a single sample may be others.
+    low, high = _run(at(2), build()), _run(at(3), build())
+
+    def line(first: int, second: int) -> int:
+        return max(0, first + (second - first) * (b - 2))
+
+    return Role(
+        high.kept_inputs,
+        high.kept_outputs,
+        line(low.extra_bytes, high.extra_bytes),
+        line(low.workspace_bytes, high.workspace_bytes),
+    )
+
+
+def _run(call: Call, module: nn.Module) -> Role:
+    given = [_zeros(one) for one in call.inputs if not one.held]
+    names = [one.name for one in call.inputs if not one.held]
+    weights = list(module.parameters())
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    gradients = [w.grad for w in weights if w.grad is not None]
+    live = LiveStorages([*given, *weights, *module.buffers(), *gradients])
+    kept: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    states = _nested(given[1:])
+    with live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = module(given[0], *states)
+    results = [t for t in _flat(result) if t.requires_grad]
+    # The stage holds the first result; final states are dropped unless autograd keeps them.
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
+    first = results[0].untyped_storage()._cdata
+    extra = live.now_bytes - sum(n for s, n in held.items() if s == first or s not in kept)
+    heads = [torch.zeros_like(t) for t in results[:1]]
+    live.give(heads)
+    before = live.now_bytes
+    live.reset_peak()
+    with live:
+        torch.autograd.backward(results[:1], heads)
+    made = [t for t in (*given, *weights) if t.requires_grad]
+    workspace = live.peak_bytes - before - sum(t.numel() * t.element_size() for t in made)
+    places = {one.name: i for i, one in enumerate(call.inputs)}
+    return Role(
+        tuple(
+            places[n]
+            for n, t in zip(names, given, strict=True)
+            if t.untyped_storage()._cdata in kept
+        ),
+        tuple(i for i, t in enumerate(results[:1]) if t.untyped_storage()._cdata in kept),
+        max(0, extra),
+        max(0, workspace),
+    )
+
+
+def _zeros(operand: Operand) -> Tensor:
+    made = torch.zeros(operand.shape, dtype=getattr(torch, operand.dtype))
+    return made.requires_grad_(operand.requires_grad)
+
+
+def _nested(states: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The initial states of a recurrent layer, as its forward takes them."""
+    return (tuple(states),) if len(states) == 2 else tuple(states)
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in _flat(part)] if isinstance(value, tuple | list) else []
+
+
+class _Play(torch.autograd.Function):
+    """(role, operands of the results, tensors) -> results of the right sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, role: Role, shown: Sequence[Operand], *tensors: Tensor) -> Any:
+        results = tuple(_empty(one, tensors[0].device) for one in shown)
+        ctx.mark_non_differentiable(
+            *(r for r, one in zip(results, shown, strict=True) if not one.requires_grad)
+        )
+        extra = torch.empty(role.extra_bytes, dtype=torch.uint8, device=tensors[0].device)
+        kept = [tensors[i] for i in role.kept_inputs if i < len(tensors)]
+        kept += [results[i] for i in role.kept_outputs if i < len(results)]
+        ctx.save_for_backward(extra, *kept)
+        ctx.role = role
+        ctx.like = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        extra, *_ = ctx.saved_tensors
+        workspace = extra.new_empty(ctx.role.workspace_bytes)
+        found = [
+            torch.empty(shape, dtype=dtype, device=device) if wanted else None
+            for shape, dtype, device, wanted in ctx.like
+        ]
+        del workspace
+        return (None, None, *found)
+
+
+def _empty(operand: Operand, device: torch.device) -> Tensor:
+    order = operand.stride_order or tuple(range(len(operand.shape)))
+    dtype = getattr(torch, operand.dtype)
+    made = torch.empty([operand.shape[dim] for dim in order], dtype=dtype, device=device)
+    return made.permute([order.index(dim) for dim in range(len(order))])
+
+
+def play(call: Call, role: Role, tensors: Sequence[Tensor]) -> Any:
+    """What the op returns: a tensor, or a dict in a container's place, by key.
+
+    Args:
+        tensors: what the op reads, in the order of `call.inputs`.
+    """
+    results = iter(_Play.apply(role, call.outputs, *tensors))  # type: ignore[no-untyped-call]
+    return _arranged(call, call.op.name, results)
+
+
+def _arranged(call: Call, name: str, results: Any) -> Any:
+    index = call.index
+    if index.graph.values[name].is_tensor:
+        return next(results)
+    by_name = {op.name: op for op in index.graph.ops if name in op.inputs}
+    return {
+        by_name[part].args[1]: _arranged(call, part, results) for part in index.parts.get(name, ())
+    }
