@@ -101,8 +101,11 @@ def build(
     if options.verify != "off":
         verification = step(
             "verified",
-            lambda: verify(captured, plan, sources, model, flat, layout, options.loss_fn),
-        )
+            lambda: verify(
+                captured, plan, sources, model, flat, layout, options.loss_fn,
+                mode=options.verify, loss_reduction=options.loss_reduction,
+            ),
+        )  # fmt: skip
     return Compiled(
         capture=captured,
         plan=plan,

@@ -8,7 +8,9 @@ gradients handed back as the plan says, so that a wrong edge is noticed too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,13 +19,14 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.graph import Capture
 from pdcompile.passes.meta import unverifiable
-from pdcompile.passes.verify.report import Difference, Verification
+from pdcompile.passes.verify.full_batch import Reduction, intended
+from pdcompile.passes.verify.report import Compared, Difference, Verification
 from pdcompile.passes.verify.steps import calls, is_large
 from pdcompile.passes.verify.whole import Comparison, unlike
 from pdcompile.plan import Plan
 from pdcompile.stage import Sources
 
-__all__ = ["Difference", "Verification", "verify"]
+__all__ = ["Compared", "Difference", "Verification", "verify"]
 
 
 def verify(
@@ -35,15 +38,18 @@ def verify(
     layout: BatchLayout,
     loss_fn: Callable[..., Any] | None = None,
     *,
-    mode: Literal["auto", "full"] = "auto",
+    mode: Literal["auto", "full", "blocks", "off"] = "auto",
+    loss_reduction: Reduction | None = None,
 ) -> Verification:
     """Run the model and the stages on microbatches of a minibatch and compare everything.
 
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.
         loss_fn: the loss that was captured with the model.
-        mode: "full": two steps, and the captured graph apart from the stages; "auto": the
-            stages, and where one forward takes long one step only.
+        mode: "full": two steps, the captured graph apart from the stages, and gradients of the
+            minibatch against those of its microbatches; "auto": the stages, and where one forward
+            takes long one step only.
+        loss_reduction: as given to compile; None: as the plan says.
 
     Modes, parameters, gradients, buffers and random state of the model are as before afterwards.
 
@@ -55,21 +61,32 @@ def verify(
         return Verification(0, 0, 0, 0, True, sources.edited, (), reason)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
-    full = mode == "full"
-    count = 2 if full or not is_large(capture.train) else 1
+    full, large = mode == "full", is_large(capture.train)
+    count = 2 if full or not large else 1
     steps = comparison.run(calls(flat, layout, capture.train, count), graph=full)
-    first = comparison.first
+    first = [row for row in comparison.rows if row.step == 0]
     report = Verification(
         microbatch_size=capture.train.batch_size,
-        outputs=sum(len(one.outputs) + (one.loss is not None) for one in first),
-        gradients=sum(g is not None for one in first for g in one.gradients.values()),
-        buffers=sum(len(one.buffers) for one in first),
+        outputs=sum(row.outputs for row in first),
+        gradients=sum(row.gradients for row in first),
+        buffers=sum(row.buffers for row in first),
         exact=comparison.exact,
         edited=sources.edited,
         differences=tuple(comparison.found),
         steps=steps,
         graph=full,
+        rows=tuple(comparison.rows),
     )
     if comparison.found and not sources.edited:
         raise unlike(comparison.found)
-    return report
+    if comparison.found or (large and not full):
+        return replace(report, notes=capture.train.notes)
+    reduction = loss_reduction or plan.training.loss_reduction
+    known, hints = intended(
+        model, capture.train, flat, layout, loss_fn, reduction, most=None if not large else 2
+    )
+    if not full:
+        known = ()  # a plan has its own notes; here only what may be a mistake
+        for hint in hints:
+            warnings.warn(hint, stacklevel=3)
+    return replace(report, notes=(*known, *hints))

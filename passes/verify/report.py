@@ -34,6 +34,18 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """How many tensors one step of one mode compared, of eager and stages."""
+
+    mode: str  # train | eval
+    step: int
+    samples: int
+    outputs: int  # the loss among them
+    gradients: int
+    buffers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What was compared and what differs; nothing does for sources that nobody edited.
 
@@ -41,7 +53,8 @@ class Verification:
     together.  `steps` follow each other, with updated weights and buffers, each on inputs of its
     own.  `blocks` says what was compared instead where the whole model does not fit, and
     `left_out` what was not compared at all.  `notes` are differences from one full-batch step of
-    eager that are meant to be, and what hints at a wrong option.
+    eager that are meant to be, and what hints at a wrong option.  `rows` count what each step
+    compared.
     """
 
     microbatch_size: int
@@ -57,6 +70,7 @@ class Verification:
     blocks: str = ""
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    rows: tuple[Compared, ...] = ()
 
     def __str__(self) -> str:
         if self.unverified:

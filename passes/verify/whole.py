@@ -12,14 +12,14 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
 from pdcompile.errors import VerifyError
-from pdcompile.graph import Capture
+from pdcompile.graph import Capture, OpGraph
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.chain import Chain
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.locate import located
-from pdcompile.passes.verify.report import Difference
+from pdcompile.passes.verify.report import Compared, Difference
 from pdcompile.passes.verify.runs import Outcome, autocast, eager, outcome_of, stages
 from pdcompile.passes.verify.steps import advance, own_weights
 from pdcompile.plan import Plan
@@ -39,7 +39,7 @@ class Comparison:
     layout: BatchLayout  # of the minibatch
     device: torch.device
     found: list[Difference] = field(default_factory=list)
-    first: list[Outcome] = field(default_factory=list)  # of eager in the first step, both modes
+    rows: list[Compared] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
@@ -63,8 +63,6 @@ class Comparison:
                         compare(self.model, self.capture, call, follow_batch(call, self.layout))
                 outcomes = [self._step(chain, call, step) for chain in chains]
                 done += 1
-                if step == 0:
-                    self.first = outcomes
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, outcomes[0].gradients, outcomes[0].buffers)
@@ -90,6 +88,7 @@ class Comparison:
                 partial(eager, self.model, graph, call, self.loss_fn, self.plan, step),
             )
             got = outcome_of(self.model, graph, partial(stages, chain, call, self.plan))
+        self.rows.append(_counted(graph, expected, step, follow_batch(call, self.layout).size))
         self.found += self._located(chain, call, step, expected, got)
         return expected
 
@@ -124,6 +123,17 @@ class Comparison:
         with preserved_rng(self.device), untouched(self.model, graph.training):
             own = follow_batch(call, self.layout)
             return located(found, expected, self.model, self.plan, chain, call, own, step)
+
+
+def _counted(graph: OpGraph, expected: Outcome, step: int, samples: int) -> Compared:
+    return Compared(
+        mode="train" if graph.training else "eval",
+        step=step,
+        samples=samples,
+        outputs=len(expected.outputs) + (expected.loss is not None),
+        gradients=sum(gradient is not None for gradient in expected.gradients.values()),
+        buffers=len(expected.buffers),
+    )
 
 
 def unlike(report_differences: list[Difference]) -> VerifyError:

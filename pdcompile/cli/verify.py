@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import typer
 
 from pdcompile.cli.app import app
@@ -15,6 +17,9 @@ from pdcompile.cli.options import (
     takes_flags,
 )
 
+if TYPE_CHECKING:
+    from pdcompile.passes.verify import Verification
+
 
 @app.command()
 @takes_flags
@@ -26,17 +31,32 @@ def verify(
     allow_edited: AllowEdited = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare one step of the stages with the model in plain PyTorch, in one process.
+    """Compare the stages with the model in plain PyTorch, in one process, bit for bit.
 
-    Outputs, loss, every gradient and every buffer. Exit codes: 0 all equal, 1 edited
-    sources compute something else (the text says where).
+    Compared are outputs, loss, the gradient of every parameter and every buffer, of the
+    captured graph and of the stages, in training and in evaluation: two steps, each on a
+    microbatch of its own, the second with updated weights and with the buffers that the
+    first one wrote. A difference is named by the first op that computes something else,
+    with your line and the line of the stage's file.
 
-    Example:
+    Notes list what differs from one full-batch step on purpose: batch norm sees microbatches,
+    a loss that is not linear in the batch, random numbers, and a loss_reduction that does not
+    fit the loss.
 
-      pdcompile verify examples/gpt.py:build --plan plan.json --sources stages/
+    A model too large for this machine is compared block by block, repeated blocks once.
+
+    Exit codes: 0 all equal, 1 edited sources compute something else, 2 bad input, or generated
+    stages that differ (please report that), 3 no plan satisfies the limits.
+
+    Examples:
+
+      pdcompile verify examples/gpt.py:build --cluster 1x2
+
+      pdcompile verify examples/gpt.py:build --sources stages/ --allow-edited
     """
     from pdcompile.cli.compiling import compiled, plan_given
     from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
+    from pdcompile.report.verify_table import verify_report
 
     given = plan_given(plan, sources)
     _, result = compiled(
@@ -48,10 +68,24 @@ def verify(
         verify="full",
     )
     found = result.verification
-    differences = 0 if found is None else len(found.differences)
+    assert found is not None, "verify='full' always compares"
     if as_json:
-        emit_json({"status": "done", "verification": str(found), "differences": differences})
+        emit_json(document(found))
     else:
-        stdout().print(str(found), markup=False)
-    if differences:
+        stdout().print(verify_report(found))
+    if found.differences:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def document(found: Verification) -> dict[str, Any]:
+    """The JSON form: whether all is equal, how many differences, and everything in detail."""
+    from dataclasses import asdict
+
+    return {
+        "status": "done",
+        "equal": not found.differences and not found.unverified,
+        "differences": len(found.differences),
+        "first": list(found.places),
+        "verification": asdict(found),
+        "text": str(found),
+    }

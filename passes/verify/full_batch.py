@@ -1,0 +1,273 @@
+"""What differs from one full-batch step of eager although every microbatch is exact.
+
+A pipeline computes what gradient accumulation computes.  That is the gradient of the full batch
+only where the loss is linear in the batch and weighted rightly: here both are computed in plain
+PyTorch, with dropout off, and the cause is named where it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
+from pdcompile.errors import PdcompileError
+from pdcompile.graph import OpGraph
+from pdcompile.passes.untouched import same_buffers, untouched
+from pdcompile.passes.verify.runs import copied_leaves
+from pdcompile.randomness import is_random_function, preserved_rng
+from pdcompile.results import own_loss
+
+Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
+
+TOLERANCE = {"bfloat16": 5e-2, "float16": 2e-2, "float32": 2e-3, "float64": 1e-6}
+SAMPLES = 64  # of each parameter's gradient: the largest, and as many evenly spread
+NOISE = 1e-4  # of the largest gradient: below, a gradient may be nothing but rounding
+
+
+def intended(
+    model: nn.Module,
+    graph: OpGraph,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    reduction: Reduction,
+    *,
+    most: int | None = None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(differences that are meant to be, hints at an option that may be wrong), in words.
+
+    Args:
+        graph: the capture in training mode; its batch size is the microbatch.
+        flat, layout: a minibatch; of it the first `most` microbatches are used, None: all.
+        reduction: what weighs the losses of microbatches.
+    """
+    notes = [*graph.notes, *_random(graph)]
+    norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    count = -(-layout.size // graph.batch_size) if layout.splits else 1
+    if graph.loss is None or count < 2:
+        return tuple(notes), ()
+    count = count if most is None else min(count, most)
+    rows = min(layout.size, count * graph.batch_size)
+    joined = flat if rows == layout.size else resize(flat, layout, rows)
+    own = follow_batch(joined, layout)
+    check = _Check(model, joined, own, loss_fn, reduction, count)
+    try:
+        told = check.gap(frozen=False)
+        if norms and told is not None:
+            notes.append(
+                f"batch norm takes the statistics of each microbatch ({_some(norms)}), so that "
+                f"gradients are not those of one full batch of {rows}: {told}"
+            )
+            told = check.gap(frozen=True)
+        hint = check.cause(frozen=bool(norms)) if told is not None else ""
+    except Unanswered as error:
+        notes.append(f"gradients of one full batch of {rows} were not compared: {error}")
+        return tuple(notes), ()
+    if told is not None and not hint:
+        notes.append(
+            "the loss is not linear in the batch (an auxiliary or contrastive loss, or statistics "
+            f"over samples), so that gradients are not those of one full batch of {rows}: {told}"
+        )
+    return tuple(notes), (hint,) if hint else ()
+
+
+class Unanswered(Exception):
+    """The model cannot be asked, in words."""
+
+
+class _Check:
+    """Gradients of a batch and of its microbatches, at some places of each parameter."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flat: FlatCall,
+        layout: BatchLayout,
+        loss_fn: Callable[..., Any] | None,
+        reduction: Reduction,
+        count: int,
+    ) -> None:
+        self._model, self._flat, self._loss_fn = model, flat, loss_fn
+        self._reduction = reduction
+        self._parts = [FlatCall(part, flat.spec) for part in split(flat.leaves, layout, count)]
+        self._weights = {
+            kind: torch.tensor(weights(kind, flat, layout, count), dtype=torch.float64)  # type: ignore[arg-type]
+            for kind in dict.fromkeys((reduction, "mean", "sum"))
+        }
+        self._known: dict[bool, tuple[Tensor, Tensor, list[str]]] = {}
+        dtypes = [str(p.dtype).removeprefix("torch.") for p in model.parameters()]
+        self._tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+    def gap(self, *, frozen: bool) -> str | None:
+        """How far the weighted sum is from the full batch, in words; None where it agrees.
+
+        `frozen`: batch norm uses its running statistics.
+        """
+        full, parts, names = self._gradients(frozen)
+        error = (self._weights[self._reduction] @ parts - full).abs()
+        if float(error.max()) <= self._tolerance:
+            return None
+        place = int(error.argmax())
+        return f"up to {float(error.max()):.2g} of a gradient's size, in {names[place]!r}"
+
+    def cause(self, *, frozen: bool) -> str:
+        """Other weights of the microbatches that agree with the full batch; "" for none."""
+        full, parts, _ = self._gradients(frozen)
+        for kind, word in (("sum", "a sum over samples"), ("mean", "a mean over samples")):
+            error = (self._weights[kind] @ parts - full).abs()
+            if kind != self._reduction and float(error.max()) <= self._tolerance:
+                return (
+                    f"your loss looks like {word}: loss_reduction={kind!r} would agree with eager "
+                    f"on the full batch, {self._shown} does not"
+                )
+        best = torch.linalg.lstsq(parts.T, full[:, None]).solution[:, 0]
+        if float((best @ parts - full).abs().max()) > self._tolerance:
+            return ""
+        found = ", ".join(f"{float(one):.3g}" for one in best)
+        return (
+            f"your loss weighs the microbatches {found}, and {self._shown} does not: where it is a "
+            "mean over tokens, give a callable (args, kwargs, target) -> number of tokens as "
+            "loss_reduction"
+        )
+
+    @property
+    def _shown(self) -> str:
+        kind = self._reduction if isinstance(self._reduction, str) else "your callable"
+        return f"loss_reduction={kind!r}"
+
+    def _gradients(self, frozen: bool) -> tuple[Tensor, Tensor, list[str]]:
+        """Of the full batch (k), of each microbatch (m, k), and the parameter of each place; in
+        units of the parameter's largest gradient."""
+        if frozen not in self._known:
+            full = self._gradient(self._flat, frozen)
+            places = {name: _places(gradient) for name, gradient in full.items()}
+            names = [name for name, found in places.items() for _ in found]
+            rows = [_taken(full, places)]
+            del full
+            rows += [_taken(self._gradient(part, frozen), places) for part in self._parts]
+            everything = torch.stack(rows)
+            if not names or not bool(torch.isfinite(everything).all()):
+                raise Unanswered("they are missing or not finite")
+            scale = everything.abs().amax(0)
+            sizes: dict[str, float] = {}
+            for name, size in zip(names, scale.tolist(), strict=True):
+                sizes[name] = max(size, sizes.get(name, 0.0))
+            least = NOISE * max(sizes.values())
+            scale = torch.tensor([max(sizes[name], least) or 1.0 for name in names]).double()
+            self._known[frozen] = (everything[0] / scale, everything[1:] / scale, names)
+        return self._known[frozen]
+
+    def _gradient(self, call: FlatCall, frozen: bool) -> dict[str, Tensor]:
+        model = self._model
+        device = next((p.device for p in model.parameters()), None)
+        args, kwargs, target = call.unflatten(copied_leaves(call))
+        with preserved_rng(device), untouched(model, True), same_buffers(model):
+            model.zero_grad(set_to_none=True)
+            with _statistics(model, frozen), _NoDropout() as mode, torch.enable_grad():
+                try:
+                    output = model(*args, **kwargs)
+                    loss = self._loss_fn(output, target) if self._loss_fn else own_loss(output)
+                    if loss is None or not loss.requires_grad:
+                        raise Unanswered("the model has no loss to differentiate")
+                    if mode.drawn:
+                        raise Unanswered(f"{mode.drawn} draws random numbers")
+                    loss.backward()
+                except (PdcompileError, RuntimeError, ValueError, IndexError) as error:
+                    first = (str(error).splitlines() or [""])[0]
+                    raise Unanswered(f"the model fails on it ({first})") from error
+            found = {}
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                if parameter.requires_grad:
+                    empty = gradient is None
+                    found[name] = torch.zeros_like(parameter) if empty else gradient.to_dense()  # type: ignore[union-attr]
+            return found
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout functions hand their input on; `drawn` names another function that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        elif name == "multi_head_attention_forward":
+            kwargs["training"] = False
+        elif is_random_function(func) and not name.endswith(("lstm", "gru", "rnn_tanh")):
+            self.drawn = self.drawn or name
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _statistics(model: nn.Module, frozen: bool) -> Iterator[None]:
+    """RNNs without dropout between layers; `frozen`: batch norm with its running statistics."""
+    rnns = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    norms = [m for m in model.modules() if frozen and isinstance(m, _BatchNorm)]
+    norms = [norm for norm in norms if norm.training and norm.running_mean is not None]
+    try:
+        for rnn, _ in rnns:
+            rnn.dropout = 0.0
+        for norm in norms:
+            norm.training = False
+        yield
+    finally:
+        for rnn, dropout in rnns:
+            rnn.dropout = dropout
+        for norm in norms:
+            norm.training = True
+
+
+def _random(graph: OpGraph) -> list[str]:
+    drawing = [op for op in graph.ops if op.draw is not None and not _never(op.args, op.kwargs)]
+    if not drawing:
+        return []
+    first = drawing[0]
+    return [
+        f"random numbers are named by seed, minibatch, microbatch and op ({len(drawing)} ops, "
+        f"{first.target} at {first.source} first): other numbers than one run of eager draws from "
+        "torch's generator, and the same on every plan"
+    ]
+
+
+def _never(args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]) -> bool:
+    """Attention is a random op for its dropout, which is most often 0."""
+    given = dict(kwargs)
+    place = given.get("dropout_p", args[4] if len(args) > 4 else None)
+    return len(args) + len(given) > 2 and (place is None or place == 0.0) and "p" not in given
+
+
+def _places(gradient: Tensor) -> Tensor:
+    """Where to look: the largest entries, and some evenly spread."""
+    flat = gradient.reshape(-1).abs().float()
+    largest = flat.topk(min(SAMPLES, flat.numel())).indices
+    spread = torch.arange(0, flat.numel(), max(flat.numel() // SAMPLES, 1), device=flat.device)
+    return torch.cat([largest, spread])
+
+
+def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
+    taken = [gradients[name].reshape(-1)[where] for name, where in places.items()]
+    return torch.cat([one.double().cpu() for one in taken]) if taken else torch.zeros(0).double()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

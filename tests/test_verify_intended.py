@@ -1,0 +1,131 @@
+"""What differs from one full-batch step on purpose, and options that do not fit the loss."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.passes.codegen import generate
+from pdcompile.passes.trace import capture
+from pdcompile.passes.verify import verify
+from pdcompile.passes.verify.full_batch import intended
+from tests.helpers import models
+from tests.helpers.cuts import cut
+
+
+def told(model, inputs, target, loss_fn, reduction="mean", most=None):
+    """(notes, hints) for a minibatch in microbatches of two."""
+    flat = example_call(model, inputs, target)
+    layout = resolve_batch(flat)
+    graph = capture(model, flat, layout, loss_fn, microbatch_size=2).train
+    return intended(model, graph, flat, layout, loss_fn, reduction, most=most)
+
+
+def summed(output, target):
+    return (output - target).square().sum()
+
+
+def mean(output, target):
+    return (output - target).square().mean()
+
+
+def spread(output, target):
+    return mean(output, target) + output.std()
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7])
+@pytest.mark.parametrize(("loss_fn", "fits"), [(mean, "mean"), (summed, "sum")])
+def test_the_reduction_that_fits_is_told(rows, loss_fn, fits):
+    model = models.mlp()
+    inputs, target = models.batch_for(model, rows)
+    assert told(model, inputs, target, loss_fn, fits) == ((), ())
+    wrong = "sum" if fits == "mean" else "mean"
+    notes, hints = told(model, inputs, target, loss_fn, wrong)
+    assert notes == ()
+    assert len(hints) == 1
+    assert f"loss_reduction={fits!r} would agree" in hints[0]
+
+
+def test_a_mean_over_tokens_is_told_from_its_weights():
+    model = models.gpt(layers=1)
+    inputs, target = models.batch_for(model, 4)
+    target = target.clone()
+    target[:2, 4:] = -100
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+    hints = told(model, inputs, target, loss_fn)[1]
+    # 2 * 4 of 2 * 4 + 2 * 16 tokens count in the first microbatch
+    assert "your loss weighs the microbatches 0.2, 0.8" in hints[0]
+    assert told(model, inputs, target, loss_fn, lambda a, k, t: (t != -100).sum())[1] == ()
+
+
+def test_a_loss_that_is_not_linear_in_the_batch_is_an_intended_difference():
+    model = models.mlp()
+    inputs, target = models.batch_for(model, 6)
+    notes, hints = told(model, inputs, target, spread)
+    assert hints == ()
+    assert len(notes) == 1
+    assert "not linear in the batch" in notes[0]
+
+
+def test_batch_norm_is_named_and_hides_no_wrong_reduction():
+    model = models.convnet()
+    inputs, target = models.batch_for(model, 6)
+    notes, hints = told(model, inputs, target, models.class_loss)
+    assert hints == ()
+    assert any("batch norm takes the statistics of each microbatch (bn1, bn2)" in n for n in notes)
+    assert any("buffers are written once a microbatch" in note for note in notes)
+    _, hints = told(model, inputs, target, lambda o, t: F.cross_entropy(o, t, reduction="sum"))
+    assert "loss_reduction='sum' would agree" in hints[0]
+
+
+def test_dropout_is_off_while_gradients_are_compared():
+    model = models.gpt(dropout=0.5, layers=1)
+    inputs, target = models.batch_for(model, 4)
+    notes, hints = told(model, inputs, target, models.token_loss)
+    assert hints == ()
+    assert [note for note in notes if "random numbers" in note] == list(notes)
+
+
+def test_what_cannot_be_asked_is_said():
+    class Noisy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lin(x) + torch.rand_like(x)
+
+    notes, hints = told(Noisy(), torch.ones(4, 4), torch.zeros(4, 4), mean)
+    assert hints == ()
+    assert any("were not compared: rand_like draws random numbers" in note for note in notes)
+
+
+def test_one_microbatch_leaves_nothing_to_compare():
+    model = models.mlp()
+    inputs, target = models.batch_for(model, 2)
+    assert told(model, inputs, target, summed) == ((), ())
+
+
+@pytest.mark.parametrize("mode", ["auto", "full"])
+def test_compile_warns_of_a_wrong_reduction_and_the_command_lists_it(mode):
+    model = models.mlp()
+    inputs, target = models.batch_for(model, 4)
+    flat = example_call(model, inputs, target)
+    layout = resolve_batch(flat)
+    found = capture(model, flat, layout, summed, microbatch_size=2)
+    plan = cut(found, [5])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = verify(found, plan, generate(found, plan), model, flat, layout, summed, mode=mode)
+    assert [str(w.message) for w in caught] == (list(report.notes) if mode == "auto" else [])
+    assert "loss_reduction='sum' would agree" in str(report)
+    assert not report.differences
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
