@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdcompile.cluster import Cluster
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops, tied
-from pdcompile.passes.held import held_tensors
+from pdcompile.passes.held import all_tensors, held_tensors
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 
 
@@ -41,11 +41,12 @@ def plan_of(capture: Capture, groups: Sequence[Sequence[str]], **training: objec
     graph = capture.train
     stage_of = stage_of_ops(graph, plan)
     held = held_tensors(capture, plan, stage_of, place_eval(capture, stage_of))
+    tensors = all_tensors(capture)
     stages = [
         StagePlan(
             k,
             tuple(ops),
-            tuple(sorted(f for f in held[k] if graph.tensors[f].kind == "parameter")),
+            tuple(sorted(f for f in held[k] if tensors[f].kind == "parameter")),
             ranks=(k,),
         )
         for k, ops in enumerate(groups)
