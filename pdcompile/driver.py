@@ -21,6 +21,7 @@ from pdcompile.passes import boundaries, codegen
 from pdcompile.passes.assemble import assemble
 from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.costs.devices import relative
 from pdcompile.passes.fit import fit
 from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.passes.optimizer_state import optimizer_factor
@@ -80,6 +81,8 @@ def build(
             model, flat, layout, options.loss_fn, microbatch_size=size, autocast=chosen.autocast
         ),
     )
+    if options.costs == "estimated":
+        chosen = replace(chosen, cluster=relative(chosen.cluster, captured.train, size))
     given = given_plan(options, chosen, captured.train)
     if given is None and wish is not None:
         plan = explored_plan(model, captured, options, chosen, wish, step)
@@ -145,6 +148,7 @@ def make_plan(
             model,
             microbatch_size=chosen.microbatch_size,
             costs=options.costs,
+            device_kind=chosen.cluster.devices[0].kind,
             progress=step.listener.part,
             say=said.append,
         ),

@@ -43,6 +43,7 @@ def explored_plan(
         model,
         [-(-chosen.batch_size // m) for m in space.microbatches],
         costs=options.costs,
+        device_kind=chosen.cluster.devices[0].kind,
         progress=step.listener.part,
         say=said.append,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from time import perf_counter
@@ -10,11 +10,20 @@ from time import perf_counter
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The reference device (speed 1): peak, memory bandwidth, and seconds a call costs."""
+    """The reference device (speed 1): peak, memory bandwidth, and seconds a call costs.
+
+    `flops_per_second` is that of float32; `by_dtype` lists dtypes that are faster or slower.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     call_seconds: float
+    by_dtype: tuple[tuple[str, float], ...] = ()
+
+    def of(self, dtype: str) -> Machine:
+        """The machine for ops that compute in a dtype."""
+        rate = dict(self.by_dtype).get(dtype)
+        return self if rate is None else replace(self, flops_per_second=rate, by_dtype=())
 
     def seconds(self, flops: float, moved_bytes: float, calls: int = 1) -> float:
         """Time of `calls` kernels that do `flops` and move `moved_bytes` between them.

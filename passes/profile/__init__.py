@@ -19,13 +19,13 @@ from pdcompile.passes.costs import (
     REFERENCE,
     Call,
     Index,
-    Machine,
     Saved,
     calibrate,
     estimate,
     has_rule,
     seconds,
 )
+from pdcompile.passes.costs.devices import machine_of
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.keys import structural_key
 from pdcompile.passes.profile.store import Entry, Profile
@@ -52,7 +52,7 @@ def profile(
     *,
     microbatch_size: int,
     costs: Any = "measured",
-    machine: Machine = REFERENCE,
+    device_kind: str = "cpu",
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> OpGraph:
@@ -62,7 +62,7 @@ def profile(
         model: its leaf modules are copied to be measured; never run as a whole, never changed.
         costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
             `Profile` or the path of a saved one.
-        machine: the device that estimates are for.
+        device_kind: what estimates are for, of `costs.devices.KINDS`; others count as a CPU.
         say: told where measured costs come from, when that is not this process.
 
     Raises:
@@ -70,6 +70,7 @@ def profile(
         CostError: a saved profile is malformed, stale, or lacks an op of this graph.
     """
     if costs == "estimated":
+        machine = machine_of(device_kind) or REFERENCE
         return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
     if costs == "measured":
         found = recalled(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)

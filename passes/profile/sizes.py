@@ -33,7 +33,7 @@ class Sizes:
     """The graph with costs of one microbatch, at every size of a search.
 
     Args:
-        costs: as for `profile`; only measured ones are fitted.
+        costs, device_kind: as for `profile`; only measured ones are fitted.
         sizes: microbatch sizes that will be asked for; others are fitted as well.
     """
 
@@ -44,10 +44,12 @@ class Sizes:
         sizes: Sequence[int],
         *,
         costs: Any = "measured",
+        device_kind: str = "cpu",
         progress: Progress | None = None,
         say: Say | None = None,
     ) -> None:
         self._graph, self._model, self._costs = graph, model, costs
+        self._device_kind = device_kind
         self._progress = progress
         self._say = say or (lambda _: None)
         self._profiles: list[Profile] = []
@@ -65,7 +67,7 @@ class Sizes:
         if self._costs != "measured":
             return profile(
                 self._graph, self._model, microbatch_size=size, costs=self._costs,
-                progress=self._progress, say=self._say,
+                device_kind=self._device_kind, progress=self._progress, say=self._say,
             )  # fmt: skip
         if not self._profiles:
             self._profiles = [

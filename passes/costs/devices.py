@@ -1,0 +1,115 @@
+"""Device kinds that a cluster may name, for planning without the hardware.
+
+Peak rates are those of the makers' data sheets, dense, in units of 1e12 operations a second:
+float32 without tensor cores (what torch does unless told otherwise), half precision with them.
+What kernels reach of a peak is an assumption, and the same for every kind.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pdcompile.cluster import Cluster
+from pdcompile.graph import OpGraph
+from pdcompile.passes.costs.call import Call, Index
+from pdcompile.passes.costs.roofline import REFERENCE, Machine
+
+TERA, GIGA = 1e12, 1e9
+REACHED_FLOPS = 0.6  # of the peak, by large products of matrices
+REACHED_BANDWIDTH = 0.8  # by element-wise kernels on large tensors
+LAUNCH_SECONDS = 5e-6  # from one short kernel to the next, launched one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A device by its data sheet; a rate of 0: the device computes that dtype as float32."""
+
+    float32_tera: float
+    float16_tera: float
+    bfloat16_tera: float
+    float64_tera: float
+    memory_gigabytes_per_second: float
+
+    def machine(self) -> Machine:
+        """The roofline of what kernels reach."""
+        rates = {
+            "float16": self.float16_tera,
+            "bfloat16": self.bfloat16_tera,
+            "float64": self.float64_tera,
+        }
+        return Machine(
+            flops_per_second=self.float32_tera * TERA * REACHED_FLOPS,
+            bytes_per_second=self.memory_gigabytes_per_second * GIGA * REACHED_BANDWIDTH,
+            call_seconds=LAUNCH_SECONDS,
+            by_dtype=tuple(
+                (dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates.items() if tera
+            ),
+        )
+
+
+SHEETS = {  # float32, float16, bfloat16, float64; memory
+    "v100": Sheet(15.7, 125, 0, 7.8, 900),
+    "t4": Sheet(8.1, 65, 0, 0.25, 320),
+    "a10": Sheet(31.2, 125, 125, 0.49, 600),
+    "l4": Sheet(30.3, 121, 121, 0.47, 300),
+    "l40s": Sheet(91.6, 362, 362, 1.4, 864),
+    "rtx-3090": Sheet(35.6, 71, 71, 0.56, 936),
+    "rtx-4090": Sheet(82.6, 165, 165, 1.3, 1008),
+    "a100-40": Sheet(19.5, 312, 312, 9.7, 1555),
+    "a100-80": Sheet(19.5, 312, 312, 9.7, 2039),
+    "h100": Sheet(67, 989, 989, 34, 3350),
+    "h200": Sheet(67, 989, 989, 34, 4800),
+}
+KINDS: dict[str, Machine] = {
+    "cpu": REFERENCE,
+    **{kind: sheet.machine() for kind, sheet in SHEETS.items()},
+}
+
+
+def machine_of(kind: str) -> Machine | None:
+    """The machine of a device kind, None for a kind that is in no table."""
+    return KINDS.get(kind.strip().lower())
+
+
+def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
+    """The cluster with speeds relative to its first device's kind, which estimates are for.
+
+    Speeds that the cluster gives itself are kept.  A note says what was assumed.
+    """
+    kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
+    if kinds == ["cpu"]:
+        return cluster
+    unknown = [kind for kind in kinds if machine_of(kind) is None]
+    if unknown:
+        note = (
+            f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
+            f"estimated for {'one core of a server CPU' if kinds[0] in unknown else kinds[0]}, "
+            f"times each device's speed; known kinds are {', '.join(KINDS)}"
+        )
+        return replace(cluster, notes=(*cluster.notes, note))
+    seconds = {kind: _whole_seconds(graph, kind, microbatch_size) for kind in kinds}
+    note = (
+        f"costs are estimated for {kinds[0]} from its data sheet: {100 * REACHED_FLOPS:.0f} % of "
+        f"the peak, {100 * REACHED_BANDWIDTH:.0f} % of the memory's bandwidth, "
+        f"{LAUNCH_SECONDS * 1e6:.0f} us a kernel"
+    )
+    if len(kinds) > 1:
+        own = any(device.speed != 1.0 for device in cluster.devices)
+        speed = {kind: seconds[kinds[0]] / max(s, 1e-300) for kind, s in seconds.items()}
+        if own:
+            note += "; other kinds by the speeds that the cluster gives"
+        else:
+            devices = tuple(replace(device, speed=speed[device.kind]) for device in cluster.devices)
+            cluster = replace(cluster, devices=devices)
+            others = ", ".join(f"{kind} {speed[kind]:.2f}" for kind in kinds[1:])
+            note += f"; speeds for this model, relative to it: {others}"
+    return replace(cluster, notes=(*cluster.notes, note))
+
+
+def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:
+    from pdcompile.passes.costs import seconds
+
+    machine = machine_of(kind) or REFERENCE
+    index = Index.of(graph, microbatch_size)
+    return math.fsum(sum(seconds(Call(op, index), machine)) for op in graph.ops)

@@ -1,0 +1,97 @@
+"""Device kinds by their data sheets: what a plan without the hardware rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdcompile.batch import example_call
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.driver import build
+from pdcompile.graph import OpGraph
+from pdcompile.options import Options
+from pdcompile.passes.costs.devices import KINDS, SHEETS, machine_of, relative
+from pdcompile.passes.profile import profile
+from tests.helpers import models
+from tests.helpers.graphs import GraphBuilder
+
+
+def cluster(*kinds: str, speeds: tuple[float, ...] = ()) -> Cluster:
+    given = speeds or (1.0,) * len(kinds)
+    devices = tuple(Device(kind, None, speed) for kind, speed in zip(kinds, given, strict=True))
+    return Cluster(devices, (Level("host", len(kinds), 100e9),))
+
+
+def product(dtype: str, size: int = 4096) -> OpGraph:
+    g = GraphBuilder()
+    w = g.parameter("w", (size, size))
+    y = g.op("y", "torch.nn.functional.linear", (g.input("x", (size, size)),),
+             shape=(size, size), parameters=(w,))  # fmt: skip
+    graph = g.build(y, loss=y)
+    return replace(graph, values={k: replace(v, dtype=dtype) for k, v in graph.values.items()})
+
+
+def seconds(graph: OpGraph, kind: str) -> float:
+    found = profile(graph, None, microbatch_size=4096, costs="estimated", device_kind=kind)
+    assert found.ops[0].cost is not None
+    return found.ops[0].cost.forward_seconds
+
+
+def test_no_kind_computes_faster_than_its_sheet_says() -> None:
+    flops = 2 * 4096**3
+    for kind, sheet in SHEETS.items():
+        assert sheet.float16_tera > sheet.float32_tera > sheet.float64_tera > 0, kind
+        half = sheet.bfloat16_tera or sheet.float32_tera
+        for dtype, tera in (("float32", sheet.float32_tera), ("bfloat16", half)):
+            reached = flops / seconds(product(dtype), kind) / 1e12
+            assert 0.2 * tera < reached < tera, (kind, dtype)
+
+
+def test_names_are_read_as_people_write_them() -> None:
+    assert machine_of(" H100 ") is KINDS["h100"]
+    assert machine_of("h1000") is None
+
+
+def test_estimates_for_a_cpu_stay_what_they_were() -> None:
+    graph = product("float32")
+    assert seconds(graph, "cpu") == seconds(graph, "abacus")
+    given = cluster("cpu", "cpu")
+    assert relative(given, graph, 4) is given
+
+
+def test_unknown_kinds_are_named_with_the_known_ones() -> None:
+    given = cluster("cuda", "a100-80")
+    found = relative(given, product("float32"), 4)
+    assert found.devices == given.devices
+    (note,) = found.notes
+    assert "'cuda'" in note
+    assert "h100" in note
+
+
+def test_unlike_kinds_get_speeds_for_this_model() -> None:
+    graph = product("float16")
+    found = relative(cluster("h100", "a100-80", "v100"), graph, 4096)
+    speeds = [device.speed for device in found.devices]
+    assert speeds[0] == 1.0
+    assert speeds == sorted(speeds, reverse=True)
+    assert 0.2 < speeds[1] < 0.7
+    assert "relative to it" in found.notes[0]
+    kept = relative(cluster("h100", "v100", speeds=(1.0, 0.7)), graph, 4096)
+    assert [device.speed for device in kept.devices] == [1.0, 0.7]
+    assert "that the cluster gives" in kept.notes[0]
+
+
+def test_a_plan_for_machines_that_are_not_here() -> None:
+    model = models.gpt()
+    x, y = models.batch_for(model, 8)
+    flat = example_call(model, x, y)
+
+    def planned(kind: str) -> tuple[float, str]:
+        options = Options(loss_fn=models.loss_for(model), cluster=cluster(kind, kind),
+                          microbatches=4, costs="estimated", verify="off")  # fmt: skip
+        plan = build(model, flat, options).plan
+        return plan.certificate.objective_seconds, " ".join(plan.notes)
+
+    here, there = planned("cpu"), planned("h100")
+    assert there[0] < here[0]
+    assert "estimated for h100 from its data sheet" in there[1]
+    assert "data sheet" not in here[1]
