@@ -18,6 +18,7 @@ import pytest
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
+from tests.helpers.launch import torchrun
 from tests.zoo import check as checking
 from tests.zoo.case import BATCH, build
 from tests.zoo.check import Report, check
@@ -71,6 +72,21 @@ def test_models_of_libraries(name: str, tmp_path: Path) -> None:
         pytest.skip(ENTRIES[name].missing)
     (report,) = checked(tmp_path, "--only", name).values()
     assert report.passed, report.line()
+
+
+@pytest.mark.slow
+def test_models_of_libraries_between_processes(tmp_path: Path) -> None:
+    names = ("qwen3", "squeezebert")  # values and gradients that are no dense tensors at cuts
+    if ENTRIES[names[0]].missing:
+        pytest.skip(ENTRIES[names[0]].missing)
+    script = f"""
+        import sys
+        from tests.zoo.distributed import main
+        sys.exit(main({names!r}))
+    """
+    run = torchrun(script, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count(" tensors, exact") == 2 * len(names)
 
 
 def test_a_model_that_a_stage_changes_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
