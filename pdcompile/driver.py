@@ -96,7 +96,7 @@ def build(
     plan = replace(plan, forecast=simulation.forecast)
     if given is not None:
         check_memory(options, plan)
-    if options.verify != "off" and (reason := unverifiable(model)):
+    if options.verify == "auto" and (reason := unverifiable(model)):
         plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, f"not verified: {reason}"))))
     generated = step("sources", lambda: codegen.generate(captured, plan))
     sources = chosen_sources(options, generated)
@@ -269,7 +269,8 @@ def compile(
             "estimated", or a saved profile.
         refine: time the planned stages, rescale the costs of their ops and plan again, at most
             twice; "auto": with measured costs, when that takes seconds.
-        verify: "auto" and "full" compare the stages with eager before the first step; "off".
+        verify: "auto" compares the stages with eager before the first step; "full" also the
+            captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
         outputs: which ranks get `result.outputs`.
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.

@@ -19,8 +19,10 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.graph import Capture
 from pdcompile.passes.meta import unverifiable
+from pdcompile.passes.verify.blocks import verify_blocks
 from pdcompile.passes.verify.full_batch import Reduction, intended
 from pdcompile.passes.verify.report import Compared, Difference, Verification
+from pdcompile.passes.verify.room import fits, room
 from pdcompile.passes.verify.steps import calls, is_large
 from pdcompile.passes.verify.whole import Comparison, unlike
 from pdcompile.plan import Plan
@@ -48,7 +50,9 @@ def verify(
         loss_fn: the loss that was captured with the model.
         mode: "full": two steps, the captured graph apart from the stages, and gradients of the
             minibatch against those of its microbatches; "auto": the stages, and where one forward
-            takes long one step only.
+            takes long one step only; "blocks": each distinct block apart.  What does not fit into
+            half of the free memory is compared block by block, and with "full" also a model on
+            the meta device, of which "auto" compares nothing.
         loss_reduction: as given to compile; None: as the plan says.
 
     Modes, parameters, gradients, buffers and random state of the model are as before afterwards.
@@ -57,8 +61,15 @@ def verify(
         VerifyError: something differs in sources that nobody edited, or a stage raises.
         SourceError: a source cannot be loaded.
     """
-    if reason := unverifiable(model):
+    meta = unverifiable(model)
+    if meta and mode == "auto":
+        reason = f"{meta} (verify='blocks' and `pdcompile verify` compare it block by block)"
         return Verification(0, 0, 0, 0, True, sources.edited, (), reason)
+    if meta or mode == "blocks" or not fits(model, capture.train):
+        report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, room=room())
+        if report.differences and not sources.edited:
+            raise unlike(list(report.differences))
+        return replace(report, notes=capture.train.notes if mode != "auto" else ())
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
     full, large = mode == "full", is_large(capture.train)

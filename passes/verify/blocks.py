@@ -1,0 +1,270 @@
+"""Stages against eager block by block, for models that have no room, or no memory at all.
+
+A generated stage has one class for each distinct block.  Each of them is compared once with the
+model's own module, forward and backward, on made-up inputs and weights; so a model of a hundred
+equal layers needs the memory of one.  What is in no block is not compared, and listed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.batch import BatchLayout, FlatCall, resize
+from pdcompile.errors import PdcompileError
+from pdcompile.graph import Capture, Op
+from pdcompile.passes.boundaries import place_eval, stage_of_ops
+from pdcompile.passes.codegen.blocks import Layout, divide
+from pdcompile.passes.codegen.load import stage_classes
+from pdcompile.passes.codegen.skeleton import skeleton
+from pdcompile.passes.codegen.tree import Call, below, ops_of
+from pdcompile.passes.held import all_tensors, held_tensors, stage_names
+from pdcompile.passes.untouched import untouched
+from pdcompile.passes.verify.module_calls import module_calls
+from pdcompile.passes.verify.one_block import Given, compare_block
+from pdcompile.passes.verify.report import Compared, Difference, Verification
+from pdcompile.passes.verify.runs import copied_leaves
+from pdcompile.plan import Plan
+from pdcompile.stage import Sources
+
+COPIES = 4  # of a block's weights: the made-up ones, those that run, and gradients of two sides
+
+
+@dataclass(slots=True)
+class Found:
+    """A block class of the generated sources: where it is used, and one use to compare."""
+
+    kind: str  # the model's class
+    stage: int
+    train: Call | None
+    eval: Call | None
+    paths: list[str] = field(default_factory=list)
+    reason: str = ""  # why it was not compared
+
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+
+def verify_blocks(
+    capture: Capture,
+    plan: Plan,
+    sources: Sources,
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    room: int,
+) -> Verification:
+    """Compare every distinct block of the stages with the model's own module.
+
+    Args:
+        flat, layout: a minibatch; shapes, and values where it has them.
+        room: bytes that one block may take, weights, their copies and gradients together.
+
+    Raises TraceError and SourceError as capture and the loading of sources do.
+    """
+    layouts = list(_layouts(capture, plan, sources))
+    found = _distinct(capture, sources, layouts)
+    sizes = {fqn: info.bytes for fqn, info in all_tensors(capture).items()}
+    for one in found:
+        weight = sum(size for fqn, size in sizes.items() if below(fqn, one.path))
+        if COPIES * weight > room:
+            one.reason = f"{COPIES * weight:,} bytes are more than half of the free memory"
+    wanted = [one for one in found if not one.reason]
+    # Two samples are enough to tell, and large models come with large microbatches.
+    size = min(capture.train.batch_size, max(capture.train.sizes.smallest, 2))
+    call = resize(flat, layout, size)
+    owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    owned.update(model.named_buffers(remove_duplicate=False))
+    differences: list[Difference] = []
+    rows = []
+    for graph in (capture.train, capture.eval):
+        paths = [one.path for one in wanted]
+        calls = module_calls(model, graph, call, layout, loss_fn, paths)
+        outputs = gradients = 0
+        for one in wanted:
+            used = one.train if graph.training else one.eval
+            if used is None or one.reason:
+                continue
+            if one.path not in calls:
+                one.reason = "forward does not call it as a module"
+                continue
+            given = Given(graph, copied_leaves(call), owned, size)
+            interface = sources.interfaces[one.stage]
+            with torch.device("meta"):
+                stage = stage_classes(sources)[one.stage]()
+            try:
+                with untouched(model, graph.training):
+                    more, compared, back = compare_block(
+                        model, stage, interface, graph, one.path, used, calls[one.path], given, plan
+                    )
+            except PdcompileError as error:
+                one.reason = error.message
+                continue
+            differences += more
+            outputs, gradients = outputs + compared, gradients + back
+        mode = "train" if graph.training else "eval"
+        rows.append(Compared(mode, 0, size, outputs, gradients, 0))
+    done = [one for one in found if not one.reason]
+    text = ", ".join(_count(one.kind, done, capture) for one in _kinds(done))
+    left = [*_left_out(found), *_outside(capture, plan, layouts)]
+    nothing = "" if done else f"nothing could be compared ({'; '.join(left)})"
+    return Verification(
+        microbatch_size=size,
+        outputs=sum(row.outputs for row in rows),
+        gradients=sum(row.gradients for row in rows),
+        buffers=0,
+        exact=True,
+        edited=sources.edited,
+        differences=tuple(differences),
+        unverified=nothing,
+        blocks=text,
+        left_out=tuple(left) if done else (),
+        rows=tuple(rows) if done else (),
+    )
+
+
+def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[Layout]:
+    """How the code of each stage is divided into classes, as the generator divides it."""
+    train_of = stage_of_ops(capture.train, plan)
+    eval_of = place_eval(capture, train_of)
+    held = held_tensors(capture, plan, train_of, eval_of)
+    names = stage_names(capture, held, train_of, eval_of)
+    classes = {**capture.eval.classes, **capture.train.classes}
+    for interface in sources.interfaces:
+        k = interface.index
+        train, evaluation = (
+            [op for op in graph.ops if of[op.name] == k]
+            for graph, of in ((capture.train, train_of), (capture.eval, eval_of))
+        )
+        root = skeleton(names[k], all_tensors(capture), [*train, *evaluation], classes)
+        wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
+        ops = [[op for op in each if op.region == "forward"] for each in (train, evaluation)]
+        yield divide(capture, ops[0], ops[1], (wanted[0], wanted[1]), names[k], root)
+
+
+def _distinct(capture: Capture, sources: Sources, layouts: Sequence[Layout]) -> list[Found]:
+    """One for each class text, in the order of the model; a block that is used once and holds
+    repeated ones gives way to them."""
+    uses: list[tuple[Hashable, int, Call | None, Call | None]] = []
+    counts: dict[Hashable, int] = {}
+    for k, layout in enumerate(layouts):
+        text = _texts(sources.files[f"stage_{k}.py"])
+        evals = {call.path: call for call in _below(layout.eval)}
+        trains = {call.path: call for call in _below(layout.train)}
+        key_of = _keys(capture, sources, k, layout, text)
+        for path in (*trains, *(p for p in evals if p not in trains)):
+            key = key_of(trains.get(path), evals.get(path))
+            counts[key] = counts.get(key, 0) + 1
+            uses.append((key, k, trains.get(path), evals.get(path)))
+    repeated = {(k, _path(t, e)) for key, k, t, e in uses if counts[key] > 1}
+    found: dict[Hashable, Found] = {}
+    taken: list[tuple[int, str]] = []
+    for key, k, train, evaluation in sorted(uses, key=lambda use: _path(*use[2:]).count(".")):
+        path = _path(train, evaluation)
+        if any(at == k and below(path, outer) for at, outer in taken):
+            continue
+        inner = any(at == k and other != path and below(other, path) for at, other in repeated)
+        if counts[key] == 1 and inner:
+            continue
+        taken.append((k, path))
+        kind = _class_of(capture, path)
+        found.setdefault(key, Found(kind, k, train, evaluation)).paths.append(path)
+    return list(found.values())
+
+
+def _keys(
+    capture: Capture, sources: Sources, k: int, layout: Layout, text: dict[str, str]
+) -> Callable[[Call | None, Call | None], Hashable]:
+    with torch.device("meta"):
+        stage = stage_classes(sources)[k]()
+
+    def facts(call: Call | None, training: bool) -> Hashable:
+        if call is None:
+            return None
+        values = (capture.train if training else capture.eval).values
+        return tuple((values[n].shape, values[n].dtype) for n in (*call.inputs, *call.outputs))
+
+    def key_of(train: Call | None, evaluation: Call | None) -> Hashable:
+        path = _path(train, evaluation)
+        name = type(stage.get_submodule(path)).__name__
+        return (
+            text.get(name, name), _class_of(capture, path),
+            facts(train, True), facts(evaluation, False),
+        )  # fmt: skip
+
+    return key_of
+
+
+def _texts(source: str) -> dict[str, str]:
+    """What each class of a stage's file does, without its name, comments and documentation."""
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    found: dict[str, str] = {}
+    for node in classes:  # inner ones come first
+        body = [n for n in node.body if not isinstance(n, ast.Expr)]
+        text = "\n".join(ast.dump(part) for part in body)
+        for name, inner in found.items():
+            text = text.replace(f"id='{name}'", f"id={hash(inner)}")
+        found[node.name] = text
+    return found
+
+
+def _below(call: Call) -> Iterator[Call]:
+    for item in call.items:
+        if isinstance(item, Call):
+            yield item
+            yield from _below(item)
+
+
+def _path(train: Call | None, evaluation: Call | None) -> str:
+    call = train or evaluation
+    assert call is not None
+    return call.path
+
+
+def _class_of(capture: Capture, path: str) -> str:
+    classes = {**capture.eval.classes, **capture.train.classes}
+    return classes.get(path, ("a module",))[0].rpartition(".")[2]
+
+
+def _kinds(found: Sequence[Found]) -> list[Found]:
+    return list({one.kind: one for one in found}.values())
+
+
+def _count(kind: str, done: Sequence[Found], capture: Capture) -> str:
+    """'32 of 32 DecoderLayer as 1 distinct block'."""
+    mine = [one for one in done if one.kind == kind]
+    count = sum(len(one.paths) for one in mine)
+    names = {name for name, _ in capture.train.classes.items() if _class_of(capture, name) == kind}
+    blocks = f"{len(mine)} distinct block{'s' if len(mine) > 1 else ''}"
+    return f"{count} of {max(len(names), count)} {kind} as {blocks}"
+
+
+def _left_out(found: Sequence[Found]) -> list[str]:
+    return [
+        f"{len(one.paths)} {one.kind} ({one.path}): {one.reason}" for one in found if one.reason
+    ]
+
+
+def _outside(capture: Capture, plan: Plan, layouts: Sequence[Layout]) -> list[str]:
+    """What no block holds: modules that a cut goes through, single ops, the loss, the wiring."""
+    partial = sorted({path for layout in layouts for path in layout.partial if path})
+    inside = {op.name for layout in layouts for c in _below(layout.train) for op in ops_of(c)}
+    single: list[Op] = [op for op in capture.train.ops if op.name not in inside]
+    plain = [op for op in single if op.region == "forward"]
+    leaves = dict.fromkeys(op.module_path for op in plain if op.kind == "module")
+    left = [f"{path} (cut between stages)" for path in partial if path.rpartition(".")[2].isdigit()]
+    named = [path for path in leaves if not any(below(path, p) for p in partial if p in left)]
+    if named:
+        left.append(", ".join(named[:4]) + (f" and {len(named) - 4} more" if named[4:] else ""))
+    others = len(plain) - sum(op.kind == "module" for op in plain)
+    left += [f"{others} ops outside of blocks"] if others else []
+    left += ["the loss"] if len(plain) < len(single) else []
+    return [*left, "what blocks hand to each other"]

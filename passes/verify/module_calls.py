@@ -1,0 +1,120 @@
+"""What the model hands to chosen modules in its forward, with the graph's names for tensors.
+
+The model runs on fake tensors, as in capture, so that nothing of it needs memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.batch import BatchLayout, FlatCall, follow_batch, output_leaves
+from pdcompile.graph import Argument, Attr, OpGraph, Ref
+from pdcompile.passes.trace.mode import Recorder
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.session import record
+
+
+class Hole:
+    """In the place of a tensor: the value or the tensor of the model that belongs there."""
+
+    def __init__(self, place: Argument) -> None:
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module, tensors replaced by holes; `results` name the tensors it returned,
+    in the order of `pdcompile.batch.output_leaves`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    holes: tuple[Hole, ...]
+    results: tuple[Argument | None, ...]
+
+    def filled(self, tensor: Callable[[Argument], Tensor]) -> tuple[Any, Any]:
+        """(args, kwargs) with tensors in the holes; objects among them are copies."""
+        memo: dict[int, Any] = {id(hole): tensor(hole.place) for hole in self.holes}
+        args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        return args, kwargs
+
+
+def module_calls(
+    model: nn.Module,
+    graph: OpGraph,
+    call: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    paths: Collection[str],
+) -> dict[str, ModuleCall]:
+    """The first call of each of the modules, in the mode of the graph.
+
+    Args:
+        call: one microbatch; layout: of the minibatch.
+
+    Raises TraceError as capture does.
+    """
+    found: dict[str, ModuleCall] = {}
+    whole = tuple(dict.fromkeys(op.module_path for op in graph.ops if op.opaque))
+    own = follow_batch(call, layout)
+    with ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(_watched(model.get_submodule(path), path, found))
+        record(model, ModuleTable(model), call, own, loss_fn, training=graph.training, whole=whole)
+    return found
+
+
+@contextmanager
+def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iterator[None]:
+    entered: list[tuple[int, Any, Any, tuple[Hole, ...]]] = []
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder = _recorder()
+        if recorder is None or any(key == id(recorder) for key, *_ in entered):
+            return
+        with torch._C.DisableTorchFunction():
+            holes = _holes(recorder)
+            args, kwargs = copy.deepcopy((args, kwargs), dict(holes))
+        entered.append((id(recorder), args, kwargs, tuple(holes.values())))
+
+    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recorder = _recorder()
+        if recorder is None or not entered or entered[-1][0] != id(recorder):
+            return
+        with torch._C.DisableTorchFunction():
+            known = _holes(recorder)
+            results = tuple(
+                known[id(leaf)].place if id(leaf) in known else None
+                for leaf in output_leaves(output)
+            )
+        found[path] = ModuleCall(*entered[-1][1:], results)
+
+    handles = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _recorder() -> Recorder | None:
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
+
+
+def _holes(recorder: Recorder) -> dict[int, Hole]:
+    """By identity of a tensor that the run knows."""
+    fakes = recorder.fakes
+    table: Mapping[int, str] = fakes.table.fqns
+    holes = {key: Hole(Attr(fqn)) for key, fqn in (*table.items(), *fakes._attribute.items())}
+    holes.update((key, Hole(Ref(name))) for key, name in fakes._value.items())
+    return holes
