@@ -2,8 +2,15 @@
 
     pdcompile plan examples/llama.py:build_405b --cluster 8x8 --costs estimated --json
 
-Nothing here has memory: a tensor on the meta device is a shape and a type.  A model that fits
-nowhere is captured, costed and planned from these alone, on a laptop.
+The models have no memory: a tensor on the meta device is a shape and a type.  A model that fits
+nowhere is captured, costed and planned from these alone, on a laptop.  To run, every process gives
+values to its own stage only, from safetensors files or from the function `fill`:
+
+    torchrun --nproc-per-node=2 -m pdcompile run examples/llama.py:build_tiny
+    torchrun --nproc-per-node=2 -m pdcompile run examples/llama.py:build_tiny --weights FOLDER
+
+The names are this file's own: for another model's checkpoint, build that model on the meta device
+(`with torch.device("meta"): LlamaForCausalLM(config)`), or read it in a function like `fill`.
 """
 
 from __future__ import annotations
@@ -117,12 +124,22 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def fill(name: str, tensor: Tensor) -> None:
+    """Initialise one tensor: ones for the norms, else normal, narrower where a branch ends."""
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+    else:
+        tensor.normal_(std=0.006 if name.endswith(("o.weight", "down.weight")) else 0.02)
+
+
 def workload(batch_size: int, context: int, **sizes: int) -> Workload:
-    """A bfloat16 decoder of these sizes, and one minibatch; both without memory."""
+    """A bfloat16 decoder of these sizes without memory, and minibatches of one random text."""
     with torch.device("meta"):
         model = Llama(**sizes).to(torch.bfloat16)
-        tokens = torch.empty(batch_size, context, dtype=torch.int64)
-    return Workload(model, {"tokens": tokens, "targets": tokens.clone()})
+    random = torch.Generator().manual_seed(0)
+    text = torch.randint(sizes["vocabulary"], (batch_size, context + 1), generator=random)
+    inputs = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    return Workload(model, inputs, weights=fill)
 
 
 def build_8b(batch_size: int = 64, context: int = 4096) -> Workload:

@@ -39,7 +39,14 @@ from pdcompile.refined import refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.searching import Open
-from pdcompile.start import check_memory, chosen_sources, following, given_plan, preparation
+from pdcompile.start import (
+    check_memory,
+    check_weights,
+    chosen_sources,
+    following,
+    given_plan,
+    preparation,
+)
 from pdcompile.steps import Steps
 
 
@@ -235,6 +242,7 @@ def compile(
     plan: Any = None,
     sources: Any = None,
     allow_edited: bool = False,
+    weights: Any = None,
     group: Any = None,
 ) -> Pipeline:
     """Compile a model into a pipeline of stages; `pipe.step(inputs, target=…)` trains it.
@@ -277,6 +285,10 @@ def compile(
         time_limit: seconds for the planner's search.
         plan: a Plan or plan.json to use instead of planning.
         sources: a folder that `dump` wrote; with allow_edited, also one that was edited since.
+        weights: for a model on the meta device, where its values come from: a .safetensors file,
+            a folder (Hugging Face layout) or a list of files; a function (name, tensor) that
+            fills one tensor in place; or a list of files and one function for what they do not
+            have.  Each process reads what its own stage holds, one tensor at a time.
         group: a torch.distributed group to run on instead of all ranks.
 
     Raises:
@@ -288,6 +300,7 @@ def compile(
     options = Options(**given)
     check_model(model)
     check_options(options)
+    check_weights(model, options)
 
     def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
         if flat is None:

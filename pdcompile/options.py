@@ -39,4 +39,5 @@ class Options:
     plan: Any = None
     sources: Any = None
     allow_edited: bool = False
+    weights: Any = None
     group: Any = None

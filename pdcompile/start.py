@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdcompile import weights
 from pdcompile.choices import Choices
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
@@ -64,6 +65,15 @@ def preparation(
         )
 
     return prepare
+
+
+def check_weights(model: nn.Module, options: Options) -> None:
+    """Compare the names in the source of weights with the model's, before hours of planning.
+
+    Raises ConfigError when it cannot be read or does not fit; values are not read.
+    """
+    if options.weights is not None:
+        weights.check(model, weights.open_source(options.weights))
 
 
 def refuse_devices(plan: Plan) -> None:

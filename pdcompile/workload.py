@@ -32,12 +32,15 @@ class Workload:
         batches: called for a fresh pass over the data, yields ``(inputs, target)`` pairs of
             global minibatches; inputs have the form of `example_inputs`, target is any pytree
             (None without loss_fn).
+        weights: for a model on the meta device, where its values come from: as in
+            `pdcompile.compile`.
     """
 
     model: torch.nn.Module
     example_inputs: Any
     loss_fn: Callable[[Any, Any], Any] | None = None
     batches: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+    weights: Any = None
 
     def example_target(self) -> Any:
         """The target that belongs to the example: that of the first batch.
@@ -224,7 +227,7 @@ def _as_workload(value: Any, target: str) -> Workload:
             where=target,
             remedy="return pdcompile.Workload(model, example_inputs, loss_fn, batches)",
         )
-    if isinstance(value, tuple) and 2 <= len(value) <= 4:
+    if isinstance(value, tuple) and 2 <= len(value) <= 5:
         value = Workload(*value)
     if not isinstance(value, Workload):
         raise ConfigError(

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 
-_WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
+WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
 _stores: list[Any] = []  # the store of this process, once it was needed
 _numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
 
@@ -174,7 +174,7 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
         store.set("done", "1")
         return text
     try:
-        store.wait(["done"], _WAIT)
+        store.wait(["done"], WAIT)
     except RuntimeError as error:
         raise RankError(
             f"the store went away while rank {rank} waited for rank 0's plan: "

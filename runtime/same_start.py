@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pdcompile.errors import ConfigError
-from pdcompile.runtime.launch import World
+from pdcompile.errors import ConfigError, ContractError
+from pdcompile.runtime.launch import WAIT, World
 
 
 def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
@@ -25,7 +25,8 @@ def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
         raise ConfigError(
             f"{len(empty)} tensors of the model have no values, they are on the meta device: "
             f"{', '.join(empty[:3])}{', …' if len(empty) > 3 else ''}",
-            remedy="give them values before compile: model.to_empty(device='cpu') and load a "
+            remedy="say where their values are: weights= a .safetensors file or a function (name, "
+            "tensor); or give them values before compile: model.to_empty(device='cpu') and load a "
             "state_dict; `pdcompile plan` plans without",
         )
 
@@ -54,6 +55,27 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def same_values(
+    world: World, tensors: Mapping[str, Tensor], shared: Mapping[str, list[int]]
+) -> None:
+    """Raise ContractError where ranks that hold one tensor gave it different values.
+
+    `shared`: the ranks that hold each tensor that this rank and others hold.
+    """
+    for fqn in shared:
+        world.store.set(f"values/{fqn}/{world.rank}", str(_checksum({fqn: tensors[fqn]})))
+    for fqn, ranks in shared.items():
+        keys = [f"values/{fqn}/{rank}" for rank in ranks]
+        world.store.wait(keys, WAIT)  # a large stage takes its time to read
+        if len({bytes(world.store.get(key)) for key in keys}) > 1:
+            raise ContractError(
+                f"ranks {', '.join(map(str, ranks))} hold {fqn} with different values",
+                where=fqn,
+                remedy="give every rank the same files; a function given as weights= draws from "
+                "torch's default generator, which is seeded for each name, and from no other",
+            )
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> int:

@@ -24,14 +24,14 @@ from pdcompile.runtime.agreement import Agreement
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure import Failures, describe, explained, place
 from pdcompile.runtime.held import Held
+from pdcompile.runtime.initial import initial_state
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import Norms, clip
-from pdcompile.runtime.same_start import refuse_meta, same_start
-from pdcompile.runtime.state import State, dtype_of
+from pdcompile.runtime.state import dtype_of
 from pdcompile.runtime.streams import Streams
 from pdcompile.runtime.transport import GroupTransport, PeerLost, Transport
 from pdcompile.runtime.weights import StageWeights
@@ -63,10 +63,7 @@ class Session:
         self.stage_of_rank = _stage_of_rank(plan)
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
         self._call = 0
-        self.state = State(model, prepared, self.stage_of_rank, self.ranks)
-        refuse_meta(self.state.tensors)
-        if world is not None:
-            same_start(world, self.state.tensors)
+        self.state = initial_state(model, options, prepared, self.stage_of_rank, self.ranks, world)
         self._stale_copies = False
         self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None

@@ -12,7 +12,8 @@ from pdcompile.errors import InputError
 from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.transport import Transport
-from pdcompile.runtime.weights import StageWeights, set_tensor
+from pdcompile.runtime.weights import StageWeights
+from pdcompile.weights import set_tensor
 
 
 class State:
@@ -57,6 +58,15 @@ class State:
     def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer gets: in a process alone, all parameters of the model."""
         return list(self._model.named_parameters() if alone else self.named_parameters())
+
+    def shared(self) -> dict[str, list[int]]:
+        """Tensors that this process holds and others do too: all ranks that hold each."""
+        mine = set(self._ranks)
+        return {
+            fqn: holders
+            for fqn, holders in self._holders.items()
+            if len(holders) > 1 and not mine.isdisjoint(holders)
+        }
 
     def discard_others(self) -> None:
         """The tensors of the model that no stage of this process holds become meta tensors."""

@@ -11,13 +11,13 @@ into a storage that a graph still needs would give wrong gradients without an er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.opaque import bind
 from pdcompile.stage import StageInterface
+from pdcompile.weights import set_tensor
 
 Gradients = dict[str, Tensor]
 
@@ -185,18 +185,6 @@ class StageWeights:
         for slot in self._slots.get(fqn, ()):
             slot.data.copy_(value)
         return fqn in self._slots
-
-
-def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor into a module under a dotted name, as what it was there."""
-    path, _, leaf = name.rpartition(".")
-    home = module.get_submodule(path)
-    registries: tuple[dict[str, Any], ...] = (home._parameters, home._buffers)
-    for registry in registries:
-        if leaf in registry:
-            registry[leaf] = tensor
-            return
-    setattr(home, leaf, tensor)
 
 
 def _slots(master: nn.Parameter, versions: int) -> list[nn.Parameter]:

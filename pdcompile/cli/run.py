@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,15 @@ def run(
     plan: GivenPlan = None,
     sources: GivenSources = None,
     allow_edited: AllowEdited = False,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--weights",
+            metavar="FILE",
+            help="For a model on the meta device: a .safetensors file, an index or a folder of "
+            "such files; may be given several times. Each process reads its own stage.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train TARGET as a pipeline.
@@ -45,6 +55,8 @@ def run(
       pdcompile run examples/gpt.py:build --cluster local:2 --steps 20
 
       torchrun --nproc-per-node=2 -m pdcompile run examples/gpt.py:build --schedule 2bw
+
+      torchrun --nproc-per-node=8 -m pdcompile run llama.py:build --weights folder/
     """
     import pdcompile
     from pdcompile.cli.compiling import plan_given
@@ -58,6 +70,7 @@ def run(
         plan=given,
         sources=None if sources is None else str(sources),
         allow_edited=allow_edited,
+        weights=weights or workload.weights,
     )
     inputs, wanted = workload.example()
     pipe = pdcompile.compile(workload.model, **_keywords(options))

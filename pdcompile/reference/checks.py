@@ -7,14 +7,24 @@ from typing import Literal
 from torch import nn
 
 from pdcompile.autocast import autocast_text
+from pdcompile.copied import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.weights import materialise, open_source
+
+
+def chosen_model(model: nn.Module, options: Options) -> nn.Module:
+    """The model to train, a copy where `keep_model` says so, with its values from `weights`."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is of type {type(model).__name__}, not an nn.Module")
+    chosen = copy_of(model) if options.keep_model else model
+    if options.weights is not None:
+        materialise(chosen, open_source(options.weights, seed=options.seed))
+    return chosen
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse wrapped models, and tensors without values."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is of type {type(model).__name__}, not an nn.Module")
     wrapped = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     if isinstance(model, wrapped) or hasattr(model, "_orig_mod"):
         raise ConfigError(
@@ -30,7 +40,7 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 "a tensor is on the meta device and has no values to compute with",
                 where=name,
-                remedy="model.to_empty(device='cpu') and load or initialise its weights",
+                remedy="give weights=, or model.to_empty(device='cpu') and load its weights",
             )
 
 

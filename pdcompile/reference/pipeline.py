@@ -23,12 +23,11 @@ from pdcompile.batch import (
     split,
     weights,
 )
-from pdcompile.copied import copy_of
 from pdcompile.errors import ClosedError, ConfigError, InputError
 from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
 from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
-from pdcompile.reference.checks import check_model, check_options
+from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.versions import Versions, weight_lags
 from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
@@ -40,10 +39,10 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        check_model(model)
+        self._model = chosen_model(model, options)
+        check_model(self._model)
         self._options = options
         self._num_microbatches = check_options(options)
-        self._model = copy_of(model) if options.keep_model else model
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         self._passed_in_training = self._model.training
         self._passed_modes = {module: module.training for module in self._model.modules()}

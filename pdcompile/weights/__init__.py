@@ -1,0 +1,21 @@
+"""Weights of models on the meta device: where values come from, read tensor by tensor.
+
+A source is safetensors files, a function that fills one tensor at a time, or both.  `read` gives
+the values of any subset of a model's tensors, `materialise` puts them into the model.
+"""
+
+from pdcompile.weights.checkpoint import Checkpoint
+from pdcompile.weights.slots import Slot, set_tensor, slots
+from pdcompile.weights.source import Source, check, materialise, open_source, read
+
+__all__ = [
+    "Checkpoint",
+    "Slot",
+    "Source",
+    "check",
+    "materialise",
+    "open_source",
+    "read",
+    "set_tensor",
+    "slots",
+]

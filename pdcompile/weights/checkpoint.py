@@ -1,0 +1,184 @@
+"""Checkpoints in the safetensors format: which file has which name, and one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_INDEX_BYTES = 256 * 2**20
+
+
+class Checkpoint:
+    """Tensors in safetensors files, by name.  Nothing but names is read before it is asked for.
+
+    Args:
+        given: files, each with ``.safetensors`` or an index (``….index.json``) of such files, or
+            folders that hold `INDEX` or `SINGLE`, the layout of the Hugging Face hub.
+
+    Raises:
+        ConfigError: something is missing, cannot be read, or two files have the same name in
+            them; names the file.
+    """
+
+    def __init__(self, given: Iterable[str | os.PathLike[str]]) -> None:
+        self.files: dict[str, Path] = {}  # name of a tensor -> its file
+        self._open: tuple[Path, Any] | None = None
+        for place in given:
+            for name, file in _contents(Path(place)).items():
+                if self.files.setdefault(name, file) != file:
+                    raise ConfigError(
+                        f"{name} is in two files: {self.files[name].name} and {file.name}",
+                        where=f"weights: {place}",
+                        remedy="give the files of one checkpoint",
+                    )
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """The value of a tensor, in memory of its own on the CPU.
+
+        Args:
+            name: one of `files`.
+            like: the model's tensor, whose shape it has to have.  Its dtype and memory layout
+                become the value's; a dtype in which the value would lose digits is refused.
+
+        Raises:
+            ConfigError: shape or dtype do not fit, or the file does not hold what its index says.
+        """
+        import torch
+
+        file = self.files[name]
+        try:
+            found = self._handle(file).get_tensor(name)
+        except Exception as error:  # the library has several kinds
+            raise ConfigError(
+                f"{name} cannot be read: {error}",
+                where=str(file),
+                remedy="copy the file again, with the index that belongs to it",
+            ) from error
+        if found.shape != like.shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(found.shape)} in the checkpoint, and the model "
+                f"expects {tuple(like.shape)}",
+                where=str(file),
+                remedy="build the model with the sizes of the checkpoint",
+            )
+        if not _fits(found.dtype, like.dtype):
+            kind = str(found.dtype)
+            raise ConfigError(
+                f"{name} is {kind.removeprefix('torch.')} in the checkpoint, and the model "
+                f"expects {str(like.dtype).removeprefix('torch.')}, which cannot hold it exactly",
+                where=str(file),
+                remedy=f"model.to({kind}) before compile, or a function as weights= that converts",
+            )
+        return torch.empty_like(like, device="cpu", requires_grad=False).copy_(found)
+
+    def close(self) -> None:
+        """Let go of the file that was read last."""
+        self._open = None
+
+    def _handle(self, file: Path) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._open = None
+            self._open = file, _opened(file)
+        return self._open[1]
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    """Whether every value of one dtype has its equal in the other."""
+    import torch
+
+    if found == wanted:
+        return True
+    same_kind = (
+        found.is_floating_point == wanted.is_floating_point
+        and found.is_complex == wanted.is_complex
+        and torch.bool not in (found, wanted)
+    )
+    try:
+        return same_kind and torch.promote_types(found, wanted) == wanted
+    except RuntimeError:  # the 8-bit kinds promote to nothing
+        return False
+
+
+def _contents(place: Path) -> dict[str, Path]:
+    """Names in a file, an index or a folder, each with its file."""
+    if place.is_dir():
+        for name in (INDEX, SINGLE):
+            if (place / name).is_file():
+                return _contents(place / name)
+        others = sorted(file.name for file in place.glob("*.safetensors*"))
+        raise ConfigError(
+            f"the folder holds neither {INDEX} nor {SINGLE}",
+            where=f"weights: {place}",
+            remedy=f"give its files by name: {', '.join(others[:4])}" if others else _CONVERT,
+        )
+    if not place.is_file():
+        raise ConfigError(
+            "there is no such file", where=f"weights: {place}",
+            remedy=f"a .safetensors file, or a folder with {INDEX}; paths are relative to "
+            f"{Path.cwd()}",
+        )  # fmt: skip
+    if place.name.endswith(".index.json"):
+        return _index(place)
+    if place.suffix != ".safetensors":
+        raise ConfigError(
+            f"{place.name} is not a safetensors file", where=f"weights: {place}", remedy=_CONVERT
+        )
+    return dict.fromkeys(_opened(place).keys(), place)
+
+
+_CONVERT = "write one once: safetensors.torch.save_file(state_dict, 'model.safetensors')"
+
+
+def _index(place: Path) -> dict[str, Path]:
+    def bad(what: str) -> ConfigError:
+        return ConfigError(
+            f"the index {what}",
+            where=str(place),
+            remedy='it maps names to files beside it: {"weight_map": {"a": "1.safetensors"}}',
+        )
+
+    try:
+        if place.stat().st_size > _MAX_INDEX_BYTES:
+            raise bad("is larger than any index")
+        content = json.loads(place.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise bad(f"cannot be read: {error}") from error
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise bad("has no weight_map of names to files")
+    for file in dict.fromkeys(found.values()):
+        # A name with a folder in it could lead anywhere; writers of indexes use plain names.
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise bad(f"names {file!r}, which is no safetensors file beside it")
+        if not (place.parent / file).is_file():
+            raise bad(f"names {file!r}, which is not there")
+    return {name: place.parent / file for name, file in found.items()}
+
+
+def _opened(file: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ConfigError(
+            "reading weights from files needs the package safetensors, which is not installed",
+            where="weights",
+            remedy="pip install safetensors",
+        ) from error
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except Exception as error:  # the library has several kinds
+        raise ConfigError(
+            f"this is no readable safetensors file: {error}",
+            where=str(file),
+            remedy="copy it again; " + _CONVERT,
+        ) from error

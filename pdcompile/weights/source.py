@@ -1,0 +1,257 @@
+"""Sources: files and a function, as the user gives them, and what they make of a model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.randomness import preserved_rng, reseed, seed_of
+from pdcompile.weights.checkpoint import Checkpoint
+from pdcompile.weights.recompute import recomputed
+from pdcompile.weights.slots import Slot, put, slots
+
+Fill: TypeAlias = Callable[[str, Tensor], Any]
+
+_NAN_KINDS = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where values come from: a checkpoint first, then `fill` for what it does not have.
+
+    `fill(name, tensor)` writes one tensor of the model in place.  torch's default generator is
+    seeded by `seed` and the name before each call, so that every plan gets the same values.
+    """
+
+    checkpoint: Checkpoint | None = None
+    fill: Fill | None = None
+    seed: int = 0
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The file of every name in the checkpoint."""
+        return {} if self.checkpoint is None else self.checkpoint.files
+
+    def stored(self, slot: Slot) -> list[str]:
+        """Names under which the checkpoint has a tensor of the model's state_dict."""
+        return [name for name in slot.names if name in self.files] if slot.persistent else []
+
+
+def open_source(given: Any, *, seed: int = 0) -> Source:
+    """A source from what a user gives: a path, a function, or a list of paths and one function.
+
+    Raises:
+        ConfigError: it is something else, or a file is missing or unreadable.
+    """
+    parts = list(given) if isinstance(given, list | tuple) else [given]
+    places = [part for part in parts if isinstance(part, str | os.PathLike)]
+    functions = [part for part in parts if callable(part)]
+    if len(places) + len(functions) != len(parts) or not parts or len(functions) > 1:
+        raise ConfigError(
+            f"weights={given!r} is no source of weights"[:300],
+            remedy="a .safetensors file, a folder or a list of such files, a function (name, "
+            "tensor) that fills one tensor in place, or a list of files and one function",
+        )
+    for function in functions:
+        try:
+            inspect.signature(function).bind("name", None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the function given as weights cannot be called with (name, tensor): {error}",
+                remedy="def fill(name, tensor): torch.nn.init.normal_(tensor, std=0.02)",
+            ) from error
+    return Source(Checkpoint(places) if places else None, next(iter(functions), None), seed)
+
+
+def read(
+    model: nn.Module, source: Source, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The values of some of the model's tensors, one after the other, each in new CPU memory.
+
+    Args:
+        names: of parameters and buffers, any of a tied one's; None: all.
+
+    Yields (first name in the model, value) in the order of the files.  Tensors that have values
+    already are left out, unless the checkpoint has them.  The model is not changed.
+
+    Raises:
+        ConfigError: names are missing in the checkpoint; shape or dtype do not fit; `fill` raises
+            or leaves something unfilled; a buffer that the model computes cannot be had.
+    """
+    wanted = list(slots(model).values())
+    _refuse_missing(wanted, source)
+    if names is not None:
+        asked = set(names)
+        wanted = [slot for slot in wanted if not asked.isdisjoint(slot.names)]
+    stored = [slot for slot in wanted if source.stored(slot)]
+    stored.sort(key=lambda slot: str(source.files[source.stored(slot)[0]]))
+    for slot in stored:
+        yield slot.fqn, _from_checkpoint(slot, source)
+    if source.checkpoint is not None:
+        source.checkpoint.close()
+    bare = [slot for slot in wanted if slot.tensor.is_meta and not source.stored(slot)]
+    computed = _computed([slot for slot in bare if not slot.persistent], model, source.seed)
+    for slot in bare:
+        value = computed.pop(slot.fqn, "")
+        if isinstance(value, Tensor):
+            yield slot.fqn, value
+        elif source.fill is not None:
+            yield slot.fqn, _from_fill(slot, source.fill, source.seed)
+        else:
+            raise ConfigError(
+                f"the buffer {slot.fqn} is in no checkpoint: the model computes it when it is "
+                f"built, which leaves no values on the meta device, and {value}",
+                where=slot.fqn,
+                remedy="give its class a method reset_parameters() that fills its buffers in "
+                "place, build that module on the CPU (with torch.device('cpu'): …), or add a "
+                "function (name, tensor) that fills it: weights=[files, function]",
+            )
+
+
+def materialise(
+    model: nn.Module, source: Source, names: Iterable[str] | None = None
+) -> tuple[str, ...]:
+    """Give some of the model's tensors (None: all) their values; the first names of these.
+
+    A tensor on the meta device is replaced under all of its names, one with memory is written.
+    Never more than one tensor is in memory besides those that the model keeps.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    found = slots(model)
+    done = []
+    for fqn, value in read(model, source, names):
+        put(model, found[fqn], value)
+        done.append(fqn)
+    return tuple(done)
+
+
+def check(model: nn.Module, source: Source) -> None:
+    """Compare names as load_state_dict does, of the whole model, without reading a value.
+
+    Warns of names that the model does not have, and of those left to `fill` beside files.
+
+    Raises:
+        ConfigError: names are missing, or a function is given and nothing needs it.
+    """
+    found = list(slots(model).values())
+    _refuse_missing(found, source)
+    if source.checkpoint is None and not any(slot.tensor.is_meta for slot in found):
+        raise ConfigError(
+            "weights= is a function, and every tensor of the model has its values",
+            remedy="leave it out, or build the model on the meta device: "
+            "with torch.device('meta'): …",
+        )
+    if unexpected := _unexpected(found, source):
+        _warn(f"not in the model, and left unread: {_few(unexpected)}")
+    left = [s.fqn for s in found if s.persistent and s.tensor.is_meta and not source.stored(s)]
+    if source.checkpoint is not None and left:
+        _warn(f"not in the checkpoint, and left to the function: {_few(left)}")
+
+
+def _refuse_missing(found: list[Slot], source: Source) -> None:
+    if source.checkpoint is None or source.fill is not None:
+        return
+    saved = [slot for slot in found if slot.persistent]
+    missing = [slot.fqn for slot in saved if not source.stored(slot)]
+    if not missing:
+        return
+    unexpected = _unexpected(found, source)
+    also = f"; it has {len(unexpected)} that the model does not: " if unexpected else ""
+    raise ConfigError(
+        f"{len(missing)} of {len(saved)} parameters and buffers are missing in the "
+        f"checkpoint: {_few(missing)}{also}{_few(unexpected)}",
+        where="weights",
+        remedy="give the checkpoint of this model, or add a function (name, tensor) for what it "
+        "does not have: weights=[files, function]",
+    )
+
+
+def _unexpected(found: list[Slot], source: Source) -> list[str]:
+    known = {name for slot in found if slot.persistent for name in slot.names}
+    return [name for name in source.files if name not in known]
+
+
+def _from_checkpoint(slot: Slot, source: Source) -> Tensor:
+    assert source.checkpoint is not None
+    first, *others = source.stored(slot)
+    value = source.checkpoint.tensor(first, slot.tensor)
+    for name in others:
+        if not torch.equal(value, source.checkpoint.tensor(name, slot.tensor)):
+            raise ConfigError(
+                f"{first} and {name} are one tensor in the model, and differ in the checkpoint",
+                where=str(source.checkpoint.files[name]),
+                remedy="untie them in the model, or leave one out of the checkpoint",
+            )
+    return value
+
+
+def _computed(bare: list[Slot], model: nn.Module, seed: int) -> dict[str, Tensor | str]:
+    """Values of buffers that the model computes, or why there is none, by first name."""
+    of_module: dict[str, list[Slot]] = {}
+    for slot in bare:
+        of_module.setdefault(slot.fqn.rpartition(".")[0], []).append(slot)
+    found: dict[str, Tensor | str] = {}
+    for path, members in of_module.items():
+        leaves = [slot.fqn.rpartition(".")[2] for slot in members]
+        values, reason = recomputed(model, path, leaves, seed)
+        for slot, leaf in zip(members, leaves, strict=True):
+            found[slot.fqn] = values.get(leaf, reason)
+    return found
+
+
+def _from_fill(slot: Slot, fill: Fill, seed: int) -> Tensor:
+    """Run the user's function on fresh memory, and see that it wrote all of it."""
+    kind = slot.tensor.dtype
+    value = _run(fill, slot, seed, float("nan") if kind in _NAN_KINDS else 0)
+    if kind in _NAN_KINDS:
+        parts = torch.split(value.flatten(), _CHUNK)
+        complete = not any(bool(part.isnan().any()) for part in parts)
+    else:
+        complete = torch.equal(value, _run(fill, slot, seed, 1))
+    if not complete:
+        raise ConfigError(
+            f"the function given as weights leaves {slot.fqn} {tuple(slot.tensor.shape)} "
+            "without values",
+            where=slot.fqn,
+            remedy="write every element in place, for example tensor.normal_(std=0.02) or "
+            "tensor.copy_(value); what it returns is not looked at",
+        )
+    return value
+
+
+def _run(fill: Fill, slot: Slot, seed: int, before: float) -> Tensor:
+    value = torch.full_like(slot.tensor, before, device="cpu", requires_grad=False)
+    with preserved_rng(), torch.no_grad():
+        reseed(seed_of(seed, 0, 0, slot.fqn, 0))
+        try:
+            fill(slot.fqn, value)
+        except Exception as error:
+            raise ConfigError(
+                f"the function given as weights raised {type(error).__name__}: {error}",
+                where=slot.fqn,
+                remedy="it is called once for every tensor that has no values, with (name, tensor)",
+            ) from error
+    return value
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"weights: {text}", RuntimeWarning, stacklevel=3)
