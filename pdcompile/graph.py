@@ -188,6 +188,8 @@ class Value:
     ``dtype == "container"`` and shape ().
     `needs_gradient`: requires grad, and the loss depends on it through differentiable ops.
     `stride_order`: dims from largest to smallest stride for dense layouts, () when contiguous.
+    `varies`: dims whose size depends on values (rows that a mask chooses); in `shape` they have
+    the size to be expected at the capture's microbatch size.  Such values never leave a stage.
     """
 
     name: str
@@ -199,6 +201,7 @@ class Value:
     consumers: tuple[str, ...] = ()
     storage: int = -1
     stride_order: tuple[int, ...] = ()
+    varies: tuple[int, ...] = ()
 
     @property
     def is_tensor(self) -> bool:

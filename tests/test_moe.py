@@ -168,3 +168,88 @@ def test_memory_counts_all_experts_and_time_the_chosen_ones() -> None:
         held[layer] += cost.parameter_bytes
     assert held[0] > 1.3 * held[1]
     assert flops[0] < 0.5 * flops[1]
+
+
+class Routed(nn.Module):
+    """Every expert on the tokens that chose it, written in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, WIDTH))
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weight, choice = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            if self.way == "mask":
+                mine = choice == i
+                out[mine] = weight[mine].unsqueeze(-1) * expert(flat[mine])
+                continue
+            (rows,) = torch.where(choice == i)
+            chosen = expert(flat[rows])
+            if self.way == "baked":
+                chosen = chosen.view(rows.shape[0], WIDTH)
+            if self.way == "limited" and len(rows) > 5:
+                rows, chosen = rows[:5], chosen[:5]
+            out.index_add_(0, rows, weight[rows, None] * chosen)
+        return x + out.view_as(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(Routed(way) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).flatten(0, 1)
+
+
+def entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target.flatten())
+
+
+@pytest.mark.parametrize("way", ["where", "mask"])
+def test_experts_on_the_tokens_that_chose_them(way: str) -> None:
+    found = faithful(model_of(Stack, way=way), tokens()["ids"]).train
+    assert not any(op.opaque for op in found.ops)
+    varying = [value for value in found.values.values() if value.varies]
+    # 48 tokens, 4 experts: what is expected decides costs, all experts count as memory.
+    assert {value.shape[value.varies[0]] for value in varying} == {48 // EXPERTS}
+    ours, theirs = model_of(Stack, way=way), model_of(Stack, way=way)
+    options: dict[str, Any] = {"loss_fn": entropy, "optimizer": None, "microbatches": 2}
+    pipe = pdcompile.compile(
+        ours, tokens()["ids"], example_target=tokens()["labels"],
+        stages=3, costs="estimated", **options,
+    )  # fmt: skip
+    reference = pdcompile.reference(theirs, **options)
+    for seed in range(3):
+        ids, labels = tokens(8, seed).values()
+        if seed == 2:
+            ids = torch.zeros_like(ids)  # most experts get no token
+        results = [each.step(ids, target=labels) for each in (pipe, reference)]
+        assert float(results[0].loss) == float(results[1].loss)
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert other.grad is not None, name
+        assert torch.equal(one.grad, other.grad), name
+    sent = {edge.value for edge in pipe.plan.edges}
+    assert not sent & {value.name for value in varying}
+
+
+@pytest.mark.parametrize("way", ["baked", "limited"])
+def test_a_size_that_decides_something_stays_inside_of_an_opaque_module(way: str) -> None:
+    with pytest.warns(UserWarning, match="kept whole as one op"):
+        found = faithful(model_of(Stack, way=way), tokens()["ids"])
+    assert [op.module_path for op in found.train.ops if op.opaque] == [
+        f"layers.{i}" for i in range(3)
+    ]

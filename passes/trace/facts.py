@@ -183,6 +183,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
+        self.selections: Any = None  # runs ops whose results have a size that depends on values
 
     def clear(self) -> None:
         """Forget what was seen; called before each public call."""
@@ -196,7 +197,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seeded = self.seeded or effects(func)[0]
         for tensor in written_by(func, args, kwargs):
             self.written.add(storage_key(tensor))
-        return func(*args, **kwargs)
+        chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
+        return func(*args, **kwargs) if chosen is None else chosen
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

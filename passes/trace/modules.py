@@ -44,6 +44,7 @@ class ModuleTable:
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
         self.autocast: str | None = None  # the region around model and loss_fn
+        self.expected: dict[bool, list[int]] = {}  # mode -> sizes of results that vary
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             self.names[id(module)] = path

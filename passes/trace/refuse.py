@@ -13,6 +13,10 @@ from pdcompile.errors import TraceError
 from pdcompile.passes.trace.facts import locate
 
 
+class SizeByValues(TraceError):
+    """The size of a result depends on values."""
+
+
 class ForwardRaised(TraceError):
     """The model's own Python raised, which is the cause of this error."""
 
@@ -112,7 +116,7 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
     except fake_tensor.DataDependentOutputException as caught:
         raise error(_READ, name_of(func), locate(boundary)[0]) from caught
     except fake_tensor.DynamicOutputShapeException as caught:
-        raise TraceError(
+        raise SizeByValues(
             f"the shape of the result of {name_of(func)} depends on values",
             where=locate(boundary)[0],
             remedy="use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",

@@ -25,9 +25,10 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import CallKey, Outcome, probe
 from pdcompile.passes.trace.reads import Reading
-from pdcompile.passes.trace.refuse import ForwardRaised
+from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.selections import Policy, Selections, same_ops, varied
 from pdcompile.passes.trace.sentinel import guarded
-from pdcompile.passes.trace.state import settled, write_rebound
+from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import FakeTensors
 
 
@@ -75,7 +76,22 @@ def record(
     outcomes = probe(model, table, flat, whole, training=training) if whole else {}
 
     def call(assigned: dict[tuple[int, str], str]) -> Recording:
-        return _record(model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op)
+        before = State(model)
+
+        def run(selections: Policy | None = None) -> tuple[Recording, Selections | None]:
+            before.restore()
+            return _record(
+                model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
+                policy=selections,
+            )  # fmt: skip
+
+        try:
+            return run()[0]
+        except SizeByValues:
+            found = _with_sizes_that_vary(run, table, training)
+            if found is None:
+                raise
+            return found
 
     with emptied(table.caches):
         if not settle:
@@ -88,6 +104,30 @@ def same(one: Recording, other: Recording) -> bool:
     return one.meaning == other.meaning
 
 
+def _with_sizes_that_vary(
+    run: Callable[[Policy], tuple[Recording, Selections | None]],
+    table: ModuleTable,
+    training: bool,
+) -> Recording | None:
+    """A recording in which sizes that depend on values are made up; None if something hangs on
+    them."""
+    try:
+        everything, selections = run(lambda index, elements: elements)
+        assert selections is not None
+        sizes = table.expected.setdefault(training, selections.expected())
+        usual, _ = run(lambda index, elements: sizes[index] if index < len(sizes) else elements)
+        others = [everything, run(lambda index, elements: 0)[0], run(lambda index, elements: 1)[0]]
+    except TraceError:
+        return None
+    if not all(same_ops(usual.ops, other.ops) for other in others):
+        return None
+    if any((other.output, other.loss) != (usual.output, usual.loss) for other in others):
+        return None
+    roots = (usual.output, Ref(usual.loss) if usual.loss else None)
+    values = varied(usual.values, [other.values for other in others], roots)
+    return None if values is None else replace(usual, values=values)
+
+
 def _record(
     model: nn.Module,
     table: ModuleTable,
@@ -98,13 +138,16 @@ def _record(
     assigned: dict[tuple[int, str], str],
     *,
     per_op: bool,
-) -> Recording:
+    policy: Policy | None = None,
+) -> tuple[Recording, Selections | None]:
     mode = FakeTensorMode()
     fakes = FakeTensors(table, mode, device_of(model, flat))
     fakes.unnamed.update(_unregistered(model, loss_fn))
     observer = Observer()
     recorder = Recorder(table, fakes, observer)
     recorder.boundary = run.__code__
+    if policy is not None:
+        observer.selections = Selections(policy, lambda: recorder.path)
     recorder.whole = outcomes
     recorder.assigned = assigned
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
@@ -138,7 +181,7 @@ def _record(
     names = fakes.value_names()
     table.leftovers.note(model, names, recorder.ops, values, table.tensors, meanings)
     returned = (output_argument, Ref(found_loss) if found_loss else None)
-    return Recording(
+    recording = Recording(
         ops=tuple(recorder.ops),
         values=values,
         inputs=inputs,
@@ -152,6 +195,7 @@ def _record(
         meaning=(meanings.argument(returned), tuple(meanings.effects)),
         memos=tuple(fakes.memos),
     )
+    return recording, observer.selections
 
 
 def run(

@@ -1,0 +1,109 @@
+"""Results whose size depends on values: rows that are chosen by a mask, tokens of an expert.
+
+Fake tensors have no values, so that such a size is made up.  Nothing may hang on it: the model
+is recorded with several sizes, none and all rows among them, and has to run the same operators
+with the same arguments.  Only then are the results entered, with the dims that varied marked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.graph import Op, Ref, Value, walk
+from pdcompile.passes.trace.facts import storage_key
+
+Policy = Callable[[int, int], int]  # (how many selections before, elements of the mask) -> size
+
+_aten = torch.ops.aten
+_INDEX = (_aten.index.Tensor,)
+_PUT = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+
+
+class Selections:
+    """Runs the ATen ops that choose by values, with made-up sizes.
+
+    Args:
+        policy: how many elements each choice finds.
+        place: the path of the module that is running.
+    """
+
+    def __init__(self, policy: Policy, place: Callable[[], str]) -> None:
+        self._policy = policy
+        self._place = place
+        self._sizes: dict[int, int] = {}  # storage of a mask -> elements found
+        self._kept: list[Tensor] = []
+        self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's result; None where it does not choose by values."""
+        if func is _aten.nonzero.default:
+            return self._indices(args[0])
+        if func is _aten.masked_select.default:
+            mask, tensor = args[1], args[0]
+            return tensor.new_empty((self._size(mask),))
+        if func in _INDEX + _PUT and any(_is_mask(index) for index in args[1]):
+            indices: list[Any] = []
+            for index in args[1]:
+                indices += self._indices(index).unbind(1) if _is_mask(index) else [index]
+            return func(args[0], indices, *args[2:], **kwargs)
+        return None
+
+    def _indices(self, mask: Tensor) -> Tensor:
+        return mask.new_empty((self._size(mask), mask.dim()), dtype=torch.int64)
+
+    def _size(self, mask: Tensor) -> int:
+        key = storage_key(mask)
+        if key not in self._sizes:
+            self._kept.append(mask)
+            self._sizes[key] = self._policy(len(self.found), mask.numel())
+            self.found.append((self._place(), mask.numel()))
+        return self._sizes[key]
+
+    def expected(self) -> list[int]:
+        """How many elements each choice finds on average, if the choices made in one module
+        divide the elements among them, as experts divide tokens."""
+        counts = Counter(place for place, _ in self.found)
+        return [max(-(-elements // counts[place]), 2) for place, elements in self.found]
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def same_ops(one: Sequence[Op], other: Sequence[Op]) -> bool:
+    """Whether the same operators ran, with the same arguments."""
+    return len(one) == len(other) and all(
+        replace(a, variable="") == replace(b, variable="") for a, b in zip(one, other, strict=True)
+    )
+
+
+def varied(
+    values: dict[str, Value], others: Sequence[dict[str, Value]], output: Any
+) -> dict[str, Value] | None:
+    """The values with their dims marked that differ; None where they cannot be told apart so, or
+    where one of them is returned."""
+    found = {}
+    returned = {ref.name for ref in walk(output, Ref)}
+    for name, value in values.items():
+        versions = [each[name] for each in others if name in each]
+        if len(versions) < len(others):
+            return None
+        if any(len(v.shape) != len(value.shape) or v.dtype != value.dtype for v in versions):
+            return None
+        if any(v.requires_grad != value.requires_grad for v in versions):
+            return None
+        dims = tuple(
+            dim
+            for dim, size in enumerate(value.shape)
+            if any(version.shape[dim] != size for version in versions)
+        )
+        if dims and name in returned:
+            return None
+        found[name] = replace(value, varies=dims) if dims else value
+    return found
