@@ -54,6 +54,7 @@ class Round:
     predicted_seconds: tuple[float, ...]
     measured_seconds: tuple[float, ...]
     scale: Scale | None = None  # None: the costs were good enough
+    cached: bool = False  # all stages had been measured before
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -83,7 +84,8 @@ class Refined:
             assert this is not None
             measured = ", ".join(f"{seconds * 1e3:.3g}" for seconds in this.measured_seconds)
             errors = ", ".join(f"{100 * error:+.0f} %" for error in this.errors)
-            parts.append(f"stages measured: {measured} ms; the forecast was off by {errors}")
+            when = " before (from the cache)" if this.cached else ""
+            parts.append(f"stages measured{when}: {measured} ms; the forecast was off by {errors}")
             if this.scale is not None:
                 parts.append(f"op costs rescaled: {this.scale}")
                 parts.append("another cut is better now" if after else "planned again with them")
@@ -119,7 +121,8 @@ def compared(graph: OpGraph, cut: Sequence[Sequence[str]], times: Sequence[Stage
     """Sums of the ops' costs beside what was measured of the stages that they make up."""
     seconds = {op.name: op_seconds(op) for op in graph.ops}
     predicted = tuple(math.fsum(seconds[name] for name in names) for names in cut)
-    return Round(predicted, tuple(one.seconds for one in times))
+    cached = all(one.cached for one in times)
+    return Round(predicted, tuple(one.seconds for one in times), cached=cached)
 
 
 def rescale(graph: OpGraph, cut: Sequence[Sequence[str]], times: Sequence[StageTimes]) -> Scale:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
+from pdcompile.cli.options import Flags
 from pdcompile.constraints import CutBefore
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError
@@ -31,6 +33,7 @@ from pdcompile.passes.refine import (
     two_factors,
 )
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.workload import Workload
 from tests.helpers import models
 
 CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
@@ -191,16 +194,25 @@ def test_timing_stages_leaves_no_trace_and_equal_stages_run_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
-def test_a_pipeline_says_what_was_timed(name: str) -> None:
-    model = getattr(models, name)()
-    if name == "gpt":
-        model = models.gpt(dropout=0.1)
+def test_a_pipeline_says_what_was_timed_and_what_had_been(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCOMPILE_CACHE", str(tmp_path))
+    model = models.gpt(dropout=0.1, layers=2) if name == "gpt" else models.convnet()
     x, y = models.batch_for(model, 8)
-    pipe = pdcompile.compile(
-        model, x, example_target=y, loss_fn=models.loss_for(model), stages=2, microbatches=4
-    )
-    assert "stages measured: " in pipe.explain()
-    assert pdcompile.Plan.from_json(pipe.plan.to_json()) == pipe.plan
+
+    def compiled() -> pdcompile.Plan:
+        pipe = pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model),
+                                 stages=2, microbatches=4)  # fmt: skip
+        assert " ".join(pipe.plan.notes[-1].split()) in " ".join(pipe.explain().split())
+        return pipe.plan
+
+    plan, again = compiled(), compiled()
+    assert pdcompile.Plan.from_json(plan.to_json()) == plan
+    assert "stages measured: " in plan.notes[-1]
+    assert "stages measured before (from the cache): " in again.notes[-1]
+    assert "come from the cache" in " ".join(again.notes)
+    assert [stage.ops for stage in again.stages] == [stage.ops for stage in plan.stages]
 
 
 def test_refining_is_left_out_where_it_cannot_be() -> None:
@@ -219,3 +231,12 @@ def test_refining_is_left_out_where_it_cannot_be() -> None:
         notes(costs="estimated", refine=True)
     with pytest.raises(ConfigError, match="refine='often'"):
         notes(refine="often")
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("on", True), ("off", False)])
+def test_the_command_line_says_when_to_refine(text: str, value: object) -> None:
+    model = models.mlp()
+    workload = Workload(model, models.batch_for(model, 8)[0])
+    assert Flags(refine=text).to_options(workload).refine == value
+    with pytest.raises(ConfigError, match="--refine often"):
+        Flags(refine="often").to_options(workload)

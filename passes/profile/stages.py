@@ -23,8 +23,10 @@ from pdcompile.graph import OpGraph
 from pdcompile.passes.chain import build
 from pdcompile.passes.codegen.load import set_draw, stage_classes
 from pdcompile.passes.costs import Call, Index
+from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.clock import timed
 from pdcompile.passes.profile.keys import structural_key
+from pdcompile.passes.profile.store import Entry
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.runs import autocast
 from pdcompile.plan import Plan
@@ -40,11 +42,12 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one microbatch on one stage, medians over `runs`."""
+    """Seconds of one microbatch on one stage, medians over `runs`; none when `cached`."""
 
     forward_seconds: float
     backward_seconds: float
     runs: int = 1
+    cached: bool = False
 
     @property
     def seconds(self) -> float:
@@ -64,6 +67,8 @@ def measure_stages(
     progress: Progress | None = None,
 ) -> tuple[StageTimes, ...]:
     """Time every stage of a plan; stages that do the same are measured once.
+
+    What the cache knows is not measured again (see `cache`).
 
     Args:
         graph: the captured training graph.
@@ -91,8 +96,10 @@ def measure_stages(
                 partial(autocast, plan),
             )  # fmt: skip
             arguments = bench.arguments(values)
-            if keys[k] not in found:
-                found[keys[k]] = bench.measure(arguments, share)
+            key = keys[k]
+            if key not in found:
+                kept = _Kept.of(graph, plan, k, key, device, microbatch_size)
+                found[key] = kept.load() or kept.save(bench.measure(arguments, share))
                 model.zero_grad(set_to_none=True)
             with torch.no_grad():
                 values |= bench.run(arguments)
@@ -107,6 +114,36 @@ def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> s
     mine = set(plan.stages[stage].ops)
     keys = [structural_key(Call(op, index), microbatch_size) for op in graph.ops if op.name in mine]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One stage in the cache; without an environment it is not kept there."""
+
+    key: str
+    environment: cache.Environment | None
+
+    @staticmethod
+    def of(
+        graph: OpGraph, plan: Plan, stage: int, key: str, device: torch.device, size: int
+    ) -> _Kept:
+        mine = set(plan.stages[stage].ops)
+        lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
+        environment = cache.Environment.here(str(device), size) if lasting else None
+        return _Kept(f"stage {key}", environment)
+
+    def load(self) -> StageTimes | None:
+        known = self.environment and cache.load(self.environment, (self.key,))
+        if not known or not known.profile.entries:
+            return None
+        (entry,) = known.profile.entries
+        return StageTimes(entry.forward_seconds, entry.backward_seconds, 0, cached=True)
+
+    def save(self, times: StageTimes) -> StageTimes:
+        if self.environment is not None:
+            entry = Entry(self.key, "stage", times.forward_seconds, times.backward_seconds)
+            cache.save(self.environment, (self.key,), (entry,))
+        return times
 
 
 @dataclass
