@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.captures import faithful, make, targets
+from pdcompile.errors import TraceError
+from tests.helpers.captures import captured, faithful, make, targets
 
 
 def test_a_module_that_runs_on_lent_weights_is_captured_inside() -> None:
@@ -44,3 +45,52 @@ def test_another_default_dtype_is_kept_with_the_module_that_sets_it() -> None:
     model = make(lambda self, x: self.part(self.lin(x)), part=OtherDefault())
     with pytest.warns(UserWarning, match="kept whole.*default dtype.*torch.float64"):
         faithful(model)
+
+
+class Counting(nn.Module):
+    """Counts its calls where no module can see it."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.calls.append(1)
+        return x / len(Counting.calls)
+
+
+class Moving(nn.Module):
+    """Gives a tensor the storage of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, other = x * 2, torch.empty(0)
+        other.set_(y.detach())  # type: ignore[call-overload]
+        return y + other
+
+
+class Aside(nn.Module):
+    """Uses weights that it does not register, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [nn.Linear(8, 8)]
+        self.half = [torch.full((8,), 0.5)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[0](x * self.half[0])
+        return y
+
+
+def test_what_counts_calls_outside_of_the_model_is_refused_with_the_line() -> None:
+    model = make(lambda self, x: self.part(self.lin(x)), part=Counting())
+    with pytest.raises(TraceError, match="other results when it is called again") as caught:
+        captured(model)
+    assert "test_trace_user_style.py" in (caught.value.where or "")
+    assert "registered buffer" in (caught.value.remedy or "")
+
+
+@pytest.mark.parametrize("part", [Moving, Aside])
+def test_what_has_no_op_is_kept_whole(part: type[nn.Module]) -> None:
+    model = make(lambda self, x: self.part(self.lin(x)), part=part())
+    with pytest.warns(UserWarning, match="kept whole"):
+        found = faithful(model)
+    assert not found.train.tensor_values
+    assert all(info.kind != "constant" for info in found.train.tensors.values())

@@ -183,18 +183,20 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
+        self.moved = False  # set_ gave a tensor another storage; it passes no torch function
         self.selections: Any = None  # runs ops whose results have a size that depends on values
 
     def clear(self) -> None:
         """Forget what was seen; called before each public call."""
         self.written = set()
-        self.seeded = False
+        self.seeded = self.moved = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         self.seeded = self.seeded or effects(func)[0]
+        self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
         for tensor in written_by(func, args, kwargs):
             self.written.add(storage_key(tensor))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)

@@ -143,6 +143,8 @@ class Recorder(TorchFunctionMode):
 
     def _begin(self) -> None:
         """Before each call: what happened below since the last one passed no recorded op."""
+        if self.observer.moved:
+            raise refuse.error(refuse.STORAGE, "set_, before this line", locate(self.boundary)[0])
         if self.observer.seeded or self.fakes.own_any(self.observer.written):
             raise refuse.error(refuse.UNTRACKED, "before this line", locate(self.boundary)[0])
         self.observer.clear()

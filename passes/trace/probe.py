@@ -23,6 +23,7 @@ from pdcompile.autocast import autocast_region
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.opaque import describe, tensors_at
+from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import effects, source_of_traceback, storage_key, written_by
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.sentinel import Sentinel
@@ -63,11 +64,13 @@ def probe(
 ) -> dict[CallKey, Outcome]:
     """Run the model and say what each call of the modules at `paths` did.
 
-    A second run, on the same numbers in another order, shows whether the shapes of results
-    depend on values.  Buffers, modes, attributes and generators are as before afterwards.
+    A second run, on the same numbers, must give the same results; a third one, on them in another
+    order, shows whether the shapes of results depend on values.  Buffers, modes, attributes and
+    generators are as before afterwards.
 
     Raises:
-        TraceError: the model cannot be run, draws outside of torch, or changes Python state.
+        TraceError: the model cannot be run, draws outside of torch, or changes Python state that
+            its results depend on.
     """
     run = partial(_run, model, table, paths=paths, training=training)
     try:
@@ -77,6 +80,7 @@ def probe(
             raise
         run = partial(run, hooks=False)  # torch.func transforms do not run below them
         found = run(flat)
+    _check_repeats(table, found, run(flat))
     try:
         again = run(_shuffled(flat))
     except TraceError:
@@ -85,6 +89,27 @@ def probe(
         key: _both(outcome, again[key]) if key in again else outcome
         for key, outcome in found.items()
     }
+
+
+def _check_repeats(
+    table: ModuleTable, found: dict[CallKey, Outcome], again: dict[CallKey, Outcome]
+) -> None:
+    """Raise TraceError where a second run on the same numbers gave other results.
+
+    A counter in a global variable, a generator of its own, a clock: eager would go on counting
+    where the stages do, but not in the same calls.
+    """
+    for key, one in found.items():
+        other = again.get(key)
+        if one.reason or (other is not None and _equal(one.result, other.result)):
+            continue
+        name = f"{key[0]!r} ({table.classes[key[0]][0]})"
+        raise refuse.Unrepeatable(key[0], name)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_at(one), tensors_at(other), strict=False)
+    return all(a.device.type != "cpu" or _same(a, b) for (_, a), (_, b) in pairs)
 
 
 _VARIES = "a result whose shape depends on values"

@@ -35,7 +35,7 @@ _BACKWARD: Refusal = (
     "forward runs autograd itself ({})",
     "return what has to be differentiated and let the training step do it",
 )
-_STORAGE: Refusal = (
+STORAGE: Refusal = (
     "forward changes the storage or the flags of a tensor ({})",
     "make a new tensor with the shape or flag that you need",
 )
@@ -58,6 +58,11 @@ REBOUND: Refusal = (
 DEFAULT_DTYPE: Refusal = (
     "forward runs operators under another default dtype ({})",
     "give dtypes where tensors are made (torch.ones(n, dtype=…)), and leave the default alone",
+)
+_UNREPEATABLE: Refusal = (
+    "{} gives other results when it is called again on the same numbers",
+    "keep what changes from call to call in a registered buffer that forward writes in place "
+    "(add_, copy_), draw random numbers with torch, and pass times and step numbers as inputs",
 )
 OUTSIDE_RANDOM: Refusal = (
     "forward draws from or seeds {}",
@@ -97,10 +102,18 @@ REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(
         ("set_", "resize_", "resize_as_", "requires_grad_", "share_memory_", "swap_tensors",
          "detach_"),
-        _STORAGE,
+        STORAGE,
     ),
 }  # fmt: skip
 READS = frozenset(name for name, refusal in REFUSED.items() if refusal is _READ)
+
+
+class Unrepeatable(TraceError):
+    """A module that would be kept whole computes something else in every call."""
+
+    def __init__(self, path: str, shown: str) -> None:
+        super().__init__(_UNREPEATABLE[0].format(shown), remedy=_UNREPEATABLE[1])
+        self.kept_whole = path
 
 
 def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:

@@ -185,7 +185,11 @@ def _record(
         ops=tuple(recorder.ops),
         values=values,
         inputs=inputs,
-        tensors=dict(table.tensors),
+        tensors={  # without constants that only an earlier recording came across
+            fqn: info
+            for fqn, info in table.tensors.items()
+            if info.kind != "constant" or fqn in fakes.constants
+        },
         classes=table.classes,
         output=output_argument,
         output_spec=output_spec,

@@ -22,6 +22,7 @@ from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.probe import CallKey, Made, Outcome
+from pdcompile.passes.trace.refuse import Unrepeatable
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.tensors import FakeTensors
 
@@ -40,6 +41,8 @@ class Whole:
     def enlarge(self, error: TraceError) -> None:
         """Keep one module more whole; raises the error where there is none that helps."""
         path = error.module_path
+        if isinstance(error, Unrepeatable):
+            error.where = self.paths[error.kept_whole].where
         if isinstance(error, OutsideDraw) or path is None:
             raise error
         while path and _covered(path, self.paths):
