@@ -34,6 +34,8 @@ _HOME = {
     "Forbid": "pdcompile.constraints",
     "MaxStages": "pdcompile.constraints",
     "Profile": "pdcompile.passes.profile",
+    "SymbolicCosts": "pdcompile.passes.costs.symbolic",
+    "symbolic_costs": "pdcompile.passes.costs.symbolic",
     "OpGraph": "pdcompile.graph",
     "Plan": "pdcompile.plan",
     "Certificate": "pdcompile.plan",
@@ -81,6 +83,7 @@ if _TYPE_CHECKING:
         VerifyError,
     )
     from pdcompile.graph import OpGraph
+    from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic_costs
     from pdcompile.passes.profile import Profile
     from pdcompile.passes.trace import trace
     from pdcompile.plan import Certificate, Plan
@@ -119,6 +122,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SourceError",
+    "SymbolicCosts",
     "Together",
     "TraceError",
     "VerifyError",
@@ -126,6 +130,7 @@ __all__ = [
     "compile",
     "load_target",
     "reference",
+    "symbolic_costs",
     "trace",
 ]
 

@@ -15,7 +15,7 @@ from pdcompile.errors import InfeasibleError, PlanError
 from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
-VERBS = ("plan", "explain", "diff", "whatif", "simulate", "dump", "verify", "run")
+VERBS = ("plan", "explain", "diff", "whatif", "simulate", "dump", "verify", "run", "costs")
 
 
 @pytest.fixture

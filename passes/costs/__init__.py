@@ -112,7 +112,6 @@ def seconds(call: Call, machine: Machine) -> tuple[float, float]:
     if call.is_view:
         return 0.0, 0.0
     machine = machine.of(call.out.dtype)
-    machine = machine.of(call.out.dtype)
     flops = forward_flops(call)
     read = sum(operand.bytes for operand in call.inputs)
     written = sum(output.bytes for output in call.outputs)

@@ -43,7 +43,7 @@ def front(
 def register() -> None:
     """Import the verbs; each adds itself to `app`.  The order is that of --help."""
     from pdcompile.cli import plan, explain, diff, whatif  # noqa: F401, I001
-    from pdcompile.cli import simulate, dump, verify, run  # noqa: F401
+    from pdcompile.cli import simulate, dump, verify, run, costs  # noqa: F401
 
 
 register()

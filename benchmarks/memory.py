@@ -1,0 +1,197 @@
+"""Predicted against measured memory of every stage, and how much of it has a closed form.
+
+    python -m benchmarks.memory [--stages 3] [--only gpt2 t5] [--no-symbolic] [--write FILE]
+
+Every model is captured and planned; the forecast of each stage is written down, and only then
+does the generated stage run, forward and backward of one microbatch, while live untyped storages
+are counted, each once.  Parameters, buffers and what a stage receives are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models import MODELS, Sample, sample
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.choices import choose
+from pdcompile.driver import make_plan
+from pdcompile.graph import Capture
+from pdcompile.options import Options
+from pdcompile.passes.boundaries import stage_of_ops
+from pdcompile.passes.costs import Resident, forecast, residents
+from pdcompile.passes.costs.symbolic import symbolic
+from pdcompile.passes.trace import capture
+from pdcompile.plan import Plan
+from pdcompile.steps import Steps
+from pdcompile.units import format_bytes
+from tests.helpers.live_stages import Measured, measured
+
+HEADER = """# Memory: forecast and measurement
+
+Written by `python -m benchmarks.memory --write docs/memory.md`; bytes of one microbatch on one
+stage, without parameters, buffers and received values.
+
+- **resident**: alive when the forward has returned, results among it.
+- **first peak**: the most that is alive during forward and backward of the first microbatch,
+  gradients of parameters among it.
+- **next peak**: the same of a later microbatch, beside the gradients that are there already.
+- **rules**: error of the next peak where bytes are added up op by op, as the search does before it
+  has found a plan.
+
+Measured on real tensors as untyped storages that ops returned and that are alive, each counted
+once; the stages are the generated ones, on a CPU.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stage of one model."""
+
+    model: str
+    stage: int
+    ops: int
+    predicted: Resident
+    rules: Resident
+    measured: Measured
+
+    @property
+    def errors(self) -> tuple[float, float, float, float]:
+        """Of resident, first peak, next peak, and of next peak by rules; relative to measured."""
+        mine, truth = self.predicted, self.measured
+        return (
+            _error(mine.saved_bytes, truth.resident),
+            _error(mine.first_peak_bytes or 0, truth.first_peak),
+            _error(mine.saved_bytes + mine.workspace_bytes, truth.next_peak),
+            _error(self.rules.saved_bytes + self.rules.workspace_bytes, truth.next_peak),
+        )
+
+    def cells(self) -> list[str]:
+        mine, truth, errors = self.predicted, self.measured, self.errors
+        pairs = (
+            (mine.saved_bytes, truth.resident),
+            (mine.first_peak_bytes or 0, truth.first_peak),
+            (mine.saved_bytes + mine.workspace_bytes, truth.next_peak),
+        )
+        shown = [
+            text
+            for (forecast_bytes, real), error in zip(pairs, errors, strict=False)
+            for text in (format_bytes(forecast_bytes), format_bytes(real), f"{error:+.2%}")
+        ]
+        return [self.model, str(self.stage), str(self.ops), *shown, f"{errors[3]:+.1%}"]
+
+
+COLUMNS = (
+    "model", "stage", "ops", "resident", "measured", "error", "first peak", "measured", "error",
+    "next peak", "measured", "error", "rules",
+)  # fmt: skip
+
+
+def _error(predicted: int, truth: int) -> float:
+    return 0.0 if predicted == truth else predicted / max(truth, 1) - 1
+
+
+def compare(name: str, num_stages: int) -> list[Row]:
+    """Forecast of all stages first, then their measurement."""
+    one = sample(name)
+    flat, layout = _call(one)
+    captured, plan = _planned(one, flat, layout, num_stages)
+    graph, b = captured.train, layout.size
+    placed = stage_of_ops(graph, plan)
+    stage_of = [placed[op.name] for op in graph.ops]
+    predicted = forecast(graph, stage_of, num_stages, b)
+    rules = residents(graph, stage_of, num_stages, b)
+    truth = measured(one.model, flat, captured, plan)
+    return [
+        Row(name, s, stage_of.count(s), predicted[s], rules[s], truth[s]) for s in range(num_stages)
+    ]
+
+
+def _call(one: Sample) -> tuple[FlatCall, BatchLayout]:
+    flat = example_call(one.model, one.inputs, one.target)
+    return flat, resolve_batch(flat)
+
+
+def _planned(
+    one: Sample, flat: FlatCall, layout: BatchLayout, num_stages: int
+) -> tuple[Capture, Plan]:
+    options = Options(
+        loss_fn=one.loss_fn, optimizer=None, stages=num_stages, microbatches=1,
+        costs="estimated", time_limit=0,
+    )  # fmt: skip
+    chosen = choose(options, batch_size=layout.size, splits=True, num_ranks=None)
+    captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
+    return captured, make_plan(one.model, captured, options, chosen, flat, Steps())
+
+
+def closed_form(name: str) -> list[str]:
+    """Model, symbols, bytes in closed form, and the sums."""
+    one = sample(name)
+    flat, layout = _call(one)
+    costs = symbolic(one.model, flat, layout, one.loss_fn)
+    return [
+        name, ", ".join(costs.symbols), f"{costs.symbolic_share:.2%}", str(costs.flops),
+        str(costs.saved_bytes), costs.without,
+    ]  # fmt: skip
+
+
+FORMS = ("model", "symbols", "bytes in closed form", "FLOPs of the forward", "saved bytes", "no s")
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """One line for each kind of error."""
+    names = ("resident", "first peak", "next peak", "next peak by rules")
+    lines = []
+    for i, name in enumerate(names):
+        errors = [abs(row.errors[i]) for row in rows]
+        lines.append(f"{name}: median error {median(errors):.2%}, largest {max(errors):.2%}")
+    return lines
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--no-symbolic", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    rows: list[Row] = []
+    forms: list[list[str]] = []
+    for name in options.only:
+        found = compare(name, options.stages)
+        rows += found
+        for row in found:
+            console.print(" ".join(row.cells()), soft_wrap=True, highlight=False)
+        if not options.no_symbolic:
+            forms.append(closed_form(name))
+            console.print(" ".join(forms[-1]), soft_wrap=True, highlight=False)
+    table = Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*row.cells())
+    console.print(table)
+    lines = summary(rows)
+    console.print("\n".join(lines))
+    if options.write is not None:
+        parts = [HEADER, markdown(COLUMNS, [row.cells() for row in rows]), *lines]
+        if forms:
+            parts += ["## Closed forms\n\nb is the microbatch size, s the sequence length.",
+                      markdown(FORMS, forms)]  # fmt: skip
+        options.write.write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

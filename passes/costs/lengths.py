@@ -1,0 +1,112 @@
+"""Sequence length: where it is in a call, and the same call at another length."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.errors import ConfigError, InputError
+
+Dims = dict[str, tuple[int, ...]]  # path of an input -> its dims that are the length
+COUNT = 4  # lengths to capture at: three for a quadratic form, one that checks it
+
+
+def sequence_dims(flat: FlatCall, layout: BatchLayout, asked: Any) -> tuple[Dims, str]:
+    """Which dims of the call's tensors are the sequence length; ({}, why not) where none is.
+
+    Args:
+        asked: "auto": the first dim behind the samples of the first integer or boolean input that
+            has one, and every dim of the same size in integer and boolean tensors and in
+            tensors of two dims; None: no sequence; a dict from paths to a dim or several.
+
+    Raises:
+        ConfigError: `asked` is none of these, or names another path or dim.
+        InputError: the named dims have different sizes.
+    """
+    tensors = {path: leaf for path, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
+    if asked is None:
+        return {}, "no sequence was asked for"
+    if isinstance(asked, Mapping):
+        return _asked(tensors, asked), ""
+    if asked != "auto":
+        raise ConfigError(
+            f"sequence={asked!r} is not known",
+            remedy="'auto', None, or a dict from the names of inputs to their length dims",
+        )
+
+    def rest(path: str) -> list[int]:
+        return [dim for dim in range(tensors[path].ndim) if dim != layout.dims.get(path)]
+
+    discrete = [path for path, leaf in tensors.items() if not leaf.dtype.is_floating_point]
+    first = next((path for path in discrete if rest(path)), None)
+    if first is None:
+        return {}, "no integer or boolean input has a dim besides the samples"
+    length = tensors[first].shape[rest(first)[0]]
+    if length < 2:
+        return {}, f"{first} has length {length}"
+    found = {
+        path: tuple(dim for dim in rest(path) if leaf.shape[dim] == length)
+        for path, leaf in tensors.items()
+        if path in discrete or leaf.ndim == 2
+    }
+    return {path: dims for path, dims in found.items() if dims}, ""
+
+
+def _asked(tensors: Mapping[str, Tensor], asked: Mapping[Any, Any]) -> Dims:
+    found: Dims = {}
+    for path, given in asked.items():
+        dims = (given,) if isinstance(given, int) else tuple(given)
+        if path not in tensors:
+            raise ConfigError(
+                f"no tensor of the call is named {path!r}",
+                where="sequence",
+                remedy=f"one of: {', '.join(tensors)}",
+            )
+        ndim = tensors[path].ndim
+        if any(not -ndim <= dim < ndim for dim in dims):
+            raise ConfigError(
+                f"{path!r} has {ndim} dims, not {max(dims, key=abs)}", where="sequence"
+            )
+        found[path] = tuple(dim % ndim for dim in dims)
+    sizes = {tensors[path].shape[dim] for path, dims in found.items() for dim in dims}
+    if len(sizes) > 1:
+        raise InputError(f"the named dims have different sizes: {sorted(sizes)}", where="sequence")
+    return found
+
+
+def probe_lengths(own: int, taken: Collection[int]) -> tuple[int, ...]:
+    """The length of the example and three others, shorter ones where there are enough.
+
+    A model may have a longest length, seldom a shortest one.  Other sizes of the call are
+    avoided, so that equal numbers mean the same thing, and so are multiples of two.
+    """
+    odd = [n for n in range(max(3, own // 4), own) if n % 2 and n not in taken]
+    if len(odd) < COUNT - 1:
+        odd = [n for n in range(2, 2 * own + 2 * COUNT) if n != own and n not in taken]
+    return (own, odd[0], odd[len(odd) // 2], odd[-1])
+
+
+def with_length(flat: FlatCall, dims: Dims, length: int) -> FlatCall:
+    """The same call at another length: entries repeated in turn, or cut."""
+    leaves = dict(flat.leaves)
+    for path, which in dims.items():
+        for dim in which:
+            leaf = leaves[path]
+            places = torch.arange(length, device=_device(leaf)) % leaf.shape[dim]
+            leaves[path] = _taken(leaf, dim, places)
+    return FlatCall(leaves, flat.spec)
+
+
+def _device(leaf: Tensor) -> torch.device:
+    return torch.device("cpu") if leaf.is_meta else leaf.device
+
+
+def _taken(leaf: Tensor, dim: int, places: Tensor) -> Tensor:
+    if leaf.is_meta:
+        shape: Sequence[int] = [*leaf.shape[:dim], len(places), *leaf.shape[dim + 1 :]]
+        return leaf.new_empty(shape)
+    return leaf.detach().index_select(dim, places).requires_grad_(leaf.requires_grad)

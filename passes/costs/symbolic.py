@@ -1,0 +1,364 @@
+"""Costs in closed form: shapes, FLOPs and bytes of every op in b and, where it has one, in s.
+
+The model is captured at several sequence lengths, each capture being valid for every microbatch
+size; polynomials are put through the numbers of all of them, and one size more than they need
+says whether they are right.  What follows no such form (a list over samples, padding to a
+multiple) is a number, and marked as that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.errors import ConfigError, TraceError
+from pdcompile.graph import Op, OpGraph, size_at
+from pdcompile.passes.costs.call import Call, Index
+from pdcompile.passes.costs.flops import forward_flops
+from pdcompile.passes.costs.lengths import Dims, probe_lengths, sequence_dims, with_length
+from pdcompile.passes.costs.polynomial import Point, fit, symbols
+from pdcompile.passes.costs.rehearse import kept_by_op
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicOp:
+    """One op; sizes are ints or sympy expressions in ``b`` and ``s``.
+
+    flops: of the forward.  output_bytes: of its results, 0 for views.  saved_bytes: what autograd
+    keeps because of it and of no earlier op.  symbolic: all of these hold at every size; if not,
+    those that do not are numbers of the example.
+    """
+
+    name: str
+    target: str
+    module_path: str
+    shape: tuple[Any, ...]
+    flops: Any
+    output_bytes: Any
+    saved_bytes: Any
+    symbolic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicCosts:
+    """Closed forms of one training microbatch of a model, ops in order.
+
+    symbols: names in use, ("b",) or ("b", "s"), none for a model that nothing is split for.
+    sequence: where s is, by input; `without` says why there is none.  example: the sizes of the
+    example.  fitted: the sizes that the forms reproduce.
+    """
+
+    ops: tuple[SymbolicOp, ...]
+    symbols: tuple[str, ...]
+    sequence: tuple[tuple[str, tuple[int, ...]], ...]
+    without: str
+    example: tuple[int, ...]
+    fitted: tuple[Point, ...]
+
+    @property
+    def flops(self) -> Any:
+        """Operations of the whole forward."""
+        return _sum(op.flops for op in self.ops)
+
+    @property
+    def output_bytes(self) -> Any:
+        return _sum(op.output_bytes for op in self.ops)
+
+    @property
+    def saved_bytes(self) -> Any:
+        """What autograd keeps of one microbatch, parameters and inputs left out."""
+        return _sum(op.saved_bytes for op in self.ops)
+
+    @property
+    def symbolic_share(self) -> float:
+        """Part of the example's bytes (outputs and saved) that is in entries marked symbolic."""
+        sizes = [
+            (op.symbolic, _at(op.output_bytes, self._point) + _at(op.saved_bytes, self._point))
+            for op in self.ops
+        ]
+        total = sum(size for _, size in sizes)
+        return sum(size for known, size in sizes if known) / total if total else 1.0
+
+    @property
+    def _point(self) -> dict[str, int]:
+        return dict(zip(self.symbols, self.example, strict=False))
+
+    def at(self, b: int, s: int | None = None) -> SymbolicCosts:
+        """The same with numbers for the symbols.
+
+        Raises:
+            ConfigError: a size is missing, superfluous or below 1.
+        """
+        given = {"b": b} | ({} if s is None else {"s": s})
+        if tuple(given) != self.symbols or min(given.values()) < 1:
+            raise ConfigError(
+                f"the sizes {given} do not fit the symbols {', '.join(self.symbols) or 'none'}",
+                remedy=self.without or "give every symbol a positive number",
+            )
+        ops = tuple(
+            SymbolicOp(
+                op.name, op.target, op.module_path,
+                tuple(_at(size, given) for size in op.shape),
+                _at(op.flops, given), _at(op.output_bytes, given), _at(op.saved_bytes, given),
+                op.symbolic,
+            )
+            for op in self.ops
+        )  # fmt: skip
+        return SymbolicCosts(
+            ops, (), self.sequence, self.without, tuple(given.values()), self.fitted
+        )
+
+    def to_json(self) -> str:
+        """Expressions as text, in Python's syntax."""
+        return json.dumps(
+            {
+                "symbols": self.symbols,
+                "sequence": dict(self.sequence),
+                "without": self.without,
+                "example": self.example,
+                "fitted": self.fitted,
+                "flops": str(self.flops),
+                "output_bytes": str(self.output_bytes),
+                "saved_bytes": str(self.saved_bytes),
+                "symbolic_share": self.symbolic_share,
+                "ops": [
+                    {
+                        "name": op.name,
+                        "target": op.target,
+                        "module_path": op.module_path,
+                        "shape": [str(size) for size in op.shape],
+                        "flops": str(op.flops),
+                        "output_bytes": str(op.output_bytes),
+                        "saved_bytes": str(op.saved_bytes),
+                        "symbolic": op.symbolic,
+                    }
+                    for op in self.ops
+                ],
+            },
+            indent=2,
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{op.name}: {op.target} [{', '.join(map(str, op.shape))}] flops {op.flops}, "
+            f"output bytes {op.output_bytes}, saved bytes {op.saved_bytes}"
+            f"{'' if op.symbolic else '  (concrete)'}"
+            for op in self.ops
+        ]
+        return "\n".join([*lines, *self.summary()])
+
+    def summary(self) -> list[str]:
+        """Sums over all ops, what the symbols are, and how much has a closed form."""
+        where = ", ".join(
+            f"dim {' and '.join(map(str, dims))} of {path}" for path, dims in self.sequence
+        )
+        return [
+            f"FLOPs of the forward: {self.flops}",
+            f"output bytes: {self.output_bytes}",
+            f"saved bytes: {self.saved_bytes}",
+            "b: the microbatch size" if "b" in self.symbols else f"example: {self.example}",
+            f"s: {where}" if where else f"no s: {self.without}",
+            f"in closed form: {self.symbolic_share:.1%} of the bytes",
+        ]
+
+
+def symbolic_costs(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    example_target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Any = 0,
+    sequence: Any = "auto",
+) -> SymbolicCosts:
+    """Closed forms of a training microbatch, in its size b and the sequence length s.
+
+    The model is captured five times or so; nothing is computed, and it is left as it was.
+
+    Args:
+        example_inputs, example_target, loss_fn, batch_dims: as for `compile`.
+        sequence: "auto" finds the length in integer and boolean inputs; None: there is none;
+            a dict from the names of inputs to the dim (or dims) that count it.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        ConfigError, InputError: the inputs or `sequence` do not fit the model.
+    """
+    flat = example_call(model, example_inputs, example_target)
+    return symbolic(model, flat, resolve_batch(flat, batch_dims), loss_fn, sequence=sequence)
+
+
+def symbolic(
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    sequence: Any = "auto",
+) -> SymbolicCosts:
+    """`symbolic_costs` for a call that is flat already."""
+    from pdcompile.passes.trace import capture
+
+    def captured(call: FlatCall) -> OpGraph:
+        return capture(model, call, layout, loss_fn).train
+
+    own = captured(flat)
+    dims, without = sequence_dims(flat, layout, sequence)
+    graphs: dict[int, OpGraph] = {}
+    if dims:
+        graphs, without = _graphs(flat, layout, dims, own, captured)
+    sizes = _batch_sizes(own, list(graphs.values()))
+    if not layout.splits or len(sizes) < 3:
+        reason = without or "it is captured for one microbatch size only"
+        return _concrete(own, reason if layout.splits else "nothing of the call is split")
+    samples: dict[Point, list[_Numbers]] = {
+        (b, s): _numbers(graph, b) for (s, graph), b in product(graphs.items(), sizes)
+    } or {(b,): _numbers(own, b) for b in sizes}
+    example = (own.batch_size, next(iter(graphs))) if graphs else (own.batch_size,)
+    return SymbolicCosts(
+        ops=tuple(
+            _op(op, {point: numbers[i] for point, numbers in samples.items()}, example)
+            for i, op in enumerate(own.ops)
+        ),
+        symbols=tuple(str(symbol) for symbol in symbols(len(example))),
+        sequence=tuple(dims.items()) if graphs else (),
+        without=without,
+        example=example,
+        fitted=tuple(samples),
+    )
+
+
+def _graphs(
+    flat: FlatCall,
+    layout: BatchLayout,
+    dims: Dims,
+    own: OpGraph,
+    captured: Callable[[FlatCall], OpGraph],
+) -> tuple[dict[int, OpGraph], str]:
+    """A graph for each length, the example's first; or none, and why."""
+    path, (dim, *_) = next(iter(dims.items()))
+    length = flat.leaves[path].shape[dim]
+    taken = {layout.size} | {
+        size
+        for other, leaf in flat.leaves.items()
+        for i, size in enumerate(getattr(leaf, "shape", ()))
+        if i not in dims.get(other, ())
+    }
+    graphs = {length: own}
+    for size in probe_lengths(length, taken)[1:]:
+        try:
+            graph = captured(with_length(flat, dims, size))
+        except TraceError as error:
+            return {}, f"at length {size}: {error.message}"
+        if reason := _diverges(own, graph):
+            return {}, f"forward runs other ops at length {size} than at {length}: {reason}"
+        graphs[size] = graph
+    return graphs, ""
+
+
+def _diverges(one: OpGraph, other: OpGraph) -> str:
+    for a, b in zip(one.ops, other.ops, strict=False):
+        if (a.name, a.target, a.module_path, a.inputs) != (
+            b.name,
+            b.target,
+            b.module_path,
+            b.inputs,
+        ):
+            return f"{b.target} for {a.target} ({a.source})"
+    if len(one.ops) != len(other.ops):
+        return f"{len(other.ops)} for {len(one.ops)}"
+    return ""
+
+
+def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
+    """Three microbatch sizes that all captures are valid for."""
+    graphs = [own, *others]
+    low = max(graph.sizes.smallest for graph in graphs)
+    high = min((g.sizes.largest for g in graphs if g.sizes.largest is not None), default=None)
+    wanted = sorted({own.batch_size, *(n for n in (2, 3, 5, 7) if n >= low)})
+    fitting = [n for n in wanted if n >= low and (high is None or n <= high)]
+    return sorted({own.batch_size, *fitting[:3]})[:4]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What one op costs at one size."""
+
+    shape: tuple[int, ...]
+    flops: int
+    output_bytes: int
+    saved_bytes: int
+    measured: bool  # of a module that was kept whole: no closed form is known
+
+
+def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
+    index = Index.of(graph, b)
+    kept = kept_by_op(graph, b)
+    return [
+        _Numbers(
+            tuple(size_at(size, b) for size in graph.values[op.name].shape),
+            int(forward_flops(call)),
+            int(call.output_bytes),
+            kept[op.name],
+            op.opaque,
+        )
+        for op, call in ((op, Call(op, index)) for op in graph.ops)
+    ]
+
+
+def _op(op: Op, samples: Mapping[Point, _Numbers], example: Point) -> SymbolicOp:
+    own = samples[example]
+    known = not own.measured
+    ranks = {len(numbers.shape) for numbers in samples.values()}
+
+    def form(number: Callable[[_Numbers], int]) -> Any:
+        nonlocal known
+        values = {point: number(numbers) for point, numbers in samples.items()}
+        if len(set(values.values())) == 1:
+            return number(own)
+        found = fit(values)
+        known = known and found is not None
+        return number(own) if found is None else found
+
+    if len(ranks) > 1:
+        known = False
+        shape: tuple[Any, ...] = own.shape
+    else:
+        shape = tuple(form(lambda one, i=i: one.shape[i]) for i in range(len(own.shape)))  # type: ignore[misc]
+    flops = form(lambda one: one.flops)
+    written = form(lambda one: one.output_bytes)
+    saved = form(lambda one: one.saved_bytes)
+    return SymbolicOp(op.name, op.target, op.module_path, shape, flops, written, saved, known)
+
+
+def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
+    numbers = _numbers(graph, graph.batch_size)
+    ops = tuple(
+        SymbolicOp(
+            op.name, op.target, op.module_path, one.shape, one.flops, one.output_bytes,
+            one.saved_bytes, False,
+        )
+        for op, one in zip(graph.ops, numbers, strict=True)
+    )  # fmt: skip
+    return SymbolicCosts(ops, (), (), reason, (graph.batch_size,), ((graph.batch_size,),))
+
+
+def _at(form: Any, given: Mapping[str, int]) -> int:
+    """A number for an expression in the named symbols."""
+    if isinstance(form, int):
+        return form
+    by_name = {str(symbol): symbol for symbol in form.free_symbols}
+    return int(form.subs({by_name[name]: n for name, n in given.items() if name in by_name}))
+
+
+def _sum(forms: Iterator[Any]) -> Any:
+    import sympy  # type: ignore[import-untyped]
+
+    found = sympy.expand(sympy.Add(*forms))
+    return int(found) if found.is_Integer else found

@@ -1,0 +1,93 @@
+"""``pdcompile costs``: FLOPs and bytes of every op in closed form."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdcompile.cli.app import app
+from pdcompile.cli.options import AsJson, Target
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdcompile.passes.costs.symbolic import SymbolicCosts
+
+_SIZES = "b=8,s=512"
+
+
+@app.command()
+def costs(
+    target: Target,
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar=_SIZES, help="Give numbers for these sizes instead."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """FLOPs, bytes and saved activations of every op as formulas.
+
+    b is the microbatch size, s the sequence length where the model has one. The model is
+    captured at several sizes; nothing is computed. What follows no formula is a number of the
+    example, and marked as concrete.
+
+    Examples:
+
+      pdcompile costs examples/gpt.py:build
+
+      pdcompile costs examples/gpt.py:build --at b=8,s=32 --json
+    """
+    from pdcompile.workload import load_target
+
+    sizes = {} if at is None else sizes_of(at)
+    workload = load_target(target)
+    inputs, wanted = workload.example()
+
+    from pdcompile.cli.output import emit_json, stdout
+    from pdcompile.passes.costs.symbolic import symbolic_costs
+
+    found = symbolic_costs(workload.model, inputs, example_target=wanted, loss_fn=workload.loss_fn)
+    if at is not None:
+        found = found.at(**sizes)
+    if as_json:
+        emit_json(json.loads(found.to_json()))
+        return
+    console = stdout()
+    console.print(_table(found))
+    console.print("\n".join(found.summary()), markup=False, soft_wrap=True)
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """``b=8,s=512`` as a dict.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    from pdcompile.errors import ConfigError
+
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in ("b", "s") or name in found or not number.isdecimal():
+            raise ConfigError(
+                f"--at {text!r} does not give sizes", remedy=f"write them as {_SIZES}, or as b=8"
+            )
+        found[name] = int(number)
+    if "b" not in found:
+        raise ConfigError(f"--at {text!r} gives no microbatch size", remedy=f"as in {_SIZES}")
+    return found
+
+
+def _table(found: SymbolicCosts) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("op", "shape", "FLOPs", "output bytes", "saved bytes", "")
+    for op in found.ops:
+        table.add_row(
+            op.name, escape(f"[{', '.join(map(str, op.shape))}]"), str(op.flops),
+            str(op.output_bytes), str(op.saved_bytes), "" if op.symbolic else "concrete",
+        )  # fmt: skip
+    return table

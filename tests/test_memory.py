@@ -1,0 +1,175 @@
+"""The memory forecast of stages: exact against generated stages that really run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdcompile.batch import example_call, resolve_batch
+from pdcompile.graph import Capture, OpGraph
+from pdcompile.passes.costs import Resident, forecast, residents
+from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.trace import capture
+from tests.helpers import models
+from tests.helpers.cuts import cut
+from tests.helpers.graphs import GraphBuilder
+from tests.helpers.live_stages import Measured, measured
+from tests.zoo.models import ENTRIES
+
+
+class Recurrent(nn.Module):
+    """An LSTM stack with dropout: token ids (b, s) -> logits (b, s, 50)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.first = nn.LSTM(16, 16, batch_first=True)
+        self.drop = nn.Dropout(0.1)
+        self.second = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, _ = self.first(self.embedding(ids))
+        y, _ = self.second(self.drop(x))
+        logits: Tensor = self.head(x + y)
+        return logits
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def ours(name: str, **sizes: Any) -> Callable[[], tuple[nn.Module, Any, Any, Any]]:
+    def build() -> tuple[nn.Module, Any, Any, Any]:
+        model = getattr(models, name)(**sizes)
+        return model, *models.batch_for(model, 4), models.loss_for(model)
+
+    return build
+
+
+def recurrent() -> tuple[nn.Module, Any, Any, Any]:
+    ids = torch.randint(50, (4, 12))
+    return Recurrent(), ids, ids, token_loss
+
+
+SMALL = {
+    "gpt": ours("gpt"),
+    "gpt with dropout": ours("gpt", dropout=0.1),
+    "mlp": ours("mlp"),
+    "convnet": ours("convnet"),
+    "unet": ours("unet"),
+    "lstm": recurrent,
+}
+
+
+def compared(
+    model: nn.Module, inputs: Any, target: Any, loss_fn: Any, stages: int = 3
+) -> list[tuple[Resident, Measured]]:
+    """Forecast and measurement of every stage, the ops dealt out evenly."""
+    model.train()
+    flat = example_call(model, inputs, target)
+    layout = resolve_batch(flat)
+    found: Capture = capture(model, flat, layout, loss_fn, microbatch_size=layout.size)
+    forward = sum(op.region == "forward" for op in found.train.ops)
+    plan = cut(found, [forward * k // stages for k in range(1, stages)])
+    of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    stage_of = [of[op.name] for op in found.train.ops]
+    predicted = forecast(found.train, stage_of, stages, layout.size)
+    return list(zip(predicted, measured(model, flat, found, plan), strict=True))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_forecast_is_what_generated_stages_hold(name: str) -> None:
+    for predicted, truth in compared(*SMALL[name]()):
+        assert predicted.rehearsed
+        assert predicted.saved_bytes == truth.resident
+        assert predicted.first_peak_bytes == pytest.approx(truth.first_peak, rel=0.02)
+        peak = predicted.saved_bytes + predicted.workspace_bytes
+        assert peak == pytest.approx(truth.next_peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral", "resnet_cifar"])
+def test_the_forecast_of_published_architectures(name: str) -> None:
+    entry = ENTRIES[name]
+    if entry.missing:
+        pytest.skip(entry.missing)
+    from tests.zoo.case import build
+
+    case = build(entry, 0.1)
+    pairs = compared(case.model, case.inputs(0), case.target(0), case.loss_fn)
+    for predicted, truth in pairs:
+        assert predicted.rehearsed
+        assert predicted.saved_bytes == pytest.approx(truth.resident, rel=0.01)
+        assert predicted.first_peak_bytes == pytest.approx(truth.first_peak, rel=0.05)
+        peak = predicted.saved_bytes + predicted.workspace_bytes
+        assert peak == pytest.approx(truth.next_peak, rel=0.05)
+
+
+def test_live_storages_are_counted_once_and_until_they_die() -> None:
+    given = torch.ones(10)
+    with LiveStorages([given]) as live:
+        made = given * 2
+        view = made.view(2, 5)
+        made.add_(1)
+        given.view(5, 2)
+        assert live.now_bytes == live.peak_bytes == 40
+        other = torch.zeros(20)
+        assert live.now_bytes == 120
+        del other
+        assert (live.now_bytes, live.peak_bytes) == (40, 120)
+    del made
+    assert live.now_bytes == 40
+    del view
+    assert live.now_bytes == 0
+    live.reset_peak()
+    assert live.peak_bytes == 0
+
+
+def test_a_stage_that_cannot_run_is_added_up_by_rules() -> None:
+    g = GraphBuilder()
+    w = g.parameter("w")
+    x = g.op("x", "torch.nn.functional.linear", (g.input("in"),), parameters=(w,))
+    y = g.op("y", "somebody.Function.apply", (x,))
+    z = g.op("z", "torch.nn.functional.conv3d", (y,))
+    graph = g.build(z, loss=z)
+    assert forecast(graph, [0, 0, 0], 1, 4) == residents(graph, [0, 0, 0], 1, 4)
+
+
+def test_equal_stages_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdcompile.passes.costs import rehearse as module
+
+    calls: list[int] = []
+    real = module.rehearse
+
+    def counted(graph: OpGraph, *rest: Any) -> Any:
+        calls.append(1)
+        return real(graph, *rest)
+
+    monkeypatch.setattr(module, "rehearse", counted)
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(6)))
+    flat = example_call(model, torch.randn(3, 24))
+    graph = capture(model, flat, resolve_batch(flat), None, microbatch_size=3).train
+    found = forecast(graph, [0, 1, 2, 3, 4, 5], 6, 3)
+    assert len(calls) <= 3  # the first, those between, the last
+    assert found[1] == found[2] == found[3]
+    assert forecast(graph, [0, 1, 2, 3, 4, 5], 6, 3) == found
+    assert len(calls) <= 3
+
+
+def test_a_rehearsal_draws_nothing_and_leaves_the_model_alone() -> None:
+    model, ids, target, loss_fn = recurrent()
+    flat = example_call(model, ids, target)
+    graph = capture(model, flat, resolve_batch(flat), loss_fn, microbatch_size=4).train
+    state = torch.random.get_rng_state()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    forecast(replace(graph, training=True), [0] * len(graph.ops), 1, 5)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
