@@ -48,8 +48,8 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
     The user's own variables come first and are rebound as in the model.  What the model returns
     under a key is called like the key.  What a module returns without naming it
     (``return x + self.mlp(x)``) keeps the name of the tensor that it updates: the first
-    argument, when shape and dtype are the same.  Anything else is called after its op, and only
-    once.
+    argument, when shape and dtype are the same, else it is called after the module.  Anything
+    else is called after its op.  Such names are used only once.
     """
     found = {item.name: (identifier(item.path, "input"), True) for item in graph.inputs}
     escaping = _escaping(graph)
@@ -69,6 +69,8 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
             and found[first.name][1]
         ):
             found[op.name] = found[first.name]
+        elif op.name in escaping:
+            found[op.name] = (_after_module(op), False)
         else:
             found[op.name] = (_after_op(op), False)
     return found
@@ -82,8 +84,8 @@ def _keys(output: Argument, key: str) -> dict[str, str]:
         case DictOf(items):
             inner = [_keys(item, name if name.isidentifier() else key) for name, item in items]
         case tuple() | ListOf():
-            items = output.items if isinstance(output, ListOf) else output
-            inner = [_keys(item, key) for item in items]
+            parts = output.items if isinstance(output, ListOf) else output
+            inner = [_keys(item, key) for item in parts]
         case _:
             return {}
     return {name: found for each in reversed(inner) for name, found in each.items()}
@@ -96,7 +98,9 @@ def _escaping(graph: OpGraph) -> set[str]:
         name
         for op in graph.ops
         for name in op.inputs
-        if name in scopes and not f"{scopes[op.name]}.".startswith(f"{scopes[name]}.")
+        if name in scopes
+        and scopes[name]
+        and not f"{scopes[op.name]}.".startswith(f"{scopes[name]}.")
     }
     consumed = {name for op in graph.ops for name in op.inputs}
     return outside | (set(scopes) - consumed)
@@ -105,6 +109,11 @@ def _escaping(graph: OpGraph) -> set[str]:
 def _alike(values: Mapping[str, Value], one: str, other: str) -> bool:
     a, b = values.get(one), values.get(other)
     return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _after_module(op: Op) -> str:
+    name = scope_of(op).rpartition(".")[2]
+    return _after_op(op) if name.isdigit() or not name else identifier(name, "module")
 
 
 def _after_op(op: Op) -> str:

@@ -253,7 +253,8 @@ def test_sizes_are_expressions_of_the_microbatch(position):
 def test_arguments_that_are_the_default_are_left_out():
     *_, sources = small_gpt([53])
     text = sources.files["stage_0.py"]
-    assert "F.scaled_dot_product_attention(" in text and "attn_mask" not in text
+    assert "F.scaled_dot_product_attention(" in text
+    assert "attn_mask" not in text
 
 
 def test_attention_without_dropout_says_nothing_of_draws():

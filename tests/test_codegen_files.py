@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import runpy
+import subprocess
+import sys
 import traceback
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 from pdcompile.errors import SourceError
 from pdcompile.passes.codegen import generate, module_of, read, set_draw, stage_classes, write
 from pdcompile.stage import Sources
 from tests.helpers import models
 from tests.helpers.cuts import cut
-from tests.helpers.generated import captured
+from tests.helpers.generated import captured, mean_square
 
 
 @cache
@@ -147,3 +151,36 @@ def test_a_file_without_its_class_is_named():
     files = {**sources().files, "stage_1.py": "class Stage1: pass\n"}
     with pytest.raises(SourceError, match=r"defines no class Stage1"):
         stage_classes(Sources(files, sources().interfaces))
+
+
+class Moody(nn.Module):
+    """Decides by a value, so that it is kept whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else self.linear(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pipeline_py_says_what_it_cannot_run_without(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), Moody(), nn.Linear(4, 4))
+    _, _, found = captured(model, torch.randn(4, 4), torch.randn(4, 4), mean_square)
+    write(generate(found, cut(found, [1])), tmp_path, model=model)
+    program = tmp_path / "pipeline.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert alone.returncode == 1
+    (line,) = alone.stderr.splitlines()
+    assert line.startswith("1 (")
+    assert "Moody) is the model's own" in line
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        patch.setitem(sys.modules, "stage_0", None)  # restored, whatever the program imports
+        patch.setitem(sys.modules, "stage_1", None)
+        del sys.modules["stage_0"], sys.modules["stage_1"]
+        runpy.run_path(str(program))["main"](model)

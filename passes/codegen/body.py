@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pdcompile.graph import CHECK, Affine, Op, OpGraph, Ref, walk
 from pdcompile.passes.codegen import access
-from pdcompile.passes.codegen.blocks import Layout, is_container, name_below
 from pdcompile.passes.codegen.expressions import (
     IN_PLACE,
     Scope,
@@ -17,13 +17,15 @@ from pdcompile.passes.codegen.expressions import (
     quote,
     subscript,
 )
+from pdcompile.passes.codegen.header import gathered
 from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.inline import Inliner
+from pdcompile.passes.codegen.layout import Layout, name_below
 from pdcompile.passes.codegen.pairs import Pair
 from pdcompile.passes.codegen.pieces import (
     Loop,
     Piece,
     Unpack,
-    chained,
     item_of,
     makes,
     pieces_of,
@@ -32,7 +34,7 @@ from pdcompile.passes.codegen.pieces import (
 )
 from pdcompile.passes.codegen.regions import Region, region_of, with_line
 from pdcompile.passes.codegen.text import Line, Locations, clean, value_text
-from pdcompile.passes.codegen.tree import Call, below, relative
+from pdcompile.passes.codegen.tree import Call, below, is_container, relative
 from pdcompile.passes.codegen.variables import Variables, lifetimes
 from pdcompile.passes.naming import identifier, scope_of
 
@@ -67,14 +69,16 @@ class Body:
     match: Mapping[str, str] = field(default_factory=dict)  # eval value -> train value
     path_known: bool = False  # the body belongs to one module only: FQNs may be written
     variables: Variables = field(default_factory=Variables)
-    size_name: str = ""
+    shapes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # for comments
+    size_name: str = "b"
     unnamed: set[str] = field(default_factory=set)  # values that go into the next expression
     inlined: dict[str, str] = field(default_factory=dict)  # their expressions
 
     def lines(self) -> list[Line]:
         """The statements, without the return."""
         pieces = pieces_of(self.pairs, self.place.layout, self.graph, self.call.outputs)
-        self.unnamed = chained(pieces, self.wishes, self.call.outputs)
+        inliner = Inliner(self.wishes, self.call.outputs, self._share, self._rough, _may_draw)
+        self.unnamed = inliner.unnamed(pieces)
         self._name(pieces)
         done = self._size_line()
         # A caller opens the region that all ops of a block share; nobody calls the stage in one.
@@ -127,6 +131,27 @@ class Body:
                 else:
                     self.variables.give(value, *self.wishes[value], spans[value])
 
+    def _share(self, piece: Piece) -> tuple[str, Region]:
+        """What pieces of one expression have in common."""
+        return self._section(piece), region_of(item_of(piece))
+
+    def _rough(self, piece: Piece, inner: Mapping[str, str]) -> str:
+        """The expression of a piece before its variables have their final names."""
+
+        def value(name: str) -> str:
+            name = self.match.get(name, name)
+            return inner.get(name) or identifier(self.wishes[name][0])
+
+        item = item_of(piece)
+        scope = replace(self._scope(), value=value, device=lambda: "value.device")
+        if isinstance(item, Call):
+            head = access.module(self.place.layout.root, self.call.path, item.path)
+            return f"{head}({', '.join(map(value, item.inputs))})"
+        if item.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
+            return ", ".join(literal(argument, scope) for argument in item.args)
+        twin = piece.twin if isinstance(piece, Pair | Unpack) else None
+        return expression(item, twin if isinstance(twin, Op) else None, scope, scope)
+
     # Pieces
 
     def _piece(self, piece: Piece) -> list[Line]:
@@ -145,7 +170,7 @@ class Body:
         scope = self._scope(copied=copied_buffers(op, self.graph))
         scope_eval = replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
         name = self.variables.names.get(op.name, "")
-        comment = value_text(self.graph.values.get(op.name))
+        comment = self._shape_of(op.name)
         target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
         if target == "setitem" and len(op.args) == 3:
             other = (twin or op).args
@@ -166,7 +191,7 @@ class Body:
             return done
         if items:
             names = ", ".join(self.variables.names[item] for item in items)
-            comment = value_text(self.graph.values.get(items[0]))
+            comment = self._shape_of(items[0])
             done.append(Line(f"{names} = {text}", f"{comment} each" if comment else ""))
         else:
             done.append(Line(f"{name} = {text}", comment))
@@ -177,13 +202,13 @@ class Body:
         return self._assignment(call, head)
 
     def _assignment(self, call: Call, head: str) -> Line:
-        arguments = [self.variables.names[name] for name in call.inputs]
+        arguments = [self._value(name) for name in call.inputs]
         arguments += [self._tensor(fqn) for fqn in call.tensors]
         text = f"{head}({', '.join(arguments)})"
         if not call.outputs:
             return Line(text)
         names = ", ".join(self.variables.names[name] for name in call.outputs)
-        comment = ", ".join(value_text(self.graph.values.get(name)) for name in call.outputs)
+        comment = ", ".join(self._shape_of(name) for name in call.outputs)
         return Line(f"{names} = {text}", comment)
 
     def _loop(self, loop: Loop) -> list[Line]:
@@ -203,12 +228,16 @@ class Body:
             for i, name in enumerate(first.inputs)
         ]
         arguments += [self._tensor(fqn) for fqn in first.tensors]
-        comment = value_text(self.graph.values.get(last.outputs[0]))
-        done.append(Line(f"for {item} in {over}:", f"{clean(first.path)} to {clean(last.path)}"))
+        comment = self._shape_of(last.outputs[0])
+        paths = gathered([call.path for call in loop.calls])
+        done.append(Line(f"for {item} in {over}:", ", ".join(paths)))
         done.append(Line(f"{result} = {item}({', '.join(arguments)})", comment, 1))
         return done
 
     # Parts of expressions
+
+    def _shape_of(self, name: str) -> str:
+        return value_text(self.graph.values.get(name), self.shapes.get(name))
 
     def _scope(self, copied: frozenset[str] = frozenset()) -> Scope:
         return Scope(

@@ -29,6 +29,7 @@ _SCOPE = Scope(
     device=lambda: _nowhere("device"),
     module=_nowhere,
     function=_nowhere,
+    named=str,
 )
 
 
@@ -52,7 +53,8 @@ class Constructors:
     def _make(self, node: Node) -> tuple[str, bool]:
         """The expression that builds a module, and whether nothing is left to be done."""
         if node.block is not None:
-            return f"{self.class_names[node.block]}()", True
+            given = ", ".join(literal(value, _SCOPE) for value in node.arguments)
+            return f"{self.class_names[node.block]}({given})", True
         if node.leaf is not None:
             return self._leaf(node)
         if node.is_indexed:
@@ -176,7 +178,7 @@ def _arguments(cls: type[nn.Module], given: Mapping[str, Any]) -> list[str]:
 
 def _initial(name: str, info: TensorInfo) -> str:
     """An expression for the first contents: small random weights, ones for scales, else zeros."""
-    shape = ", ".join(map(str, info.shape)) if info.shape else "()"
+    shape = ", ".join(literal(size, _SCOPE) for size in info.shape) if info.shape else "()"
     dtype = "" if info.dtype == "float32" else f", dtype=torch.{info.dtype}"
     floating = info.dtype in ("float16", "bfloat16", "float32", "float64")
     if info.kind == "parameter" and floating:

@@ -10,6 +10,7 @@ import ast
 import functools
 import keyword
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,15 @@ IN_PLACE = {
     "ilshift": "<<=", "irshift": ">>=",
 }  # fmt: skip
 
+_NUMBER = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A number that differs between the instances of a class: an argument of its constructor."""
+
+    name: str
+
 
 @dataclass(frozen=True, slots=True)
 class Scope:
@@ -44,6 +54,7 @@ class Scope:
     device: Callable[[], str]
     module: Callable[[str], str]  # the expression of a module, by FQN
     function: Callable[[str], str]  # the expression of a function target
+    named: Callable[[str], str] = "self.{}".format  # of an argument of the constructor
 
 
 def quote(text: str) -> str:
@@ -65,6 +76,8 @@ def literal(value: Any, scope: Scope) -> str:
         return scope.size(value)
     if kind is TorchLiteral:
         return torch_literal(value, scope)
+    if kind is Named:
+        return scope.named(value.name)
     if kind is tuple:
         items = [literal(each, scope) for each in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
@@ -89,7 +102,7 @@ def plain(value: Any) -> str:
     if kind is str:
         return quote(value)
     if kind is float:
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
+        return repr(value).replace("e+", "e") if math.isfinite(value) else f'float("{value}")'
     if kind is complex:
         return f"complex({plain(value.real)}, {plain(value.imag)})"
     raise SourceError(
@@ -227,7 +240,9 @@ def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
     if name == "pow" and len(operands) == 2:
         return power(atom(operands[0]), atom(operands[1]))
     if name in BINARY and len(operands) == 2:
-        return f"{atom(operands[0])} {BINARY[name]} {atom(operands[1])}"
+        negative = operands[1].startswith("-") and _NUMBER.fullmatch(operands[1][1:])
+        right = operands[1] if negative else atom(operands[1])
+        return f"{atom(operands[0])} {BINARY[name]} {right}"
     if name in UNARY and len(operands) == 1:
         return f"{UNARY[name]}{atom(operands[0])}"
     return call(scope.function(op.target), operands)

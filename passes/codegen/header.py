@@ -7,14 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcompile.graph import Capture
-from pdcompile.passes.codegen.blocks import Layout
 from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.skeleton import Node
 from pdcompile.passes.codegen.text import Line, Locations, clean, shape_text
 from pdcompile.stage import Port, StageInterface
 
 NOTE = (
-    "Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the "
+    "Comments give dtype[shape]; b is the microbatch size, other letters are sizes that differ "
+    "between instances of a class. Modules and parameters have the "
     "model's own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the "
     "folder again with compile(..., sources=folder). `python pipeline.py` runs all stages."
 )
@@ -32,7 +33,7 @@ class Route:
 def model_name(capture: Capture) -> str:
     """The class name of the model, or ``the model``."""
     full = capture.train.classes.get("", ("", ""))[0]
-    return clean(full.rpartition(".")[2], 24) or "the model"
+    return clean(full.rpartition(".")[2], 48) or "the model"
 
 
 def docstring(
@@ -66,9 +67,9 @@ def _wrap(text: str) -> list[str]:
 def docstring_lines(names: Sequence[str]) -> list[Line]:
     """The docstring of a class that holds these modules."""
     text = f"{', '.join(names)}."
-    if len(text) <= 88:
+    if len(text) <= 90:
         return [Line(f'"""{text}"""', depth=1, is_text=True)]
-    wrapped = textwrap.wrap(text, 92)
+    wrapped = textwrap.wrap(text, 90, break_on_hyphens=False)
     return [
         Line(f'"""{wrapped[0]}', depth=1, is_text=True),
         *(Line(line, depth=1, is_text=True) for line in wrapped[1:]),
@@ -85,15 +86,14 @@ def gathered(paths: Sequence[str]) -> list[str]:
         if place is None:
             runs.setdefault((path,), [])
         else:
-            pattern = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
-            runs.setdefault(pattern, []).append(int(parts[place]))
+            around = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
+            runs.setdefault(around, []).append(int(parts[place]))
     found = []
     for pattern, numbers in runs.items():
-        if len(pattern) == 1:
-            found.append(clean(pattern[0]))
-            continue
-        before, after = (clean(part, 40) for part in pattern)
-        found.append(".".join(part for part in (before, _numbers(numbers), after) if part))
+        parts = [clean(part, 40) for part in pattern]
+        if numbers:
+            parts.insert(1, _numbers(numbers))
+        found.append(".".join(part for part in parts if part))
     return found
 
 
@@ -116,10 +116,9 @@ def contents(layout: Layout) -> list[str]:
         if inner == nodes or (len(_ranges(inner)) > _MOST and nodes != [layout.root]):
             break
         nodes = inner
-    own = [f"{node.path}.{name}" if node.path else name for node in nodes for name in node.tensors]
     part = {node.path for node in nodes} & layout.partial
     return _ranges([node for node in nodes if node.path], part) + [
-        clean(name) for name in own if name not in _ranges(nodes)
+        clean(name) for name in layout.root.tensors
     ]
 
 

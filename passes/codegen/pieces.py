@@ -8,12 +8,10 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
-from pdcompile.graph import Op, OpGraph, Ref, Value, size_at, walk
-from pdcompile.passes.codegen.blocks import Layout
-from pdcompile.passes.codegen.expressions import IN_PLACE
+from pdcompile.graph import Op, OpGraph, Ref, Value, size_at
+from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.pairs import Pair
 from pdcompile.passes.codegen.tree import Call, Item
-from pdcompile.passes.naming import scope_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,52 +129,11 @@ def _thread(one: Call, other: Call) -> int | None:
     return None
 
 
-def chained(
-    pieces: Sequence[Piece], wishes: Mapping[str, tuple[str, bool]], outputs: Collection[str]
-) -> set[str]:
-    """Values that need no name: only the next op reads them, as ``….method()`` or ``…[index]``.
-
-    At most three ops in one expression.
-    """
-    readers: dict[str, int] = {}
-    for piece in pieces:
-        for name in reads(piece):
-            readers[name] = readers.get(name, 0) + 1
-    found: set[str] = set()
-    length = 1
-    for piece, following in pairwise(pieces):
-        op, reader = item_of(piece), item_of(following)
-        length = length + 1 if (
-            isinstance(piece, Pair) and isinstance(op, Op) and isinstance(reader, Op)
-            and not isinstance(following, Loop) and length < 3
-            and _is_noise(op, wishes, outputs) and readers.get(op.name) == 1
-            and _continues(op, reader)
-        ) else 1  # fmt: skip
-        if length > 1:
-            found.add(op.name if isinstance(op, Op) else "")
-    return found
-
-
-def _is_noise(op: Op, wishes: Mapping[str, tuple[str, bool]], outputs: Collection[str]) -> bool:
-    statement = op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}
-    return not op.variable and not wishes[op.name][1] and op.name not in outputs and not statement
-
-
-def _continues(op: Op, reader: Op) -> bool:
-    """Whether the reader can be written behind the expression of `op`."""
-    postfix = reader.kind in ("method", "getattr") or reader.target == "operator.getitem"
-    same = (op.grad_enabled, op.autocast, op.region, scope_of(op)) == (
-        reader.grad_enabled,
-        reader.autocast,
-        reader.region,
-        scope_of(reader),
-    )
-    refs = walk((reader.args, reader.kwargs), Ref)
-    once = [ref.name for ref in refs].count(op.name) == 1
-    return postfix and same and once and reader.draw is None and reader.args[0] == Ref(op.name)
-
-
-_PARTS = frozenset({"split", "chunk", "unbind", "torch.split", "torch.chunk", "torch.unbind"})
+_PARTS = frozenset({"split", "chunk", "unbind", "tensor_split"})
+_PAIRS = frozenset(
+    {"topk", "sort", "max", "min", "median", "mode", "kthvalue", "cummax", "cummin"}
+    | {"std_mean", "var_mean", "aminmax"}
+)
 
 
 def _unpack(pieces: Sequence[Pair | Loop], graph: OpGraph) -> list[Piece]:
@@ -207,7 +164,8 @@ def _unpack(pieces: Sequence[Pair | Loop], graph: OpGraph) -> list[Piece]:
 def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
     """The values of ``op[0]``, ``op[1]``, …, if these are all that the tuple has."""
     value = graph.values.get(op.name)
-    if op.target not in _PARTS or value is None or value.is_tensor or not op.args:
+    word = op.target.removeprefix("torch.")
+    if word not in _PARTS | _PAIRS or value is None or value.is_tensor or not op.args:
         return ()
     if any(taker.target != "operator.getitem" for taker in takers):
         return ()
@@ -215,6 +173,8 @@ def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
     if len(takers) < 2 or sorted(map(repr, indices)) != sorted(map(repr, range(len(takers)))):
         return ()
     names = tuple(indices[i] for i in range(len(takers)))
+    if word in _PAIRS:
+        return names if len(names) == 2 else ()
     source = op.args[0]
     if not isinstance(source, Ref):
         return ()

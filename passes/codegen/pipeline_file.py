@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdcompile.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
 from pdcompile.passes.codegen.access import reach
 from pdcompile.passes.codegen.expressions import quote
@@ -28,7 +30,23 @@ def show(k, results):
 '''
 
 
-_OWN = ("stages", "inputs", "results", "parameters", "filled", "k", "stage", "load", "show", "loss")
+_KEPT = '''\
+def fill(stages, model):
+    """Put the model's own modules where the sources only name them."""
+    for stage in stages:
+        for path, module in list(stage.named_modules()):
+            if type(module).__name__ == "KeptWhole":
+                if model is None:
+                    what = f"{path} ({module.name}) is the model's own and not in these files"
+                    raise SystemExit(f"{what}: call main(model) of pipeline.py with the model")
+                stage.set_submodule(path, model.get_submodule(path))
+'''
+
+
+_OWN = (
+    "stages", "inputs", "results", "model", "fill", "parameters", "filled", "k", "stage", "load",
+    "show", "loss",
+)  # fmt: skip
 
 
 def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface, ...]) -> str:
@@ -42,7 +60,8 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
         "    python pipeline.py",
         "",
         "One microbatch of made-up inputs: right shapes and dtypes, integers in the range that the",
-        "model accepts.  Weights are fresh.  It needs torch and the files beside it.",
+        "model accepts.  Weights are fresh.  It needs torch and the files beside it"
+        + (", and main(model) the model." if _kept(interfaces) else "."),
         '"""',
         "",
         "from pathlib import Path",
@@ -56,6 +75,7 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
         "\n".join(top),
         _inputs(graph, interfaces),
         _HELPERS,
+        *([_KEPT] if _kept(interfaces) else []),
         render(_main(plan, interfaces)),
         'if __name__ == "__main__":\n    main()',
     ]
@@ -171,10 +191,12 @@ def _table_size(graph: OpGraph, op: Op, value: str) -> int | None:
 def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     count = len(interfaces)
     made = ", ".join(f"Stage{k}()" for k in range(count))
+    kept = _kept(interfaces)
     lines = [
-        Line("def main():"),
+        Line("def main(model=None):" if kept else "def main():"),
         Line("torch.manual_seed(0)", depth=1),
         Line(f"stages = [{made}]", depth=1),
+        *([Line("fill(stages, model)", depth=1)] if kept else []),
         Line("for k, stage in enumerate(stages):", depth=1),
         Line('load(stage, Path(__file__).with_name(f"stage_{k}.pt"))', depth=2),
     ]
@@ -185,7 +207,7 @@ def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     ]
     variables: dict[str, str] = {}
     for interface in interfaces:
-        lines += _run(interface, variables)
+        lines += _run(interface, variables, _used_after(interfaces, interface.index))
     return lines + _loss(interfaces[-1], variables)
 
 
@@ -212,19 +234,33 @@ def _expression(k: int, name: str) -> str:
     return reach(owner, attribute, "_parameters")
 
 
-def _run(interface: StageInterface, variables: dict[str, str]) -> list[Line]:
+def _kept(interfaces: tuple[StageInterface, ...]) -> bool:
+    """Whether modules of the model are run as they are."""
+    return any(one.train.kept_whole or one.eval.kept_whole for one in interfaces)
+
+
+def _used_after(interfaces: tuple[StageInterface, ...], k: int) -> set[str]:
+    """Values that later stages or the loss read."""
+    last = interfaces[-1].train
+    ports = [port for later in interfaces[k + 1 :] for port in later.train.inputs]
+    found = {port.value for port in (*ports, *last.loss_inputs)}
+    return found if last.loss_inputs or last.loss is None else {*found, last.loss}
+
+
+def _run(interface: StageInterface, variables: dict[str, str], used: Collection[str]) -> list[Line]:
     k, signature = interface.index, interface.train
     arguments = ", ".join(_argument(port, variables) for port in signature.inputs)
     lines = [
         Line(f"results = stages[{k}]({arguments})", depth=1),
         Line(f"show({k}, results)", depth=1),
     ]
-    made = [port for port in signature.outputs if port.value not in variables]
+    made = [p for p in signature.outputs if p.value not in variables and p.value in used]
     for port in made:
         variables[port.value] = unique(port.name, [*variables.values(), *_OWN])
-    if signature.outputs:
+    if made:
         names = [variables[p.value] if p in made else "_" for p in signature.outputs]
         left = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
+        left = f"({left})" if len(left) > 84 else left
         lines.append(Line(f"{left} = results", depth=1))
     return lines
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdcompile.graph import Op, TensorInfo
+from pdcompile.passes.naming import scope_of
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class Node:
     frozen: tuple[str, ...] = ()  # a leaf's parameters that take no gradient
     dtype: str | None = None  # of a leaf's floating tensors, where its constructor does not say
     block: int | None = None  # index of the class of which it is an instance
+    arguments: tuple[Any, ...] = ()  # what that class is constructed with
+    needed: bool = False  # even if nothing lies in it and it is no instance of a class
 
     def walk(self) -> Iterator[Node]:
         yield self
@@ -70,7 +74,10 @@ def skeleton(
     """
     leaves: dict[str, Op] = {}
     paths: set[str] = set()
+    running: set[str] = set()
     for op in ops:
+        if op.region == "forward":
+            running.add(scope_of(op))
         if op.kind in ("module", "opaque"):
             leaves.setdefault(op.module_path, op)
         elif op.draw is not None and op.region == "forward":
@@ -86,8 +93,10 @@ def skeleton(
             declared.setdefault(owner, {})[attribute] = tensors[fqn]
     rank = {path: i for i, path in enumerate(order)}
     root = Node("")
-    for path in sorted({*leaves, *paths, *declared}, key=lambda p: (rank.get(p, len(rank)), p)):
+    every = {*leaves, *paths, *declared, *running}
+    for path in sorted(every, key=lambda p: (rank.get(p, len(rank)), p)):
         node = _grow(root, path)
+        node.needed = path in paths
         node.tensors = declared.get(path, {})
         node.leaf = leaves.get(path)
         if node.leaf is not None:
@@ -101,6 +110,15 @@ def skeleton(
             )  # fmt: skip
             node.dtype = _dtype(node.leaf, own)
     return root
+
+
+def prune(node: Node) -> None:
+    """Take out modules without anything in them that no class was made of."""
+    for name, child in list(node.children.items()):
+        prune(child)
+        empty = not (child.children or child.tensors or child.needed)
+        if empty and child.leaf is None and child.block is None:
+            del node.children[name]
 
 
 def _leaf_of(name: str, leaves: Mapping[str, Op]) -> str | None:

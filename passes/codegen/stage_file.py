@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pdcompile.graph import Capture, Op, OpGraph
-from pdcompile.passes.codegen.blocks import Block, Layout, divide
+from pdcompile.passes.codegen.blocks import divide
 from pdcompile.passes.codegen.body import Body, Place
 from pdcompile.passes.codegen.classes import Constructors, ties
 from pdcompile.passes.codegen.header import (
@@ -17,9 +19,10 @@ from pdcompile.passes.codegen.header import (
     gathered,
 )
 from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.layout import Block, Layout
 from pdcompile.passes.codegen.pairs import Pair, pair
 from pdcompile.passes.codegen.safety import check
-from pdcompile.passes.codegen.skeleton import skeleton
+from pdcompile.passes.codegen.skeleton import prune, skeleton
 from pdcompile.passes.codegen.text import Line, Locations, render, value_text
 from pdcompile.passes.codegen.tree import Call
 from pdcompile.passes.held import all_tensors
@@ -90,10 +93,7 @@ def stage_file(
     root = skeleton(names, all_tensors(capture), every, classes)
     wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
     layout = divide(capture, ops.train, ops.eval, (wanted[0], wanted[1]), names, root)
-    for path, index in layout.block_of.items():
-        node = root.find(path)
-        assert node is not None
-        node.block = index
+    prune(root)
     writer = _Writer(capture, interface, route, names, wishes, layout, classes, Imports(), [])
     return writer.write(ops)
 
@@ -110,6 +110,7 @@ class _Writer:
     imports: Imports
     class_names: list[str]
     locations: Locations = field(default_factory=Locations)
+    shapes: Sequence[Mapping[str, tuple[Any, ...]]] = ({}, {})  # in comments of the body written
 
     def write(self, ops: StageOps) -> str:
         self._name_classes()
@@ -158,14 +159,22 @@ class _Writer:
         members = [p for p, index in self.layout.block_of.items() if index == block.index]
         comment = self.locations.short(source) if source else ""
         lines = [Line(f"class {name}(nn.Module):", comment), *docstring_lines(gathered(members))]
-        lines += self._init(self._constructors().lines(node))
         arguments = self._arguments(block)
+        self.shapes = block.shapes
+        forward = self._forward(block.train, block.eval, place, arguments)
+        text = "\n".join(line.code for line in forward)
+        stored = [
+            Line(f"self.{name} = {name}")
+            for name in block.arguments
+            if re.search(rf"\bself\.{name}\b", text)
+        ]
+        lines += self._init(stored + self._constructors().lines(node), block.arguments)
         lines += [
             Line(),
             Line(f"def forward({', '.join(['self', *arguments])}):", self._types(block), 1),
         ]
-        lines += self._forward(block.train, block.eval, place, arguments)
-        return lines
+        self.shapes = ({}, {})
+        return lines + forward
 
     def _stage(self, place: Place, ops: StageOps) -> list[Line]:
         train, evaluation = self.interface.train, self.interface.eval
@@ -226,12 +235,12 @@ class _Writer:
             lines += _finished(body, depth)
         return lines
 
-    def _init(self, statements: list[Line]) -> list[Line]:
-        if not statements:
+    def _init(self, statements: list[Line], arguments: Sequence[str] = ()) -> list[Line]:
+        if not statements and not arguments:
             return []
         return [
             Line(),
-            Line("def __init__(self):", depth=1),
+            Line(f"def __init__({', '.join(['self', *arguments])}):", depth=1),
             Line("super().__init__()", depth=2),
             *(line.deeper(2) for line in statements),
         ]
@@ -260,7 +269,10 @@ class _Writer:
             else (block.eval, self.capture.eval)
         )
         assert call is not None
-        return ", ".join(value_text(graph.values.get(name)) for name in call.inputs)
+        shapes = self.shapes[block.train is None]
+        return ", ".join(
+            value_text(graph.values.get(name), shapes.get(name)) for name in call.inputs
+        )
 
     def _forward(
         self, train: Call | None, evaluation: Call | None, place: Place, arguments: Sequence[str]
@@ -328,6 +340,7 @@ class _Writer:
             results={p.value: p.name for p in ports if p.value not in call.inputs},
             match=match,
             path_known=not call.path,
+            shapes=self.shapes[mode != "train"],
         )
 
 

@@ -57,13 +57,16 @@ class Locations:
         return f"{full}:{line}"
 
 
-def shape_text(shape: Iterable[Size], dtype: str) -> str:
+def shape_text(shape: Iterable[Size | str], dtype: str) -> str:
     """``f32[b, 16, 32]``."""
     return f"{_SHORT[dtype]}[{', '.join(str(size) for size in shape)}]"
 
 
-def value_text(value: Value | None) -> str:
-    return shape_text(value.shape, value.dtype) if value is not None and value.is_tensor else ""
+def value_text(value: Value | None, shape: Iterable[Size | str] | None = None) -> str:
+    """`shape`, or the value's own, with its dtype; "" for what is no tensor."""
+    if value is None or not value.is_tensor:
+        return ""
+    return shape_text(value.shape if shape is None else shape, value.dtype)
 
 
 def render(lines: Iterable[Line]) -> str:
@@ -104,15 +107,31 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
     start, stop = span
     head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
     indent = "    " * depth
+    assigned = _assigned(code)
+    if tail != ")" and 0 < assigned < start:
+        whole = code[assigned:]  # the brackets are not the end of it: all of it moves
+        if len(whole) + len(indent) + 4 <= WIDTH:
+            return [indent + code[:assigned] + "(", f"{indent}    {whole}", indent + ")"]
     if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
         return None
-    if len(inner) + len(indent) + 4 <= WIDTH:
+    is_tuple = re.search(r"(^|= |return )\($", head) is not None
+    if len(inner) + len(indent) + 4 <= WIDTH and not is_tuple:
         return [indent + head, f"{indent}    {inner}", indent + tail]
     parts = _split_commas(inner)
     lines = [indent + head]
     for part in parts:
         lines += fold(f"{part}," if len(parts) > 1 else part, depth + 1, inside=True)
     return [*lines, indent + tail]
+
+
+def _assigned(code: str) -> int:
+    """Where the right-hand side of an assignment begins; 0 if it is none."""
+    level = 0
+    for position, char in _outside_strings(code):
+        level += (char in "([{") - (char in ")]}")
+        if char == "=" and not level and code[position - 1 : position + 2] == " = ":
+            return position + 2
+    return 0
 
 
 def _last_brackets(code: str) -> tuple[int, int] | None:

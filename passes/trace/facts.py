@@ -103,8 +103,11 @@ def _stores(code: CodeType) -> dict[int, str]:
     for position, each in enumerate(instructions):
         unpacks = each.opname.startswith("UNPACK")  # what it unpacks may be a tensor
         names = _target(_stored(instructions[position if unpacks else position + 1 :]))
+        # While a Python function runs its caller stands behind the call, in the call's cache.
+        following = instructions[position + 1 : position + 2]
+        stop = following[0].offset if following else each.offset + 1
         if names:
-            found[each.offset] = names
+            found.update(dict.fromkeys(range(each.offset, stop), names))
     return found
 
 

@@ -19,7 +19,8 @@ from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.errors import PdcompileError
 from pdcompile.graph import Capture, Op
 from pdcompile.passes.boundaries import place_eval, stage_of_ops
-from pdcompile.passes.codegen.blocks import Layout, divide
+from pdcompile.passes.codegen.blocks import divide
+from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.load import stage_classes
 from pdcompile.passes.codegen.skeleton import skeleton
 from pdcompile.passes.codegen.tree import Call, below, ops_of
@@ -195,8 +196,9 @@ def _keys(
     def key_of(train: Call | None, evaluation: Call | None) -> Hashable:
         path = _path(train, evaluation)
         name = type(stage.get_submodule(path)).__name__
+        node = layout.root.find(path)
         return (
-            text.get(name, name), _class_of(capture, path),
+            text.get(name, name), _class_of(capture, path), repr(node.arguments if node else ()),
             facts(train, True), facts(evaluation, False),
         )  # fmt: skip
 

@@ -5,9 +5,10 @@ Holds wte, wpe, drop, blocks.0-1.
     in   ids  i64[b, 16]      from the call
     out  x    f32[b, 16, 32]  to stage 1
 
-Comments give dtype[shape]; b is the microbatch size. Modules and parameters have the model's
-own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the folder
-again with compile(..., sources=folder). `python pipeline.py` runs all stages.
+Comments give dtype[shape]; b is the microbatch size, other letters are sizes that differ
+between instances of a class. Modules and parameters have the model's own names, so state_dict()
+has its keys. Written by pdcompile: edit it, and load the folder again with compile(...,
+sources=folder). `python pipeline.py` runs all stages.
 
 Source locations are in tests/helpers/models.py.
 """
@@ -36,8 +37,7 @@ class Block(nn.Module):  # models.py:30
 
     def forward(self, x):  # f32[b, 16, 32]
         b = x.shape[0]
-        ln_1 = self.ln_1(x)  # f32[b, 16, 32]
-        part, part_1, part_2 = self.qkv(ln_1).split(32, dim=2)  # f32[b, 16, 32] each
+        part, part_1, part_2 = self.qkv(self.ln_1(x)).split(32, dim=2)  # f32[b, 16, 32] each
         transpose = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
         transpose_1 = part_1.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
         transpose_2 = part_2.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
@@ -49,16 +49,10 @@ class Block(nn.Module):  # models.py:30
             dropout_p=0.1 if self.training else 0.0,
             is_causal=True,
         )  # f32[b, 4, 16, 8]
-        reshape = mixed.transpose(1, 2).reshape(b, 16, 32)  # f32[b, 16, 32]
-        proj = self.proj(reshape)  # f32[b, 16, 32]
-        drop = self.drop(proj)  # f32[b, 16, 32]
+        drop = self.drop(self.proj(mixed.transpose(1, 2).reshape(b, 16, 32)))  # f32[b, 16, 32]
         x = x + drop  # f32[b, 16, 32]
-        ln_2 = self.ln_2(x)  # f32[b, 16, 32]
-        up = self.up(ln_2)  # f32[b, 16, 128]
-        gelu = F.gelu(up)  # f32[b, 16, 128]
-        down = self.down(gelu)  # f32[b, 16, 32]
         draw(self, 1)
-        dropout = F.dropout(down, p=0.1, training=self.training)  # f32[b, 16, 32]
+        dropout = F.dropout(self.down(F.gelu(self.up(self.ln_2(x)))), p=0.1, training=self.training)
         return x + dropout  # f32[b, 16, 32]
 
 
@@ -74,10 +68,7 @@ class Stage0(nn.Module):
 
     def forward(self, ids):
         positions = torch.arange(16, device=ids.device)  # i64[16]
-        wte = self.wte(ids)  # f32[b, 16, 32]
-        wpe = self.wpe(positions)  # f32[16, 32]
-        add = wte + wpe  # f32[b, 16, 32]
-        x = self.drop(add)  # f32[b, 16, 32]
-        for block in self.blocks:  # blocks.0 to blocks.1
+        x = self.drop(self.wte(ids) + self.wpe(positions))  # f32[b, 16, 32]
+        for block in self.blocks:  # blocks.0-1
             x = block(x)  # f32[b, 16, 32]
         return (x,)

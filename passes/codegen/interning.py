@@ -1,0 +1,266 @@
+"""Equal blocks become one class.
+
+Two modules are equal when their forwards run the same ops on the same relative data flow with
+the same literals and dtypes, in training and in evaluation, and when the same leaves, blocks and
+tensors lie in them.  They may differ in a few numbers (`templates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdcompile.graph import (
+    Affine,
+    Attr,
+    Capture,
+    DictOf,
+    ListOf,
+    Op,
+    OpGraph,
+    Ref,
+    Slice,
+    walk,
+)
+from pdcompile.passes.codegen import templates
+from pdcompile.passes.codegen.expressions import Named
+from pdcompile.passes.codegen.layout import Block, Layout, name_below
+from pdcompile.passes.codegen.pairs import same_arity
+from pdcompile.passes.codegen.skeleton import Node
+from pdcompile.passes.codegen.templates import Change, Facts, Template
+from pdcompile.passes.codegen.tree import Call, below, ops_of, relative
+
+
+@dataclass(slots=True)
+class Classes:
+    """Interns structures bottom up: equal keys, equal class."""
+
+    capture: Capture
+    names: Mapping[str, str]
+    layout: Layout
+    apart: set[Hashable]  # keys of classes that are equal only with the same numbers
+    index_of: dict[Hashable, int] = field(default_factory=dict)
+    keys: list[Hashable] = field(default_factory=list)  # by index, without numbers
+    facts: dict[str, Facts] = field(default_factory=dict)  # by path
+    inner: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)  # by path
+
+    def assign(self) -> set[str]:
+        """Fill in the layout's blocks; returns the modules that have to stay flat instead."""
+        for each in self.layout.root.walk():
+            each.block, each.arguments = None, ()
+        modes = (
+            (self.layout.train, self.capture.train),
+            (self.layout.eval, self.capture.eval),
+        )
+        found: dict[str, tuple[list[Call], list[Call]]] = {}
+        for side, (call, _) in enumerate(modes):
+            for inner in _calls_below(call):
+                found.setdefault(inner.path, ([], []))[side].append(inner)
+        flat: set[str] = set()
+        for path in sorted(found, key=lambda p: -p.count(".")):
+            if any(below(path_, path) and path_ != path for path_ in flat):
+                continue  # its structure changes in the next round
+            node = self.layout.root.find(path)
+            if node is None:
+                flat.add(path)
+                continue
+            reader = _Reader()
+            keys: list[Hashable] = [self._read_node(node, path, reader)]
+            sizes: tuple[float, ...] = ()
+            for calls, (_, graph) in zip(found[path], modes, strict=True):
+                read = [_Reader() for _ in calls]
+                distinct = {
+                    (self._body_key(call, graph, one), tuple(map(repr, one.numbers)))
+                    for call, one in zip(calls, read, strict=True)
+                }
+                if len(distinct) > 1 or not all(_self_contained(call, graph) for call in calls):
+                    flat.add(path)
+                keys.append(next(iter(distinct))[0] if distinct else None)
+                if calls:
+                    reader.take(read[0])
+                    sizes += templates.sizes_of(calls[0], graph)
+            train, evaluation = (next(iter(calls), None) for calls in found[path])
+            if train is not None and evaluation is not None and not same_arity(train, evaluation):
+                flat.add(path)
+            if path not in flat:
+                self.facts[path] = Facts(tuple(reader.numbers), tuple(reader.hints), sizes)
+                self.inner[path] = reader.inner
+                self._intern(path, tuple(keys), train, evaluation, node)
+        return flat
+
+    def _intern(
+        self, path: str, key: Hashable, train: Call | None, evaluation: Call | None, node: Node
+    ) -> None:
+        plain = key
+        if key in self.apart:
+            key = (key, tuple(map(repr, self.facts[path].numbers)))
+        index = self.index_of.get(key)
+        if index is None:
+            index = self.index_of[key] = len(self.layout.blocks)
+            self.layout.blocks.append(Block(index, path, train, evaluation, node))
+            self.keys.append(plain)
+        self.layout.block_of[path] = node.block = index
+
+    def finish(self) -> bool:
+        """Make arguments of the numbers in which instances differ; False: divide once more."""
+        found: list[Template] = []
+        complete = True
+        for block in self.layout.blocks:
+            members = [p for p, index in self.layout.block_of.items() if index == block.index]
+            inner = {
+                position: found[index].names[found[index].at[number]]
+                for position, (index, number) in self.inner[block.path].items()
+                if number in found[index].at
+            }
+            taken = (*block.node.children, *block.node.tensors)
+            one = templates.template([self.facts[path] for path in members], taken, inner)
+            if one is None:
+                self.apart.add(self.keys[block.index])
+                complete = False
+            found.append(one or Template())
+        if complete:
+            for path, index in self.layout.block_of.items():
+                node = self.layout.root.find(path)
+                assert node is not None
+                node.arguments = found[index].arguments(self.facts[path].numbers)
+            self.layout.blocks[:] = [self._general(block, found) for block in self.layout.blocks]
+        return complete
+
+    def _general(self, block: Block, found: Sequence[Template]) -> Block:
+        """The block with its arguments in the place of the example's numbers."""
+        own = found[block.index]
+        change = own.change()
+
+        def inner(node: Node, put: Change) -> Node:
+            assert node.block is not None
+            numbers = [put(number, "") for number in self.facts[node.path].numbers]
+            return replace(node, arguments=found[node.block].arguments(numbers))
+
+        node = templates.in_node(block.node, change, inner, block.path)
+        train, evaluation = (templates.in_call(call, change) for call in (block.train, block.eval))
+        start = len(templates.sizes_of(block.train, self.capture.train))
+        shapes = (
+            templates.shapes(block.train, self.capture.train, own.letters, 0),
+            templates.shapes(block.eval, self.capture.eval, own.letters, start),
+        )
+        return replace(
+            block, node=node, train=train, eval=evaluation, arguments=own.names, shapes=shapes
+        )
+
+    def _class_name(self, path: str) -> str:
+        classes = self.capture.train.classes
+        return classes.get(path, self.capture.eval.classes.get(path, ("", "")))[0]
+
+    def _body_key(self, call: Call, graph: OpGraph, reader: _Reader) -> Hashable:
+        number: dict[str, int] = {name: i for i, name in enumerate(call.inputs)}
+        key: list[Hashable] = [self._class_name(call.path), len(call.inputs)]
+        key.extend(_facts(graph, name) for name in call.inputs)
+        for item in call.items:
+            refs = tuple(number[name] for name in item.inputs)
+            path = item.path if isinstance(item, Call) else item.module_path
+            at = relative(path, call.path) if below(path, call.path) else path
+            if isinstance(item, Call):
+                shared = tuple(self._tensor(fqn, call) for fqn in item.tensors)
+                key.append((at, self.layout.block_of.get(item.path), refs, shared))
+            else:
+                general = templates.in_op(item, reader.read)
+                arguments = self._argument((general.args, general.kwargs), number, call)
+                key.append(
+                    (at, item.kind, item.target, item.variable, item.draw, item.grad_enabled,
+                     item.autocast, arguments, _facts(graph, item.name))
+                )  # fmt: skip
+            for name in item.outputs:
+                number[name] = len(number)
+        key.append(tuple(number[name] for name in call.outputs))
+        return tuple(key)
+
+    def _argument(self, value: Any, number: Mapping[str, int], call: Call) -> Hashable:
+        if isinstance(value, Ref):
+            return ("value", number[value.name])
+        if isinstance(value, Attr):
+            return ("tensor", self._tensor(value.fqn, call))
+        if isinstance(value, tuple):
+            return tuple(self._argument(each, number, call) for each in value)
+        if isinstance(value, ListOf | DictOf):
+            return (type(value).__name__, self._argument(value.items, number, call))
+        if isinstance(value, Slice):
+            return ("slice", self._argument((value.start, value.stop, value.step), number, call))
+        return (type(value).__name__, repr(value))  # True, 1 and 1.0 are not the same
+
+    def _tensor(self, fqn: str, call: Call) -> Hashable:
+        if fqn in call.tensors:
+            return call.tensors.index(fqn)
+        return relative(name_below(fqn, call.path, self.names), call.path)
+
+    def _read_node(self, node: Node, path: str, reader: _Reader) -> Hashable:
+        """The key of a module without its numbers, which the reader takes down."""
+
+        def inner(child: Node, change: Change) -> Node:
+            assert child.block is not None
+            facts = self.facts[child.path]
+            for i, (number, hint) in enumerate(zip(facts.numbers, facts.hints, strict=True)):
+                reader.inner[len(reader.numbers)] = (child.block, i)
+                change(number, hint.rpartition("/")[2])
+            return child
+
+        return _node_key(templates.in_node(node, reader.read, inner, path), path)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Takes numbers down, in order, with what they are called and where they come from."""
+
+    numbers: list[float] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    inner: dict[int, tuple[int, int]] = field(default_factory=dict)  # -> (class, its number)
+
+    def read(self, number: float, hint: str) -> Named:
+        self.numbers.append(number)
+        self.hints.append(hint)
+        return Named(type(number).__name__)
+
+    def take(self, other: _Reader) -> None:
+        self.numbers += other.numbers
+        self.hints += other.hints
+
+
+def _node_key(node: Node, path: str) -> Hashable:
+    if node.path != path and node.block is not None:
+        return ("block", node.block)
+    tensors = tuple(
+        (name, info.kind, info.shape, info.dtype, info.requires_grad, info.persistent)
+        for name, info in node.tensors.items()
+    )
+    leaf = node.leaf and (node.leaf.target, repr(node.leaf.constructor))
+    children = tuple((name, _node_key(child, path)) for name, child in node.children.items())
+    return (leaf, node.frozen, node.dtype, tensors, children)
+
+
+def _calls_below(call: Call) -> list[Call]:
+    found = []
+    for item in call.items:
+        if isinstance(item, Call):
+            found.append(item)
+            found.extend(_calls_below(item))
+    return found
+
+
+def _facts(graph: OpGraph, name: str) -> Hashable:
+    value = graph.values.get(name)
+    if value is None:
+        return None
+    return tuple("n" if type(size) is int else str(size) for size in value.shape), value.dtype
+
+
+def _self_contained(call: Call, graph: OpGraph) -> bool:
+    """Whether its own ops can learn batch size and device from its arguments, if they ask."""
+    own = [item for item in call.items if isinstance(item, Op)]
+    tells = any(
+        isinstance(size, Affine)
+        for name in call.inputs
+        if name in graph.values
+        for size in graph.values[name].shape
+    )
+    needs = any(walk((op.args, op.kwargs), Affine) for op in own)
+    return (bool(call.inputs) or not ops_of(call)) and (tells or not needs)
