@@ -3,7 +3,7 @@
     python benchmarks/coverage.py                          # the whole zoo
     python benchmarks/coverage.py --only gpt2 t5 --quick
     python benchmarks/coverage.py --family timm --jobs 2
-    python benchmarks/coverage.py --peers --write          # docs/coverage.md
+    python benchmarks/coverage.py --peers peers.jsonl --write    # docs/coverage.md
 
 Every model runs in a process of its own with limits of time and memory.  Exit code 1 when a
 model that could be built did not pass.
@@ -31,6 +31,8 @@ from tests.zoo.models import FAMILIES, chosen  # noqa: E402
 from tests.zoo.table import page, summary  # noqa: E402
 
 TABLE = ROOT / "docs" / "coverage.md"
+
+Judged = dict[str, tuple[str, str]]  # front end -> (result, reason)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--quick", action="store_true", help="few cuts, with dropout only")
     parser.add_argument("--seconds", type=int, default=CPU_SECONDS, help="CPU limit of a model")
-    parser.add_argument("--peers", action="store_true", help="torch's own front ends as well")
+    parser.add_argument(
+        "--peers",
+        metavar="FILE",
+        help="torch's own front ends as well, one line a model in FILE; those in it are not rerun",
+    )
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     parser.add_argument("--json", metavar="FILE", help="one report a line")
     return parser
@@ -73,12 +79,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(
     entries: Sequence[Entry], given: argparse.Namespace
-) -> tuple[list[Report], dict[str, dict[str, tuple[str, str]]]]:
-    reports, peers = [], {}
+) -> tuple[list[Report], dict[str, Judged]]:
+    reports: list[Report] = []
+    peers = _known(given.peers) if given.peers else {}
 
-    def one(entry: Entry) -> tuple[Report, dict[str, tuple[str, str]]]:
+    def one(entry: Entry) -> tuple[Report, Judged]:
         report = checked(entry, thorough=not given.quick, cpu_seconds=given.seconds)
-        return report, judged(entry, cpu_seconds=given.seconds) if given.peers else {}
+        if not given.peers:
+            return report, {}
+        return report, peers.get(entry.name) or judged(entry, cpu_seconds=given.seconds)
 
     with ThreadPoolExecutor(given.jobs) as pool:
         for report, others in pool.map(one, entries):
@@ -86,9 +95,20 @@ def _run(
             for name, (result, reason) in others.items():
                 print(f"    {name:30} {result} {reason}", flush=True)
             reports.append(report)
-            if others:
+            if others and report.name not in peers:
                 peers[report.name] = others
-    return reports, peers
+                with open(given.peers, "a", encoding="utf-8") as file:
+                    print(json.dumps({"name": report.name, "peers": others}), file=file)
+    own = {report.name for report in reports}
+    return reports, {name: others for name, others in peers.items() if name in own}
+
+
+def _known(path: str) -> dict[str, Judged]:
+    """What an earlier run found about other front ends, by model; nothing of ours is in it."""
+    if not Path(path).exists():
+        return {}
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return {data["name"]: data["peers"] for data in map(json.loads, lines)}
 
 
 if __name__ == "__main__":
