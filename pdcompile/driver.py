@@ -23,6 +23,7 @@ from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.devices import relative
 from pdcompile.passes.fit import fit
+from pdcompile.passes.loss_only import loss_only
 from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.passes.optimizer_state import optimizer_factor
 from pdcompile.passes.partition import partition
@@ -88,6 +89,8 @@ def build(
             model, flat, layout, options.loss_fn, microbatch_size=size, autocast=chosen.autocast
         ),
     )
+    if options.outputs == "none":
+        captured = loss_only(captured)
     if options.costs == "estimated":
         chosen = replace(chosen, cluster=relative(chosen.cluster, captured.train, size))
     given = given_plan(options, chosen, captured.train)
@@ -279,7 +282,8 @@ def compile(
             twice; "auto": with measured costs, when that takes seconds.
         verify: "auto" compares the stages with eager before the first step; "full" also the
             captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
-        outputs: which ranks get `result.outputs`.
+        outputs: which ranks get `result.outputs`: "none" neither makes nor sends what training
+            needs for its loss alone (caches, logits, hidden states), in one process too.
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.
         time_limit: seconds for the planner's search.

@@ -263,9 +263,9 @@ class Pipeline:
         return session.world is None or chosen == "all" or (chosen == "last" and is_last)
 
     def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
-        session = self._running
+        session, chosen = self._running, self._options.outputs
         prepared = session.prepared
-        if self._options.outputs == "all" and session.world is not None:
+        if chosen == "all" and session.world is not None:
             with session.guard():
                 ports = prepared.interfaces[-1]
                 signature = ports.train if feed.wiring.training else ports.eval
@@ -275,9 +275,9 @@ class Pipeline:
         lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
 
         def outputs() -> Any:
-            if not self._has_outputs:
+            if not self._has_outputs or (feed.wiring.training and chosen == "none"):
                 raise ConfigError(
-                    f"this rank does not get outputs under outputs={self._options.outputs!r}",
+                    f"this rank does not get outputs of this call under outputs={chosen!r}",
                     remedy='compile(..., outputs="all"), or read them on the last rank',
                 )
             total = None if lazy is None else lazy.wait()

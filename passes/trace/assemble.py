@@ -47,7 +47,7 @@ def assemble(
         batch_size=sizes[0],
         constants=first.constants,
         classes=first.classes,
-        notes=(*_notes(ops), *_returned(values, output, loss)),
+        notes=(*_notes(ops), *returned(values, output, loss)),
         output_spec=first.output_spec,
         tensor_values=first.tensor_values,
     )
@@ -64,7 +64,7 @@ def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
     )
 
 
-def _returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
+def returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
     """Results that the model goes on computing with and returns too, as caches of keys do."""
     names = dict.fromkeys(ref.name for ref in walk(output, Ref) if ref.name != loss)
     inner = [name for name in names if values[name].producer and values[name].consumers]
@@ -73,5 +73,5 @@ def _returned(values: dict[str, Value], output: Argument, loss: str | None) -> t
     return (
         f"{len(inner)} values that forward goes on with are outputs too ({inner[0]}, "
         f"{inner[1]}, …): those of earlier stages are sent to the last one, which a model that "
-        "returns less saves (use_cache=False, output_hidden_states=False)",
+        "returns less saves (use_cache=False, output_hidden_states=False), and outputs='none' too",
     )

@@ -90,6 +90,13 @@ class Flags:
             metavar="M", rich_help_panel=TRAINING, help="Microbatches in a minibatch, or auto."
         ),
     ] = "auto"
+    outputs: Annotated[
+        str,
+        typer.Option(
+            metavar="none|last|all", rich_help_panel=TRAINING,
+            help="Ranks that get the model's outputs; none sends nothing but what the loss needs.",
+        ),
+    ] = "last"  # fmt: skip
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
@@ -172,6 +179,7 @@ class Flags:
             schedule=self.schedule,
             microbatches=_microbatches(self.microbatches),
             memory=self.memory,
+            outputs=self.outputs,  # type: ignore[arg-type]
             autocast=self.autocast,
             max_grad_norm=self.max_grad_norm,
             seed=self.seed,
