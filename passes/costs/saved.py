@@ -265,12 +265,16 @@ def _attention(call: Call) -> Saved:
 
 
 def _recurrent(call: Call) -> Saved:
-    """Gates and states of every step; each layer's result is the next one's input."""
+    """Gates and states of every step; each layer's result is the next one's input.
+
+    The workspace of an LSTM's CPU kernel also has room for gradients of the states.
+    """
     steps = product(call.first.shape[:-1])
     recurrent = [
         o for o in call.inputs if o.held and o.name.rsplit(".", 1)[-1].startswith("weight_hh")
     ]
-    gates = sum(o.shape[0] + 2 * o.shape[1] for o in recurrent)
+    states = 12 if call.name == "lstm" else 2
+    gates = sum(o.shape[0] + states * o.shape[1] for o in recurrent)
     return Saved((call.first,), steps * gates * DTYPE_BYTES[call.first.dtype])
 
 
