@@ -90,6 +90,7 @@ def tokens(count: int = 8, seed: int = 0) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "autocast"), [(False, None), (True, None), (False, "bfloat16")],
     ids=["returned", "attributes", "autocast"],
@@ -192,6 +193,10 @@ class Routed(nn.Module):
                 out[mine] = weight[mine].unsqueeze(-1) * expert(flat[mine])
                 continue
             (rows,) = torch.where(choice == i)
+            if self.way == "skip" and rows.numel() == 0:
+                continue
+            if self.way == "counted" and len(rows):
+                out = out + 1
             chosen = expert(flat[rows])
             if self.way == "baked":
                 chosen = chosen.view(rows.shape[0], WIDTH)
@@ -219,7 +224,8 @@ def entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target.flatten())
 
 
-@pytest.mark.parametrize("way", ["where", "mask"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["where", "mask", "skip"])
 def test_experts_on_the_tokens_that_chose_them(way: str) -> None:
     found = faithful(model_of(Stack, way=way), tokens()["ids"]).train
     assert not any(op.opaque for op in found.ops)
@@ -235,18 +241,21 @@ def test_experts_on_the_tokens_that_chose_them(way: str) -> None:
     reference = pdcompile.reference(theirs, **options)
     for seed in range(3):
         ids, labels = tokens(8, seed).values()
-        if seed == 2:
+        if seed != 1:
             ids = torch.zeros_like(ids)  # most experts get no token
+            ours.zero_grad()
+            theirs.zero_grad()
         results = [each.step(ids, target=labels) for each in (pipe, reference)]
         assert float(results[0].loss) == float(results[1].loss)
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert other.grad is not None, name
-        assert torch.equal(one.grad, other.grad), name
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name
     sent = {edge.value for edge in pipe.plan.edges}
     assert not sent & {value.name for value in varying}
 
 
-@pytest.mark.parametrize("way", ["baked", "limited"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["baked", "limited", "counted"])
 def test_a_size_that_decides_something_stays_inside_of_an_opaque_module(way: str) -> None:
     with pytest.warns(UserWarning, match="kept whole as one op"):
         found = faithful(model_of(Stack, way=way), tokens()["ids"])

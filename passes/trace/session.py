@@ -28,6 +28,7 @@ from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.selections import Policy, Selections, same_ops, varied
 from pdcompile.passes.trace.sentinel import guarded
+from pdcompile.passes.trace.skips import left_out, renamed, with_gates
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import FakeTensors
 
@@ -116,16 +117,24 @@ def _with_sizes_that_vary(
         assert selections is not None
         sizes = table.expected.setdefault(training, selections.expected())
         usual, _ = run(lambda index, elements: sizes[index] if index < len(sizes) else elements)
-        others = [everything, run(lambda index, elements: 0)[0], run(lambda index, elements: 1)[0]]
+        nothing, one = run(lambda index, elements: 0)[0], run(lambda index, elements: 1)[0]
     except TraceError:
         return None
-    if not all(same_ops(usual.ops, other.ops) for other in others):
+    if not all(same_ops(usual.ops, other.ops) for other in (everything, one)):
         return None
-    if any((other.output, other.loss) != (usual.output, usual.loss) for other in others):
+    if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
         return None
     roots = (usual.output, Ref(usual.loss) if usual.loss else None)
-    values = varied(usual.values, [other.values for other in others], roots)
-    return None if values is None else replace(usual, values=values)
+    values = varied(usual.values, [everything.values, one.values], roots)
+    found = left_out(usual.ops, nothing.ops, values, one.values) if values else None
+    if values is None or found is None:
+        return None
+    skipped, names, before = found
+    empty = (nothing.output, Ref(nothing.loss) if nothing.loss else None)
+    if renamed(empty, names) != renamed(roots, before):
+        return None
+    ops, values = with_gates(usual.ops, values, skipped)
+    return replace(usual, ops=ops, values=values)
 
 
 def _record(

@@ -1,0 +1,157 @@
+"""Code that forward leaves out where a mask chooses nothing: ``if rows.numel(): …``.
+
+It is captured as if it always ran.  With nothing chosen every operator in it works on nothing,
+and writes nothing; only gradients would differ, zero where eager has none at all.  So what it
+writes into the rest is detached when it is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pdcompile.graph import DictOf, ListOf, Op, Ref, Slice, Value
+
+# In-place writes at indices, and the positions of the index and of what is written there.
+_WRITES = {"index_add_": (2, 3), "index_copy_": (2, 3), "operator.setitem": (1, 2)}
+
+
+def left_out(
+    usual: Sequence[Op],
+    empty: Sequence[Op],
+    values: Mapping[str, Value],
+    single: Mapping[str, Value],
+) -> tuple[set[str], dict[str, str], dict[str, str]] | None:
+    """Which of the usual ops do not run where nothing is chosen.
+
+    Args:
+        values: of the usual recording, with dims marked that vary.
+        single: of the one in which every mask chooses one element.
+
+    Returns (names of those ops; name in `empty` to usual name; name after a write that is left
+    out to the name before it); None where leaving them out makes any other difference.
+    """
+    skipped: set[str] = set()
+    names: dict[str, str] = {}
+    before: dict[str, str] = {}
+    rest = list(reversed(empty))
+    for op in usual:
+        if rest and _form(op, before) == _form(rest[-1], names):
+            names[rest.pop().name] = op.name
+            continue
+        if not _works_on_nothing(op, values, single):
+            return None
+        skipped.add(op.name)
+        if op.mutates and op.target != "operator.setitem":
+            base = op.args[0].name if isinstance(op.args[0], Ref) else ""
+            before[op.name] = before.get(base, base)
+    drawn = [op.module_path for op in usual if op.draw is not None]
+    for op in usual:
+        if op.name in skipped:
+            if op.draw is not None and drawn.count(op.module_path) > 1:
+                return None  # later draws would be other ones
+        elif any(name in skipped and name not in before for name in op.inputs):
+            return None
+    return None if rest else (skipped, names, before)
+
+
+def renamed(argument: Any, names: Mapping[str, str]) -> Any:
+    """The argument with other names in its Refs."""
+    match argument:
+        case Ref(name):
+            return Ref(names.get(name, name))
+        case tuple():
+            return tuple(renamed(item, names) for item in argument)
+        case ListOf(items) | DictOf(items):
+            return type(argument)(renamed(items, names))
+        case Slice(start, stop, step):
+            return Slice(*(renamed(part, names) for part in (start, stop, step)))
+    return argument
+
+
+def with_gates(
+    ops: Sequence[Op], values: Mapping[str, Value], skipped: set[str]
+) -> tuple[tuple[Op, ...], dict[str, Value]]:
+    """The ops and values with what `skipped` ops write detached where it is empty."""
+    made: list[Op] = []
+    known = dict(values)
+    for op in ops:
+        if op.name not in skipped or not op.mutates:
+            made.append(op)
+            continue
+        position = _WRITES[op.target][1]
+        written = op.args[position]
+        assert isinstance(written, Ref)
+        if known[written.name].requires_grad:
+            gate = _gate(op, known[written.name], known)
+            made += gate
+            args = (*op.args[:position], Ref(gate[-1].name), *op.args[position + 1 :])
+            op = replace(op, args=args)
+        made.append(op)
+    return tuple(made), known
+
+
+def _form(op: Op, names: Mapping[str, str]) -> Any:
+    return replace(
+        op,
+        name="",
+        variable="",
+        call_index=0,
+        args=renamed(op.args, names),
+        kwargs=renamed(op.kwargs, names),
+        mutates=tuple(names.get(name, name) for name in op.mutates),
+    )
+
+
+def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, Value]) -> bool:
+    def varies(argument: Any) -> bool:
+        return isinstance(argument, Ref) and bool(values[argument.name].varies)
+
+    def as_chosen(argument: Any) -> bool:
+        """Whether it has a row for each that was chosen, and no other."""
+        if not varies(argument):
+            return False
+        value = values[argument.name]
+        return all(single[value.name].shape[dim] == 1 for dim in value.varies)
+
+    if op.opaque or op.buffers_written or op.region != "forward":
+        return False
+    if not op.mutates:
+        value = values[op.name]
+        return bool(value.varies) if value.is_tensor else any(map(varies, op.args))
+    if op.target not in _WRITES or op.kwargs:
+        return False
+    index, written = _WRITES[op.target]
+    if len(op.args) <= written or not as_chosen(op.args[written]):
+        return False
+    chosen = op.args[index]
+    mask = isinstance(chosen, Ref) and values[chosen.name].dtype == "bool"
+    return mask or as_chosen(chosen)
+
+
+def _gate(op: Op, value: Value, known: dict[str, Value]) -> list[Op]:
+    """``(x.detach(), x)[x.numel() != 0]`` as ops, before an op that uses x."""
+    names = [f"{value.name}_{part}" for part in ("detached", "count", "any", "kept")]
+    while any(name in known for name in names):
+        names = [f"{name}_" for name in names]
+    detached, count, some, kept = names
+    x = Ref(value.name)
+    steps: list[tuple[str, str, tuple[Any, ...]]] = [
+        ("method", "detach", (x,)),
+        ("method", "numel", (x,)),
+        ("function", "operator.ne", (Ref(count), 0)),
+        ("function", "operator.getitem", ((Ref(detached), x), Ref(some))),
+    ]
+    for name in (count, some):
+        known[name] = Value(name, (), "container", producer=name)
+    known[detached] = replace(value, name=detached, requires_grad=False, producer=detached)
+    known[kept] = replace(value, name=kept, producer=kept)
+    return [
+        Op(
+            name=name, kind=kind, target=target, args=args, module_path=op.module_path,  # type: ignore[arg-type]
+            module_call=op.module_call, source=op.source, region=op.region,
+            grad_enabled=op.grad_enabled, autocast=op.autocast,
+        )
+        for name, (kind, target, args) in zip(names, steps, strict=True)
+    ]  # fmt: skip
