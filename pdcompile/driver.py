@@ -36,7 +36,7 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
-from pdcompile.refined import refined_plan, why_not
+from pdcompile.refined import check_refine, refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.searching import Open
@@ -72,6 +72,7 @@ def build(
     """
     step = step or Steps()
     options = following(options)
+    check_refine(options, searching=wish is not None)
     layout = resolve_batch(flat, options.batch_dims)
     chosen = choose(
         options,

@@ -27,6 +27,32 @@ if TYPE_CHECKING:
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
+def check_refine(options: Options, *, searching: bool) -> None:
+    """Refuse refine=True where no stages would be timed.
+
+    Args:
+        searching: the planner decides more than the cut.
+
+    Raises:
+        ConfigError: a plan is given, or the planner also decides replicas or microbatches.
+    """
+    if options.refine is not True:
+        return
+    if options.plan is not None or options.sources is not None:
+        raise ConfigError(
+            "refine is for the search, and a plan is given: it would have no effect",
+            where="refine",
+            remedy="leave refine out, or plan again with it",
+        )
+    if searching:
+        raise ConfigError(
+            "refine=True mends the costs of one cut, and here the planner also decides replicas, "
+            "schedule or microbatches",
+            where="refine",
+            remedy="leave refine out; then plan again with what was chosen, and refine that",
+        )
+
+
 def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
     """Why the stages of a plan are not timed; "" where nobody would ask, None where they are.
 

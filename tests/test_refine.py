@@ -33,6 +33,7 @@ from pdcompile.passes.refine import (
     two_factors,
 )
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.searching import Open
 from pdcompile.workload import Workload
 from tests.helpers import models
 
@@ -231,6 +232,12 @@ def test_refining_is_left_out_where_it_cannot_be() -> None:
         notes(costs="estimated", refine=True)
     with pytest.raises(ConfigError, match="refine='often'"):
         notes(refine="often")
+    pipe = pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), stages=2,
+                             costs="estimated", verify="off")  # fmt: skip
+    with pytest.raises(ConfigError, match="a plan is given"):
+        notes(plan=pipe.plan, microbatches="auto", refine=True)
+    with pytest.raises(ConfigError, match="also decides replicas"):
+        build(model, example_call(model, x, y), Options(refine=True), wish=Open())
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("on", True), ("off", False)])
