@@ -152,8 +152,8 @@ def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[Layout]
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[Layout]) -> list[Found]:
-    """One for each class text, in the order of the model; a block that is used once and holds
-    repeated ones gives way to them."""
+    """One for each class text, in the order of the model; a block of a class that the model has
+    once gives way to repeated ones in it."""
     uses: list[tuple[Hashable, int, Call | None, Call | None]] = []
     counts: dict[Hashable, int] = {}
     for k, layout in enumerate(layouts):
@@ -173,10 +173,10 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[Layout]) -> 
         if any(at == k and below(path, outer) for at, outer in taken):
             continue
         inner = any(at == k and other != path and below(other, path) for at, other in repeated)
-        if counts[key] == 1 and inner:
+        kind = _class_of(capture, path)
+        if inner and counts[key] == 1 and len(_of_class(capture, kind)) == 1:
             continue
         taken.append((k, path))
-        kind = _class_of(capture, path)
         found.setdefault(key, Found(kind, k, train, evaluation)).paths.append(path)
     return list(found.values())
 
@@ -196,9 +196,8 @@ def _keys(
     def key_of(train: Call | None, evaluation: Call | None) -> Hashable:
         path = _path(train, evaluation)
         name = type(stage.get_submodule(path)).__name__
-        node = layout.root.find(path)
         return (
-            text.get(name, name), _class_of(capture, path), repr(node.arguments if node else ()),
+            text.get(name, name), _class_of(capture, path),
             facts(train, True), facts(evaluation, False),
         )  # fmt: skip
 
@@ -236,6 +235,12 @@ def _class_of(capture: Capture, path: str) -> str:
     return classes.get(path, ("a module",))[0].rpartition(".")[2]
 
 
+def _of_class(capture: Capture, kind: str) -> list[str]:
+    """Paths of the modules of a class."""
+    classes = {**capture.eval.classes, **capture.train.classes}
+    return [path for path in classes if _class_of(capture, path) == kind]
+
+
 def _kinds(found: Sequence[Found]) -> list[Found]:
     return list({one.kind: one for one in found}.values())
 
@@ -244,9 +249,9 @@ def _count(kind: str, done: Sequence[Found], capture: Capture) -> str:
     """'32 of 32 DecoderLayer as 1 distinct block'."""
     mine = [one for one in done if one.kind == kind]
     count = sum(len(one.paths) for one in mine)
-    names = {name for name, _ in capture.train.classes.items() if _class_of(capture, name) == kind}
+    every = max(len(_of_class(capture, kind)), count)
     blocks = f"{len(mine)} distinct block{'s' if len(mine) > 1 else ''}"
-    return f"{count} of {max(len(names), count)} {kind} as {blocks}"
+    return f"{count} of {every} {kind} as {blocks}"
 
 
 def _left_out(found: Sequence[Found]) -> list[str]:

@@ -21,11 +21,28 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.session import record
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Hole:
-    """In the place of a tensor: the value or the tensor of the model that belongs there."""
+    """In the place of a tensor: the value or the tensor of the model that belongs there, and its
+    shape and dtype, for values that the graph does not have because nothing needs them."""
 
-    def __init__(self, place: Argument) -> None:
-        self.place = place
+    place: Argument
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Noting(dict[int, Any]):
+    """A memo of deepcopy that notes which of its entries were used."""
+
+    def __init__(self, holes: Mapping[int, Hole]) -> None:
+        super().__init__(holes)
+        self.used: dict[int, Hole] = {}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        if isinstance(found, Hole):
+            self.used[key] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +55,9 @@ class ModuleCall:
     holes: tuple[Hole, ...]
     results: tuple[Argument | None, ...]
 
-    def filled(self, tensor: Callable[[Argument], Tensor]) -> tuple[Any, Any]:
+    def filled(self, tensor: Callable[[Hole], Tensor]) -> tuple[Any, Any]:
         """(args, kwargs) with tensors in the holes; objects among them are copies."""
-        memo: dict[int, Any] = {id(hole): tensor(hole.place) for hole in self.holes}
+        memo: dict[int, Any] = {id(hole): tensor(hole) for hole in self.holes}
         args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
         return args, kwargs
 
@@ -79,9 +96,9 @@ def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iter
         if recorder is None or any(key == id(recorder) for key, *_ in entered):
             return
         with torch._C.DisableTorchFunction():
-            holes = _holes(recorder)
-            args, kwargs = copy.deepcopy((args, kwargs), dict(holes))
-        entered.append((id(recorder), args, kwargs, tuple(holes.values())))
+            memo = _Noting(_holes(recorder))
+            args, kwargs = copy.deepcopy((args, kwargs), memo)
+        entered.append((id(recorder), args, kwargs, tuple(memo.used.values())))
 
     def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recorder = _recorder()
@@ -114,7 +131,13 @@ def _recorder() -> Recorder | None:
 def _holes(recorder: Recorder) -> dict[int, Hole]:
     """By identity of a tensor that the run knows."""
     fakes = recorder.fakes
-    table: Mapping[int, str] = fakes.table.fqns
-    holes = {key: Hole(Attr(fqn)) for key, fqn in (*table.items(), *fakes._attribute.items())}
-    holes.update((key, Hole(Ref(name))) for key, name in fakes._value.items())
-    return holes
+    places: dict[int, Argument] = {key: Attr(fqn) for key, fqn in fakes.table.fqns.items()}
+    places.update((key, Attr(fqn)) for key, fqn in fakes._attribute.items())
+    places.update((key, Ref(name)) for key, name in fakes.value_names().items())
+    tensors = (*fakes.table.objects.values(), *fakes._fake_of.values(), *fakes.objects.values())
+    known = {id(tensor): tensor for tensor in tensors}
+    return {
+        key: Hole(place, tuple(known[key].shape), known[key].dtype)
+        for key, place in places.items()
+        if key in known
+    }

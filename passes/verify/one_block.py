@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pdcompile.passes.chain import announce
 from pdcompile.passes.codegen.tree import Call
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.verify.differences import distance
-from pdcompile.passes.verify.module_calls import ModuleCall
+from pdcompile.passes.verify.module_calls import Hole, ModuleCall
 from pdcompile.passes.verify.report import Difference
 from pdcompile.passes.verify.runs import autocast
 from pdcompile.passes.verify.watch import line_of_traceback
@@ -46,6 +46,13 @@ class Given:
         if place not in self.made:
             self.made[place] = self._make(place)
         return self.made[place]
+
+    def known(self, hole: Hole) -> Argument:
+        """The place of a hole, for which a tensor is made now if the graph does not have it."""
+        place = hole.place
+        if isinstance(place, Ref) and place.name not in self.graph.values:
+            self.made.setdefault(place, self._random(hole.shape, hole.dtype, 1.0))
+        return place
 
     def _make(self, place: Argument) -> Tensor:
         if isinstance(place, Attr):
@@ -115,6 +122,9 @@ def compare_block(
     seed = plan.training.seed
     signature = interface.train if graph.training else interface.eval
 
+    # A module may give out more through an object that it was handed, as a cache of keys does.
+    returned = {place.name for place in eager_call.results if isinstance(place, Ref)}
+
     def inputs() -> dict[str, Tensor]:
         fresh = {}
         for name in call.inputs:
@@ -126,7 +136,7 @@ def compare_block(
         return fresh
 
     def ended(outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Side:
-        roots = [name for name in call.outputs if name in outputs]
+        roots = [name for name in call.outputs if name in outputs and name in returned]
         if graph.training:
             _backward({name: outputs[name] for name in roots}, given.b)
         side = Side(
@@ -142,16 +152,19 @@ def compare_block(
                     tensor.copy_(given(Attr(fqn)))
         return side
 
+    def filling(entered: dict[str, Tensor]) -> Callable[[Hole], Tensor]:
+        def fill(hole: Hole) -> Tensor:
+            place = given.known(hole)
+            if isinstance(place, Ref) and place.name in entered:
+                return entered[place.name]
+            return _tensor(place, held, given)
+
+        return fill
+
     def run_eager() -> Side:
         entered = inputs()
         written = {name: tensor.view_as(tensor) for name, tensor in entered.items()}
-        args, kwargs = eager_call.filled(
-            lambda place: (
-                written[place.name]
-                if isinstance(place, Ref) and place.name in written
-                else _tensor(place, held, given)
-            )
-        )
+        args, kwargs = eager_call.filled(filling(written))
         scope = DrawScope(eager, seed, 0, 0)
         scope._names = {id(m): f"{path}.{n}" if n else path for n, m in eager.named_modules()}
         with scope:
