@@ -62,6 +62,7 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/build.py
+	$(BIN)/python docs/sources.py
 
 bench: $(READY)
 	@set -e; for file in $(filter-out benchmarks/graphs.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
