@@ -94,3 +94,50 @@ def test_what_has_no_op_is_kept_whole(part: type[nn.Module]) -> None:
         found = faithful(model)
     assert not found.train.tensor_values
     assert all(info.kind != "constant" for info in found.train.tensors.values())
+
+
+class Teaching(nn.Module):
+    """Switches itself to evaluation for a part of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.training
+        self.eval()
+        with torch.no_grad():
+            taught = self.drop(self.norm(x))
+        self.train(before)
+        result: Tensor = self.drop(self.norm(x)) + taught
+        return result
+
+
+def test_a_part_that_forward_runs_in_evaluation_mode_does_so_in_the_graph() -> None:
+    model = make(lambda self, x: self.part(self.lin(x)), part=Teaching())
+    found = faithful(model, sizes=(4, 6))
+    assert targets(found).count("BatchNorm1d") == 1
+
+
+def test_a_mode_that_forward_leaves_switched_is_refused_at_its_line() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self.drop(self.lin(x))
+        self.drop.eval()
+        return y
+
+    with pytest.raises(TraceError, match=r"changes the Python attribute drop\.training") as caught:
+        captured(make(forward, drop=nn.Dropout(0.5)))
+    assert "test_trace_user_style.py" in (caught.value.where or "")
+
+
+def test_a_written_buffer_in_the_memory_of_another_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.lin(x - self.both[0])
+
+    both = torch.zeros(2, 8)
+    read_only = make(lambda self, x: self.lin(x) + self.mean, both=both, mean=both[0])
+    faithful(read_only)
+    with pytest.raises(TraceError, match=r"writes the buffer mean \(both lies there"):
+        captured(make(forward, both=both, mean=both[0]))

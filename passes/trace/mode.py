@@ -70,6 +70,7 @@ class Recorder(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         self._surroundings = Surroundings()
         self.reads = Reading()  # what may be known of values
+        self._training = table.modules[""].training
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
@@ -106,7 +107,7 @@ class Recorder(TorchFunctionMode):
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)
         refuse_parts(path, self.whole, locate(self.boundary)[0])
-        if self.region == "forward" and path and self.table.constructor(path) is not None:
+        if self.region == "forward" and path and self._constructor(path) is not None:
             try:
                 return self._leaf(plain, module, path, calls, args, kwargs)
             except Exception:
@@ -138,6 +139,9 @@ class Recorder(TorchFunctionMode):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 return function(*inputs)
         return self._call(plain, args, {})
+
+    def _constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
+        return self.table.constructor(path, self._training)
 
     # One op.
 
@@ -317,7 +321,7 @@ class Recorder(TorchFunctionMode):
             region=self.region,
             grad_enabled=torch.is_grad_enabled(),
             autocast=autocast_region(self.fakes.device.type),
-            constructor=(self.table.constructor(path) or ()) if kind == "module" else (),
+            constructor=(self._constructor(path) or ()) if kind == "module" else (),
             returns=outcome.form if outcome else "",
             flops=outcome.flops if outcome else None,
             saved_bytes=outcome.saved_bytes if outcome else None,

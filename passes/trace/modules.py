@@ -94,14 +94,35 @@ class ModuleTable:
         self._add(fqn, tensor, "constant", False)
         return fqn
 
-    def constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
-        """Arguments that rebuild the leaf at `path`; None when it has to be captured inside."""
+    def constructor(self, path: str, training: bool) -> tuple[tuple[str, Argument], ...] | None:
+        """Arguments that rebuild the leaf at `path`; None when it has to be captured inside.
+
+        So must a leaf that forward has switched to another mode than the model was called in.
+        """
         module = self.modules[path]
-        return None if _hooked(module) or self._lent(module) else self._constructors.get(path)
+        if module.training != training or _hooked(module) or self._lent(module):
+            return None
+        return self._constructors.get(path)
 
     def _lent(self, module: nn.Module) -> bool:
         """Whether it holds tensors that are not its own, as below torch.func.functional_call."""
         return any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers()))
+
+    def shares_memory(self, fqn: str) -> str | None:
+        """Another tensor of the model in the storage of this one."""
+        storage = self.objects[fqn].untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        return next(
+            (
+                other
+                for other, tensor in self.objects.items()
+                if other != fqn
+                and self.tensors[other].kind != "constant"
+                and tensor.untyped_storage().data_ptr() == storage.data_ptr() != 0
+            ),
+            None,
+        )
 
     def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
         """Canonical FQNs of a leaf's own tensors of one kind."""

@@ -55,6 +55,10 @@ REBOUND: Refusal = (
     "forward rebinds {} to a new tensor",
     "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
 )
+SHARED_BUFFER: Refusal = (
+    "forward writes the buffer {} in place, in memory that two buffers share",
+    "register one of them, and take the other one from it in forward (self.both[0])",
+)
 DEFAULT_DTYPE: Refusal = (
     "forward runs operators under another default dtype ({})",
     "give dtypes where tensors are made (torch.ones(n, dtype=…)), and leave the default alone",

@@ -8,12 +8,16 @@ from pdcompile.passes.trace.tensors import FakeTensors
 
 
 def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple[str, ...]:
-    """Canonical FQNs of the buffers in written storages; raises TraceError for parameters."""
+    """Canonical FQNs of the buffers in written storages; raises TraceError for parameters
+    and for buffers in the memory of others."""
     fqns = fakes.model_tensors_at(written)
     for fqn in fqns:
         info = fakes.table.tensors[fqn]
         if info.kind != "buffer":
             raise refuse.error(refuse.WRITTEN[info.kind], fqn, source)
+        other = fakes.table.shares_memory(fqn)
+        if other is not None:
+            raise refuse.error(refuse.SHARED_BUFFER, f"{fqn} ({other} lies there too)", source)
     return tuple(fqns)
 
 
