@@ -213,6 +213,26 @@ def test_a_large_model_is_compared_in_one_step_unless_all_is_asked_for(monkeypat
     assert "2 steps on 2 inputs" in str(full)
 
 
+def test_inputs_that_the_model_does_not_take_end_the_comparison_after_one_step(monkeypatch):
+    model, flat, layout, found = captured("mlp")
+    plan = cut(found, [5])
+    given = (found, plan, generate(found, plan), model, flat, layout, models.square_loss)
+    plain = model.forward
+    calls = []
+
+    def picky(x):
+        calls.append(x)
+        if not torch.equal(x, calls[0]):
+            raise ValueError("rows have to be sorted")
+        return plain(x)
+
+    monkeypatch.setattr(model, "forward", picky)
+    assert verify(*given).steps == 1
+    calls[:] = [torch.zeros(1)]
+    with pytest.raises(VerifyError, match=r"the model itself fails .* rows have to be sorted"):
+        verify(*given)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
 def test_the_second_input_is_another_one(rows):
     model = models.mlp()

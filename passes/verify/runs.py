@@ -96,8 +96,12 @@ def eager(
     return named, loss
 
 
+class ModelFails(VerifyError):
+    """The model itself raises, without pdcompile."""
+
+
 class _told:
-    """Failures of the user's code as VerifyError with the user's line."""
+    """Failures of the user's code as ModelFails with the user's line."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self._what, self._remedy = what, remedy
@@ -107,7 +111,7 @@ class _told:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, PdcompileError):
-            raise VerifyError(
+            raise ModelFails(
                 f"{self._what} fails on these inputs: {type(error).__name__}: {error}",
                 where=source_of_traceback(error),
                 remedy=self._remedy,

@@ -20,7 +20,7 @@ from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.report import Compared, Difference
-from pdcompile.passes.verify.runs import Outcome, autocast, eager, outcome_of, stages
+from pdcompile.passes.verify.runs import ModelFails, Outcome, autocast, eager, outcome_of, stages
 from pdcompile.passes.verify.steps import advance, own_weights
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
@@ -58,11 +58,16 @@ class Comparison:
         done = 0
         with own_weights(self.model):
             for step, call in enumerate(calls):
-                if graph:
+                try:
+                    outcomes = [self._step(chain, call, step) for chain in chains]
+                except ModelFails:
+                    if step == 0:
+                        raise
+                    break  # further inputs may be made up, and not such as the model takes
+                done += 1
+                if graph and not self.found:
                     with autocast(self.plan):
                         compare(self.model, self.capture, call, follow_batch(call, self.layout))
-                outcomes = [self._step(chain, call, step) for chain in chains]
-                done += 1
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, outcomes[0].gradients, outcomes[0].buffers)
