@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.passes.costs import estimate
-from tests.helpers.captures import captured, faithful
+from tests.helpers.captures import captured, faithful, make
 
 WIDTH, EXPERTS, LENGTH, CLASSES = 8, 4, 6, 10
 
@@ -252,6 +252,15 @@ def test_experts_on_the_tokens_that_chose_them(way: str) -> None:
         assert one.grad is None or torch.equal(one.grad, other.grad), name
     sent = {edge.value for edge in pipe.plan.edges}
     assert not sent & {value.name for value in varying}
+
+
+def test_what_a_mask_chooses() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        return y + y[x > 0].sum() + torch.nonzero(x > 0).sum()
+
+    found = faithful(make(forward)).train
+    assert [value.varies for value in found.values.values() if value.varies] == [(0,), (0,)]
 
 
 @pytest.mark.slow

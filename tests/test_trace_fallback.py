@@ -68,10 +68,10 @@ def test_a_loss_that_reads_lengths() -> None:
     "call",
     [
         lambda x: x.long().flatten().unique().float(),
-        lambda x: x[x > 0],
+        lambda x: x[x > 0] / len(x[x > 0]),
         lambda x: x.long().flatten().abs().bincount().float(),
         lambda x: x.repeat_interleave(x[:, 0].long().abs(), dim=0),
-        torch.nonzero,
+        lambda x: torch.nonzero(x) * len(torch.nonzero(x)),
     ],
     ids=["unique", "mask", "bincount", "repeat_interleave", "nonzero"],
 )

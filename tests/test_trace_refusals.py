@@ -26,7 +26,8 @@ def _item(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _mask(self: nn.Module, x: Tensor) -> Tensor:
-    return self.lin(x)[x > 0].sum()
+    y = self.lin(x)[x > 0]
+    return y.sum() / len(y)
 
 
 def _parameter_value(self: nn.Module, x: Tensor) -> Tensor:
