@@ -141,3 +141,20 @@ def test_a_written_buffer_in_the_memory_of_another_is_refused() -> None:
     faithful(read_only)
     with pytest.raises(TraceError, match=r"writes the buffer mean \(both lies there"):
         captured(make(forward, both=both, mean=both[0]))
+
+
+class Sparse(nn.Module):
+    """Multiplies with a sparse matrix, as graph networks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.sparse.mm(torch.eye(8).to_sparse(), x.t()).t()
+        return result
+
+
+def test_sparse_matrices_are_kept_with_the_module_that_makes_them() -> None:
+    model = make(lambda self, x: self.part(self.lin(x)), part=Sparse())
+    with pytest.warns(UserWarning, match="kept whole.*not dense"):
+        faithful(model)
+    with pytest.raises(TraceError, match="not dense") as caught:
+        captured(make(lambda self, x: self.lin(x) + torch.eye(8).to_sparse().sum().to_dense()))
+    assert "test_trace_user_style.py" in (caught.value.where or "")

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdcompile
+from pdcompile.errors import TraceError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
@@ -221,6 +222,23 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a storage and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while one of them lives."""
+    """Equal for tensors that share memory, while one of them lives.
+
+    Raises:
+        TraceError: it is sparse or nested, and has no one memory.
+    """
+    if not is_dense(tensor):
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TraceError(
+            f"forward computes with a tensor that is not dense ({kind})",
+            where=locate(None)[0],
+            remedy="use index_add, scatter or dense matrices, or do it in a submodule that takes "
+            "and returns dense tensors, which is then kept whole as one op",
+        )
     return int(tensor.untyped_storage()._cdata)

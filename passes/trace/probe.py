@@ -24,7 +24,13 @@ from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.opaque import describe, tensors_at
 from pdcompile.passes.trace import refuse
-from pdcompile.passes.trace.facts import effects, source_of_traceback, storage_key, written_by
+from pdcompile.passes.trace.facts import (
+    effects,
+    is_dense,
+    source_of_traceback,
+    storage_key,
+    written_by,
+)
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.sentinel import Sentinel
 from pdcompile.passes.trace.state import settled
@@ -257,19 +263,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = {storage_key(tensor) for _, tensor in tensors_at(result)}
+        made = _keys(result)
         if not self._path:
             self._foreign |= made
             return result
-        for _, tensor in tensors_at((args, kwargs)):
-            self._reads(storage_key(tensor))
-        self._written |= {storage_key(tensor) for tensor in written_by(func, args, kwargs)}
+        for key in _keys((args, kwargs)):
+            self._reads(key)
+        self._written |= _keys(list(written_by(func, args, kwargs)))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._flops += count(*args, **kwargs, out_val=result)
         if effects(func)[0] and not self.functions.announced:
             self._hidden_draw = True
-        fresh = made - {storage_key(tensor) for _, tensor in tensors_at((args, kwargs))}
+        fresh = made - _keys((args, kwargs))
         self._own |= fresh
         self._foreign -= fresh
         return result
@@ -318,14 +324,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = dict(module.named_buffers(prefix=key[0]))
         buffers = {fqn: buffer.clone() for fqn, buffer in own.items()}
         self._clear()
-        self._own = {storage_key(tensor) for tensor in inputs}
+        self._own = _keys(inputs)
         self.functions.generator = False
         kept: dict[int, int] = {}
         held = set(self._tensors) | self._own
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage_key(tensor)] = storage.nbytes()
+            if is_dense(tensor):
+                kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         self._path = key[0]
@@ -345,7 +351,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except TypeError as error:
             form, reason = "", f"returns a {error}"
         changed = [not _same(a, b) for a, b in zip(inputs, before, strict=True)]
-        if any(changed) or written & {storage_key(tensor) for tensor in inputs}:
+        if any(changed) or written & _keys(inputs):
             reason = reason or "writes into its arguments"
         names = {fqn: self._tensors[key] for key in written if (fqn := self._tensors.get(key))}
         names |= {fqn: fqn for fqn, b in own.items() if not _same(b, buffers[fqn])}
@@ -356,9 +362,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = reason or f"reads {strays[0]}"
         if self._hidden_draw or self.functions.generator:
             reason = reason or "draws random numbers in a way that cannot be repeated"
-        if {storage_key(tensor) for tensor in outputs} & set(self._tensors):
+        if _keys(outputs) & set(self._tensors):
             reason = reason or "returns a parameter or buffer"
-        if any(t.layout != torch.strided or t.is_nested for t in (*inputs, *outputs)):
+        if not all(is_dense(t) for t in (*inputs, *outputs)):
             reason = reason or "takes or returns a tensor that is not dense"
         self.found[key] = Outcome(
             result=result if not reason else None,
@@ -369,7 +375,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saved_bytes=sum(size for storage, size in kept.items() if storage not in held),
             reason=reason,
         )
-        self._foreign |= {storage_key(tensor) for tensor in outputs}
+        self._foreign |= _keys(outputs)
         return result
 
     def _canonical(self, fqn: str) -> str:
@@ -395,6 +401,10 @@ def _made(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Made, ...]:
             )
         )
     return tuple(found)
+
+
+def _keys(value: Any) -> set[int]:
+    return {storage_key(tensor) for _, tensor in tensors_at(value) if is_dense(tensor)}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
