@@ -13,73 +13,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdcompile.errors import ConfigError
 from pdcompile.weights import check, materialise, open_source, read, slots
-
-
-class Rotary(nn.Module):
-    """A buffer that no checkpoint has, and the method by which libraries fill it again."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.register_buffer("frequencies", torch.empty(width), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.frequencies.copy_(1.0 / (1 + torch.arange(self.width)))
-
-
-class Bare(nn.Module):
-    """The same without the method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(3, 3).tril(), persistent=False)
-
-
-class Net(nn.Module):
-    def __init__(self, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first = nn.Embedding(8, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.inner = inner
-        self.last = nn.Linear(4, 8, bias=False)
-        self.last.weight = self.first.weight
-
-
-def on_meta(build: Any = Net) -> Any:
-    with torch.device("meta"):
-        return build()
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """What safetensors takes: tied tensors under one name."""
-    return {slot.fqn: slot.tensor for slot in slots(model).values() if slot.persistent}
-
-
-def saved(folder: Path, state: dict[str, Tensor], name: str = "model.safetensors") -> Path:
-    save_file({key: value.detach().contiguous() for key, value in state.items()}, folder / name)
-    return folder / name
-
-
-def sharded(folder: Path, state: dict[str, Tensor]) -> Path:
-    """One file a tensor, and their index, as on the Hugging Face hub."""
-    index = {}
-    for number, (name, value) in enumerate(state.items()):
-        index[name] = saved(folder, {name: value}, f"part-{number}.safetensors").name
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
-def equal(model: nn.Module, expected: nn.Module) -> bool:
-    theirs = slots(expected)
-    return all(torch.equal(s.tensor, theirs[fqn].tensor) for fqn, s in slots(model).items())
+from tests.helpers.checkpoints import (
+    Bare,
+    Net,
+    equal,
+    normal,
+    on_meta,
+    saved,
+    sharded,
+    state_of,
+)
 
 
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded", "index", "list"])
@@ -285,13 +234,6 @@ def test_without_the_library_the_remedy_is_named(
 # A function.
 
 
-def normal(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point():
-        tensor.normal_()
-    else:
-        tensor.zero_()
-
-
 def test_a_function_gives_every_subset_the_same_values() -> None:
     before = torch.random.get_rng_state()
     whole = dict(read(on_meta(), open_source(normal)))
@@ -364,86 +306,3 @@ def test_values_of_a_checkpoint_are_written_over_those_of_a_model(tmp_path: Path
     assert model.first.weight is weight
     assert torch.equal(weight, eager.first.weight)
     assert torch.equal(model.inner.mask, torch.ones(3, 3).tril())
-
-
-# Buffers that the model computes.
-
-
-def test_a_buffer_without_a_file_is_computed_by_its_module(tmp_path: Path) -> None:
-    eager = Net(Rotary(6))
-    model = on_meta(lambda: Net(Rotary(6)))
-    materialise(model, open_source(saved(tmp_path, state_of(eager))))
-    assert equal(model, eager)
-
-
-class OnlyHalf(Rotary):
-    def reset_parameters(self) -> None:
-        self.frequencies[:2] = 1.0
-
-
-class Raises(Rotary):
-    def reset_parameters(self) -> None:
-        if not self.frequencies.is_meta:
-            raise OSError("no table")
-
-
-class Rewrites(Rotary):
-    def reset_parameters(self) -> None:
-        if not self.frequencies.is_meta:
-            self.frequencies = torch.zeros(1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [(Bare, "no method"), (lambda: OnlyHalf(6), "does not fill frequencies"),
-     (lambda: Raises(6), "raised OSError: no table"),
-     (lambda: Rewrites(6), "frequencies became another tensor")],
-)  # fmt: skip
-def test_a_buffer_that_cannot_be_computed_is_named_with_the_remedy(
-    tmp_path: Path, kind: Any, why: str
-) -> None:
-    model = on_meta(lambda: Net(kind()))
-    source = open_source(saved(tmp_path, state_of(Net())))
-    with pytest.raises(ConfigError, match=why) as caught:
-        materialise(model, source)
-    assert "buffer inner." in caught.value.message
-    assert "reset_parameters" in (caught.value.remedy or "")
-    model = on_meta(lambda: Net(kind()))
-    materialise(model, open_source([saved(tmp_path, state_of(Net())), normal]))
-    assert not any(slot.tensor.is_meta for slot in slots(model).values())
-
-
-def test_a_function_is_not_asked_for_what_the_model_computes() -> None:
-    asked = []
-
-    def fill(name: str, tensor: Tensor) -> None:
-        asked.append(name)
-        tensor.zero_()
-
-    model = on_meta(lambda: Net(Rotary(6)))
-    materialise(model, open_source(fill))
-    assert "inner.frequencies" not in asked
-    assert torch.equal(model.inner.frequencies, Rotary(6).frequencies)
-
-
-def test_the_models_of_transformers_compute_their_own_buffers(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
-
-    llama = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
-    )  # fmt: skip
-    bert = BertConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    for number, build in enumerate((lambda: LlamaForCausalLM(llama), lambda: BertModel(bert))):
-        eager = build()
-        folder = tmp_path / str(number)
-        eager.save_pretrained(folder)
-        model = on_meta(build)
-        computed = [slot.fqn for slot in slots(model).values() if not slot.persistent]
-        assert computed
-        materialise(model, open_source(folder))
-        assert equal(model, eager)
