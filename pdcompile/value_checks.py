@@ -96,7 +96,10 @@ def is_plain(op: Op) -> bool:
 
 
 def needed_ops(
-    ops: Sequence[Op], names: Collection[str], storage_of: Callable[[str], int]
+    ops: Sequence[Op],
+    names: Collection[str],
+    storage_of: Callable[[str], int],
+    inputs_of: Callable[[Op], Collection[str]] = lambda op: op.inputs,
 ) -> tuple[list[Op], set[str]]:
     """(the ops that make these values as they are after all `ops`, the values that none makes).
 
@@ -104,6 +107,7 @@ def needed_ops(
 
     Args:
         storage_of: equal for values that share memory, -1 where there is none.
+        inputs_of: the inputs whose values an op needs.
     """
     wanted = set(names)
     storages = {storage_of(name) for name in names} - {-1}
@@ -113,7 +117,8 @@ def needed_ops(
         if op.name not in wanted and not writes:
             continue
         found.append(op)
-        wanted.update(op.inputs, op.mutates)
-        storages.update(storage_of(name) for name in (*op.inputs, *op.mutates))
+        new = (*inputs_of(op), *op.mutates)
+        wanted.update(new)
+        storages.update(storage_of(name) for name in new)
         storages.discard(-1)
     return found[::-1], wanted - {op.name for op in found}

@@ -63,7 +63,7 @@ def test_float_validations_work_in_stages() -> None:
         return -chance.log_prob(torch.ones_like(mean)).mean()
 
     model, x = make(forward), torch.randn(4, 8)
-    assert len(_checks(faithful(model, x).train)) == 3
+    assert len(_checks(faithful(model, x).train)) == 2
     pipe = pdcompile.compile(
         model, (x,), stages=2, microbatches=2, optimizer=None, costs="estimated"
     )
@@ -193,3 +193,56 @@ _MODEL = make(_after_in_place)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     _CAPTURED = captured(_MODEL, torch.randn(4, 3, 8), torch.randint(0, 8, (4, 3)))
+
+
+def _longest(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    longest = lengths.max().item()
+    if longest > x.shape[1] or longest < 0.5:
+        raise ValueError(f"{longest} of {x.shape[1]}")
+    return self.lin(x) * (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+
+
+def test_a_number_that_is_only_compared_is_not_captured() -> None:
+    model, x = make(_longest), torch.randn(4, 3, 8)
+    graph = faithful(model, x, torch.tensor([1, 3, 2, 1])).train
+    assert len(_checks(graph)) == 2
+    module = graph.to_module(model)
+    lengths = torch.tensor([2, 2, 1, 1])
+    assert torch.equal(module(x, lengths), model(x, lengths))
+    for wrong in (4, 0):
+        with pytest.raises(InputError, match="ValueError"):
+            module(x, torch.full((4,), wrong))
+
+
+def test_a_number_of_the_inputs_is_captured_and_checked() -> None:
+    def forward(self: nn.Module, x: Tensor, steps: Tensor) -> Tensor:
+        for _ in range(steps.max().item()):
+            x = self.lin(x)
+        return x
+
+    model, x, twice = make(forward), torch.randn(4, 8), torch.full((4,), 2)
+    with pytest.warns(UserWarning, match="it is 2 in the example"):
+        graph = faithful(model, x, twice).train
+    assert [op.target for op in graph.ops].count("torch.nn.Linear") == 2
+    with pytest.raises(InputError, match="this value is 2"):
+        graph.to_module(model)(x, twice + 1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, number: x * number,
+        lambda x, number: x[:, : int(number)],
+        lambda x, number: torch.full((1,), number),
+        lambda x, number: x.new_tensor([number]),
+        lambda x, number: x + float(f"{number}"),
+    ],
+    ids=["times", "slice", "full", "list", "text"],
+)
+def test_a_number_of_activations_stays_refused(use: Callable[[Tensor, Any], Tensor]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return h.sum() + use(h, h.abs().max().item()).sum()
+
+    with pytest.raises(TraceError, match="reads the value of a tensor"):
+        captured(make(forward))

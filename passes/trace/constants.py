@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.graph import Op, Ref
+from pdcompile.graph import Op, Ref, walk
 from pdcompile.graph_module import Lookup, run_op
 from pdcompile.passes.trace.tensors import FakeTensors
 from pdcompile.value_checks import needed_ops
 
 MAX_ELEMENTS = 65_536
+_BY_SHAPE = frozenset(
+    ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor")
+)
 
 
 def read(
@@ -64,6 +67,9 @@ def evaluate(
         for path, tensor in (given or {}).items():
             env[path] = tensor.detach().clone()
         for op in needed:
+            for pattern in set(op.inputs) - set(env):
+                fake = fakes.objects[pattern]
+                env[pattern] = torch.empty(fake.shape, dtype=fake.dtype, device=fakes.device)
             for fqn in op.attributes:
                 held[fqn] = fakes.table.objects[fqn].detach()
             lookup = Lookup(torch.nn.Module(), b=0, device=fakes.device, constants=held)
@@ -76,12 +82,19 @@ def _needed(
     name: str, ops: Sequence[Op], fakes: FakeTensors, given: Mapping[str, Tensor] | None
 ) -> list[Op] | None:
     """The ops that make a value, in order; None where one of them does not qualify."""
-    found, leaves = needed_ops(ops, (name,), fakes.storage_of)
+    found, leaves = needed_ops(ops, (name,), fakes.storage_of, _read_by)
     rewritten = {fqn for op in ops for fqn in op.buffers_written}
     if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
         return None
     with_inputs = given is not None
     return found if all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found) else None
+
+
+def _read_by(op: Op) -> tuple[str, ...]:
+    """The inputs that an op looks at; of a pattern for ``ones_like`` it is the shape only."""
+    if op.target.rpartition(".")[2] not in _BY_SHAPE or not isinstance(op.args[0], Ref):
+        return op.inputs
+    return tuple(ref.name for ref in walk((op.args[1:], op.kwargs), Ref))
 
 
 def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:

@@ -81,7 +81,7 @@ def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool)
                 return None
             found = outcome
     with torch._C.DisableTorchFunction():
-        return _rebuilt(found, next(iter(fakes.values())).device)
+        return rebuilt(found, next(iter(fakes.values())).device)
 
 
 def _outcome(
@@ -92,7 +92,7 @@ def _outcome(
     versions = [t._version for t in reals.values()]
     state = torch.default_generator.get_state()
     try:
-        result = call(*_replaced(args, reals), **_replaced(kwargs, reals))
+        result = call(*replaced(args, reals), **replaced(kwargs, reals))
     except Exception:
         return None  # it is no op at all: the error on fakes says why
     finally:
@@ -124,13 +124,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _replaced(value: Any, reals: dict[int, Tensor]) -> Any:
+def replaced(value: Any, reals: dict[int, Tensor]) -> Any:
+    """The same structure with the real tensors of fakes, by identity."""
     if isinstance(value, Tensor):
         return reals[id(value)]
     if type(value) in (tuple, list):
-        return type(value)(_replaced(item, reals) for item in value)
+        return type(value)(replaced(item, reals) for item in value)
     if type(value) is dict:
-        return {key: _replaced(item, reals) for key, item in value.items()}
+        return {key: replaced(item, reals) for key, item in value.items()}
     return value
 
 
@@ -144,10 +145,10 @@ def _form(result: Any) -> Any:
     return None
 
 
-def _rebuilt(result: Any, device: torch.device) -> Any:
+def rebuilt(result: Any, device: torch.device) -> Any:
     """The same on fake tensors: to be called below the fake mode."""
     if not isinstance(result, Tensor):
-        return type(result)(_rebuilt(item, device) for item in result)
+        return type(result)(rebuilt(item, device) for item in result)
     made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
     # An op's result is no leaf: the model may write into it.
     return made.requires_grad_().clone() if result.requires_grad else made

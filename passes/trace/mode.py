@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import CHECK, Argument, Attr, Op, Ref, walk
-from pdcompile.passes.trace import fallback, refuse
+from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.calls import (
     NO_OP_CASTS,
@@ -35,6 +35,7 @@ from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.probe import CallKey, Outcome
+from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.results import Results
 from pdcompile.passes.trace.surroundings import Surroundings
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         self._surroundings = Surroundings()
         self.reads = Reading()  # what may be known of values
+        self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
         self._training = table.modules[""].training
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
@@ -164,6 +166,10 @@ class Recorder(TorchFunctionMode):
         self._begin()
         self._record("function", CHECK, "check", (tensor, message), {}, None, None)
 
+    def call(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """An op that the capture needs and the model does not make."""
+        return self._call(func, args, {})
+
     @property
     def path(self) -> str:
         """FQN of the innermost running module."""
@@ -176,8 +182,11 @@ class Recorder(TorchFunctionMode):
         if func.__name__ != "__get__":
             raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
         self._begin()
-        result = func(*self.fakes.stand_in(args))
+        given = self.fakes.stand_in(args)
+        result = func(*given)
         if not isinstance(result, torch.Tensor):
+            if self._ragged.among(given) and name not in SHAPELESS:
+                raise refuse.error(refuse.BY_VALUE, name, locate(self.boundary)[0])
             return result
         return self._record("getattr", name, "", (args[0],), {}, result, None)
 
@@ -203,7 +212,10 @@ class Recorder(TorchFunctionMode):
         draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
         with self._whole(), refuse.reads(func, self.boundary):
-            result = fallback.run(func, self.fakes.stand_in(args), self.fakes.stand_in(kwargs))
+            given = self.fakes.stand_in(args), self.fakes.stand_in(kwargs)
+            result = self._ragged.run(func, *given)
+        if self._ragged.among(given) and not tensors_in(result):
+            raise refuse.error(refuse.BY_VALUE, refuse.name_of(func), locate(self.boundary)[0])
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
@@ -230,7 +242,7 @@ class Recorder(TorchFunctionMode):
         draw = next(self._draws[path]) if is_random_module(module) else None
         self._begin()
         with self._whole(), refuse.reads(module, self.boundary):
-            result = fallback.run(
+            result = self._ragged.run(
                 partial(plain, module),
                 self.fakes.stand_in(args),
                 self.fakes.stand_in(kwargs),

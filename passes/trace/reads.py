@@ -18,6 +18,7 @@ capture that holds for one value of an activation would fail in the middle of a 
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from pdcompile.graph import GraphInput, Ref
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.facts import locate
+from pdcompile.passes.trace.scalars import Scalar
 from pdcompile.value_checks import CAPTURED
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ class Reading:
         self._inputs = inputs
         self._flat = flat
         self._visits: dict[Site, int] = {}
+        self.handed_out: TraceError | None = None  # for a number that Python holds unknown
 
     def recorded(self) -> None:
         """An operator was recorded: a trial ends when nothing is raised soon."""
@@ -173,6 +176,8 @@ class Reading:
             if name in _NUMBERS and not self._branches(func, args):
                 return _some_number(name, args[0].dtype)  # for the text of an error
             raise GoesOn
+        if name in _NUMBERS and not self._branches(func, args) and not kwargs:
+            return self._number(recorder, func, args[0], refusal)
         if recorder.fakes.mode is None:  # an eager run, to be compared with a capture
             value = func(*args, **kwargs)
             if self._branches(func, args):
@@ -183,6 +188,30 @@ class Reading:
         if self._branches(func, args):
             return self._branch(recorder, args[0], refusal)
         raise refusal
+
+    def _number(self, recorder: Recorder, func: Any, tensor: Tensor, refusal: TraceError) -> Any:
+        """The number in a tensor of one element, or what stands for it."""
+
+        def number() -> Any:
+            trial = self._reads.trial if self._reads is not None else None
+            if trial is not None and trial.begun:
+                return _some_number(func.__name__, tensor.dtype)
+            with torch._C.DisableTorchFunction():
+                if recorder.fakes.mode is None:
+                    return func(tensor)
+                if self._reads is None or tensor.dtype.is_floating_point:
+                    raise refusal
+                value = self._specialised(recorder, tensor, refusal)
+                place = _place(refusal.where)
+                same = recorder.call(torch.eq, (tensor, value))
+                recorder.check(same, f"{place}: {CAPTURED} this value is {value}")
+                self._reads.specialised[refusal.where or place] = str(value)
+            return float(value) if func.__name__ == "__float__" else value
+
+        if func.__name__ != "item" or tensor.numel() != 1:
+            return number()
+        self.handed_out = refusal
+        return Scalar(tensor, number)
 
     @staticmethod
     def _branches(func: Any, args: Any) -> bool:
@@ -232,6 +261,21 @@ class Reading:
             raise refusal
         return values[0]
 
+    def variants(self) -> Iterator[Mapping[str, Tensor]]:
+        """Integer inputs of the recorded call by name: the example's, then made-up ones."""
+        for given in itertools.islice(self._examples(), 1):
+            yield given
+            with _disable_current_modes():
+                zeros = {name: torch.zeros_like(leaf) for name, leaf in given.items()}
+                ones = {name: torch.ones_like(leaf) for name, leaf in given.items()}
+                mixed = {
+                    name: (torch.arange(leaf.numel(), device=leaf.device) % 2)
+                    .view(leaf.shape)
+                    .to(leaf.dtype)
+                    for name, leaf in given.items()
+                }
+            yield from (zeros, ones, mixed)
+
     def _kept_whole(self, recorder: Recorder) -> bool:
         """Whether the running module and its like hold so little that they may be one op each."""
         table = recorder.table
@@ -250,8 +294,8 @@ class Reading:
 
         Of integers and bools only: of others the value is not known beforehand.
         """
-        assert self._reads is not None
-        assert self._flat is not None
+        if self._reads is None or self._flat is None:
+            return
         known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
         for entry in self._inputs:
             leaf = self._flat.leaves[entry.path]

@@ -87,6 +87,10 @@ UNTRACKED: Refusal = (
     "compute it with public torch functions inside forward",
 )
 
+BY_VALUE: Refusal = (
+    "the shape of {} depends on values",
+    "use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",
+)
 TRANSFORM: Refusal = (
     "forward uses a torch.func transform (vmap, grad, jvp) around {}",
     "write the batched computation out, or wrap it in an autograd.Function",
@@ -122,7 +126,8 @@ class Unrepeatable(TraceError):
 
 def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
     """The TraceError for a refusal."""
-    return TraceError(refusal[0].format(offender), where=where, remedy=refusal[1])
+    kind = SizeByValues if refusal is BY_VALUE else TraceError
+    return kind(refusal[0].format(offender), where=where, remedy=refusal[1])
 
 
 @contextmanager
@@ -133,11 +138,7 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
     except fake_tensor.DataDependentOutputException as caught:
         raise error(_READ, name_of(func), locate(boundary)[0]) from caught
     except fake_tensor.DynamicOutputShapeException as caught:
-        raise SizeByValues(
-            f"the shape of the result of {name_of(func)} depends on values",
-            where=locate(boundary)[0],
-            remedy="use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",
-        ) from caught
+        raise error(BY_VALUE, f"the result of {name_of(func)}", locate(boundary)[0]) from caught
     except fake_tensor.UnsupportedOperatorException as caught:
         raise TraceError(
             f"torch has no shape rule for {caught.func}",

@@ -19,6 +19,7 @@ from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Val
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
+from pdcompile.passes.trace.lists import with_whole_lists
 from pdcompile.passes.trace.meaning import Meanings
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
@@ -186,6 +187,10 @@ def _record(
     )
     found_loss = find_loss(output, loss, fakes.name, given=loss_fn is not None)
     values = _input_values(inputs, fakes.values())
+    recorder.ops, left_out = with_whole_lists(
+        recorder.ops, (output_argument, Ref(found_loss or ""))
+    )
+    values = {name: value for name, value in values.items() if name not in left_out}
     meanings = Meanings(recorder.ops, values, fakes.memos)
     names = fakes.value_names()
     table.leftovers.note(model, names, recorder.ops, values, table.tensors, meanings)
@@ -232,6 +237,8 @@ def run(
     except PdcompileError:
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and recorder.reads.handed_out is not None:
+            raise recorder.reads.handed_out from error  # it is no number for torch
         what = "loss_fn" if recorder.region == "loss" else "the model's forward"
         raise ForwardRaised(
             f"{what} raised {type(error).__name__}: {error}",

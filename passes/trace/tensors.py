@@ -43,6 +43,7 @@ class FakeTensors:
         self._kept: list[torch.Tensor] = []
         self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
         self.constants: dict[str, torch.Tensor] = {}
+        self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
         self._memo_of: dict[int, torch.Tensor] = {}  # id of a leftover -> its fake here
         self.memos: dict[str, int] = {}  # value that an earlier call left -> its meaning
@@ -202,7 +203,7 @@ class FakeTensors:
         found: dict[str, Value] = {}
         containers = set(self._containers)
         for name in self._order:
-            if name in containers:
+            if name in containers or id(self.objects[name]) in self.unsized:
                 found[name] = Value(name, (), "container", producer=name)
                 continue
             fake = self.objects[name]

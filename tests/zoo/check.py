@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from pdcompile import reference
-from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
 from pdcompile.choices import choose
 from pdcompile.driver import make_plan
 from pdcompile.errors import PdcompileError, VerifyError
@@ -215,7 +215,10 @@ def _cuts(
 def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     own = replace(options, stages=stages)
     chosen = choose(own, batch_size=BATCH, splits=True, num_ranks=None)
-    return make_plan(case.model, found, own, chosen, Steps())
+    flat = example_call(case.model, case.inputs(0), case.target(0))
+    layout = resolve_batch(flat, case.batch_dims)
+    microbatch = resize(flat, layout, BATCH // MICROBATCHES) if layout.splits else flat
+    return make_plan(case.model, found, own, chosen, microbatch, Steps())
 
 
 def _run(

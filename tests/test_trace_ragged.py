@@ -1,0 +1,93 @@
+"""Values whose shape depends on values, inside of a stage, and lists of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pdcompile
+from pdcompile.errors import TraceError
+from pdcompile.graph import Ref
+from tests.helpers.captures import captured, faithful, make
+
+X = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([[1, 2, -1], [3, -1, -1], [4, 5, 6], [7, 7, -1]])
+
+
+def _speech(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != -1
+    logs = self.lin(x).log_softmax(-1).transpose(0, 1)
+    frames = torch.ones_like(x[..., 0], dtype=torch.long).sum(-1)
+    return F.ctc_loss(logs, labels.masked_select(mask), frames, mask.sum(-1))
+
+
+def test_labels_behind_a_mask_reach_the_loss() -> None:
+    graph = faithful(make(_speech), X, LABELS, sizes=(1, 4)).train
+    ragged = [value for value in graph.values.values() if value.name.startswith("masked_select")]
+    assert [value.is_tensor for value in ragged] == [False]
+
+
+def test_labels_behind_a_mask_in_a_pipeline_of_other_lengths() -> None:
+    model = make(_speech)
+    pipe = pdcompile.compile(
+        model, (X, LABELS), stages=2, microbatches=2, optimizer=None, costs="estimated"
+    )
+    reference = pdcompile.reference(model, microbatches=2, optimizer=None)
+    shorter = LABELS.clone()
+    shorter[:, 1:] = -1
+    for labels in (LABELS, shorter):
+        assert float(pipe.step(X, labels).loss) == float(reference.step(X, labels).loss)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda chosen: chosen.shape[0],
+        lambda chosen: chosen.numel(),
+        len,
+        list,
+    ],
+    ids=["shape", "numel", "len", "list"],
+)
+def test_nobody_may_look_at_such_a_shape(look: Callable[[Tensor], Any]) -> None:
+    def forward(self: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        found = look(labels[labels > 0])
+        return self.lin(x) * (found.sum() if isinstance(found, Tensor) else float(len(str(found))))
+
+    with pytest.raises(TraceError, match=r"depends on values"):
+        captured(make(forward), X, LABELS)
+
+
+def test_a_list_of_all_samples_is_one_value_at_every_batch_size() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.lin(torch.cat(list(self.lin(x)), dim=0))
+
+    graph = faithful(make(forward), X).train
+    (cat,) = [op for op in graph.ops if op.target == "torch.cat"]
+    assert cat.args[0] == Ref("unbind")
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [lambda parts: parts[::-1], lambda parts: parts[1:], lambda parts: [*parts, parts[0]]],
+    ids=["reversed", "rest", "twice"],
+)
+def test_other_lists_of_samples_stay_refused(pick: Callable[[list[Tensor]], Any]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.lin(torch.cat(pick(list(x)), dim=0))
+
+    with pytest.raises(TraceError, match="other operators for other batch sizes"):
+        captured(make(forward), X)
+
+
+def test_a_list_of_parts_that_are_used_one_by_one_too() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        parts = x.unbind(1)
+        return torch.stack(parts, 1) * self.lin(parts[2]).unsqueeze(1)
+
+    faithful(make(forward), X)
