@@ -158,3 +158,13 @@ def test_sparse_matrices_are_kept_with_the_module_that_makes_them() -> None:
     with pytest.raises(TraceError, match="not dense") as caught:
         captured(make(lambda self, x: self.lin(x) + torch.eye(8).to_sparse().sum().to_dense()))
     assert "test_trace_user_style.py" in (caught.value.where or "")
+
+
+@torch.jit.script
+def _scripted(x: Tensor) -> Tensor:
+    return x * torch.tanh(x)
+
+
+def test_a_warning_says_that_torchscript_rounds_in_its_own_way() -> None:
+    with pytest.warns(UserWarning, match="TorchScript function '_scripted'.*rounds differently"):
+        faithful(make(lambda self, x: _scripted(self.lin(x))))

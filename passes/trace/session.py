@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -325,6 +326,11 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
     def run_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A scripted function is an optimised graph that detaches; its source is what it means.
+        warnings.warn(
+            f"the TorchScript function {self.name!r} is captured as its Python source, whose "
+            "gradients TorchScript's optimiser rounds differently from the second call on",
+            stacklevel=2,
+        )
         return self._torchdynamo_inline(*args, **kwargs)
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
