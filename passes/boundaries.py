@@ -14,6 +14,8 @@ from collections.abc import Hashable, Mapping
 
 from pdcompile.errors import PlanError
 from pdcompile.graph import Capture, Op, OpGraph, Ref, Value, walk
+from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.spans import join_spans
 from pdcompile.passes.held import held_tensors, stage_names, tensors_of
 from pdcompile.passes.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
@@ -53,7 +55,8 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
     Ops are matched by module, target, line of source, tensors of the model, and how many like
     it came before.  One that only eval has goes where its nearest predecessor in the same module
     is, as far as its producers and consumers allow, and where training has the tensors that it
-    reads.  Finally no op stays on an earlier stage than something it reads.
+    reads.  Finally no op stays on an earlier stage than something it reads, and what may not be
+    cut is together.
     """
     graph = capture.eval
     last = max(train_stage_of.values(), default=0)
@@ -89,7 +92,29 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         if any(not graph.values[name].is_tensor for name in op.inputs):
             stage = earliest  # a container is taken apart where it is made
         placed[op.name] = nearest[op.module_path] = previous = stage
-    return placed
+    return _together(graph, placed)
+
+
+def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
+    """What may not be cut in evaluation, on the last of its stages, and its readers after it.
+
+    The planner knows the spans of training only; in-place writes may be in evaluation alone.
+    """
+    groups = Groups(len(graph.ops) + 1)
+    join_spans(graph, groups)
+    spans = [
+        [graph.ops[i].name for i in members if i < len(graph.ops)]
+        for members in groups.members().values()
+        if len(members) > 1
+    ]
+    while True:
+        before = dict(placed)
+        for span in spans:
+            placed.update(dict.fromkeys(span, max(placed[name] for name in span)))
+        for op in graph.ops:
+            placed[op.name] = max(placed[name] for name in (op.name, *op.inputs) if name in placed)
+        if placed == before:
+            return placed
 
 
 def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) -> tuple[Edge, ...]:

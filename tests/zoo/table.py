@@ -36,7 +36,7 @@ def page(reports: Sequence[Report], peers: Peers, *, quick: bool) -> str:
         "",
         "Real architectures, small and with random weights, from the list in `tests/zoo`. Made by "
         f"`python benchmarks/coverage.py{' --quick' if quick else ''}"
-        f"{' --peers' if fronts else ''} --write`.",
+        f"{' --peers FILE' if fronts else ''} --write`.",
         "",
         "A model **passes** when every cut into 2, 3 and 4 stages (the planner's, random ones in "
         "the model's order, and random ones in a shuffled order) gives what eager gives, to the "
