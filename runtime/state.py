@@ -44,6 +44,7 @@ class State:
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
+            **prepared.capture.eval.tensor_values,
             **prepared.capture.train.tensor_values,
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
