@@ -34,7 +34,8 @@ def refused(check: Op) -> InputError:
         return InputError(
             f"the model was {words}, and with this minibatch it is not",
             where=check.source,
-            remedy="make another pipeline for such minibatches, or decide in tensors (torch.where)",
+            remedy="prepare with an example in which it varies from sample to sample, make another "
+            "pipeline for such minibatches, or decide in tensors (torch.where)",
         )
     return InputError(
         f"the model refuses this minibatch: {words}",

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
-from pdcompile.errors import TraceError
+from pdcompile.errors import TraceError, VerifyError
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
+from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assemble import assemble
 from pdcompile.passes.trace.call_order import Kind, check_order
+from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.reads import Reads, Undecided
@@ -83,6 +85,55 @@ def capture(
     table.autocast = autocast
     table.reads = Reads(flat, layout)
     origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
+
+    def once() -> tuple[Capture, Whole]:
+        return _capture(model, table, flat, layout, loss_fn, size, origin)
+
+    found, whole = once()
+    if table.eager_paths.asked_of_inputs:
+        general, reads = (found, whole), table.reads
+        if _differs(model, found, flat, layout):
+            table.eager_paths.always, table.reads = True, Reads(flat, layout)
+            with suppress(TraceError):
+                found, whole = once()
+        if set(whole.paths) > set(general[1].paths) or _differs(model, found, flat, layout):
+            (found, whole), table.reads = general, reads
+        if found is general[0]:
+            found = Capture(*(_noted(graph) for graph in (found.train, found.eval)))
+    whole.warn()
+    table.reads.warn()
+    origin.train, origin.eval = found.train, found.eval
+    return found
+
+
+def _noted(graph: OpGraph) -> OpGraph:
+    return replace(graph, notes=(*graph.notes, GENERAL_PATH))
+
+
+def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
+    """Whether one sample tells graph and eager apart."""
+    call, single = (resize(flat, layout, 1), replace(layout, size=1)) if layout.splits else (
+        flat, layout,
+    )  # fmt: skip
+    if not found.train.sizes.smallest <= 1 and layout.splits:
+        call, single = flat, layout
+    try:
+        compare(model, found, call, single)
+    except VerifyError:
+        return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return False
+
+
+def _capture(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    size: int,
+    origin: Origin,
+) -> tuple[Capture, Whole]:
+    """Both modes, and what had to be kept whole for that."""
     whole = Whole(model, table)
 
     def graph_of(training: bool) -> OpGraph:
@@ -107,11 +158,8 @@ def capture(
             break
         except TraceError as error:
             whole.enlarge(error)
-    whole.warn()
-    table.reads.warn()
-    origin.train = replace(found.train, origin=origin)
-    origin.eval = replace(found.eval, origin=origin)
-    return Capture(train=origin.train, eval=origin.eval)
+    train, evaluation = (replace(graph, origin=origin) for graph in (found.train, found.eval))
+    return Capture(train, evaluation), whole
 
 
 def _kinds(found: Capture, flat: FlatCall, layout: BatchLayout, size: int) -> list[Kind]:

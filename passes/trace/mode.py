@@ -31,6 +31,7 @@ from pdcompile.passes.trace.calls import (
     target_of,
     unchecked,
 )
+from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
@@ -154,6 +155,11 @@ class Recorder(TorchFunctionMode):
         if self.observer.seeded or self.fakes.own_any(self.observer.written):
             raise refuse.error(refuse.UNTRACKED, "before this line", locate(self.boundary)[0])
         self.observer.clear()
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on constants alone, so that its value can be read."""
+        name = self.fakes.name(tensor)
+        return isinstance(name, Ref) and evaluate(name.name, self.ops, self.fakes) is not None
 
     def finish(self) -> None:
         """After the last call."""

@@ -12,6 +12,7 @@ from torch import nn
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, TensorInfo
 from pdcompile.passes.trace.arguments import literal_argument
+from pdcompile.passes.trace.as_eager import EagerPaths
 from pdcompile.passes.trace.caches import caches
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
@@ -43,6 +44,7 @@ class ModuleTable:
         self.caches = caches()
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
+        self.eager_paths = EagerPaths()
         self.autocast: str | None = None  # the region around model and loss_fn
         self.expected: dict[bool, list[int]] = {}  # mode -> sizes of results that vary
         self.modules: dict[str, nn.Module] = {}

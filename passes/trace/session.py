@@ -18,6 +18,7 @@ from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_out
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
+from pdcompile.passes.trace.as_eager import as_eager
 from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.lists import with_whole_lists
@@ -170,6 +171,7 @@ def _record(
             recorder.check_generators = sentinel.check
         stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
+        stack.enter_context(as_eager(table.eager_paths, recorder.is_constant))
         stack.enter_context(autocast_region(table.autocast or f"{fakes.device.type}:off"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)

@@ -1,0 +1,60 @@
+"""Libraries that ask whether they are traced, answered so that they go where eager goes.
+
+transformers builds an attention mask in full where it believes to be traced, and leaves it out
+where eager finds nothing masked; attention with fewer key than query heads then runs another
+kernel, whose gradients are rounded differently.  What depends on constants alone can be read
+while recording, so it is no tracing for that.  What depends on the inputs is a question: the
+general path holds for all inputs, and is kept unless the model is found to differ from eager.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GENERAL_PATH = (
+    "where the model would look into its inputs for a short cut (nothing is masked), the stages "
+    "always take the general path: microbatches for which eager takes the short cut may be "
+    "rounded differently"
+)
+
+ASKED = "transformers.utils.import_utils"
+QUESTION = "is_fake_tensor"
+
+
+@dataclass(slots=True)
+class EagerPaths:
+    """How the question is answered in one capture, and whether the answer mattered.
+
+    always: also where the answer depends on inputs; what is read then holds for their values.
+    """
+
+    always: bool = False
+    asked_of_inputs: bool = False
+
+
+@contextmanager
+def as_eager(paths: EagerPaths, constant: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """While a model is recorded; `constant` tells whether a tensor depends on constants alone."""
+    module: Any = sys.modules.get(ASKED)
+    plain = getattr(module, QUESTION, None)
+    if plain is None:
+        yield
+        return
+
+    def is_fake_tensor(x: Any) -> bool:
+        if not plain(x) or constant(x):
+            return False
+        paths.asked_of_inputs = True
+        return not paths.always
+
+    setattr(module, QUESTION, is_fake_tensor)
+    try:
+        yield
+    finally:
+        setattr(module, QUESTION, plain)

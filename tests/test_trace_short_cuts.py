@@ -1,0 +1,99 @@
+"""Models that look into their inputs for a short cut go where eager goes, or say so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from pdcompile.batch import example_call
+from pdcompile.driver import build
+from pdcompile.errors import InputError
+from pdcompile.options import Options
+from pdcompile.passes.trace.as_eager import GENERAL_PATH, EagerPaths, as_eager
+
+transformers = pytest.importorskip("transformers")
+
+
+def grouped(*, use_cache: bool) -> Any:
+    """Fewer key than query heads: with and without a mask other kernels run."""
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=40, max_position_embeddings=32,
+        use_cache=use_cache,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch(*, masked: int | None = None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(48, (8, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if masked is not None:
+        mask[masked, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def compiled(model: Any) -> Any:
+    warnings.simplefilter("ignore")
+    return pdcompile.compile(
+        model, stages=2, cluster="1x2", microbatches=2, costs="estimated", optimizer=None,
+        keep_model=True, verify="full",
+    )  # fmt: skip
+
+
+def differing(pipe: Any, model: Any, call: dict[str, torch.Tensor]) -> list[str]:
+    reference = pdcompile.reference(model, microbatches=2, optimizer=None, keep_model=True)
+    assert float(pipe.step(**call).loss) == pytest.approx(float(reference.step(**call).loss))
+    ours, theirs = (dict(runner.named_parameters()) for runner in (pipe, reference))
+    return [name for name in theirs if not torch.equal(ours[name].grad, theirs[name].grad)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_without_a_mask_the_short_cut_is_eagers(use_cache: bool) -> None:
+    model = grouped(use_cache=use_cache)
+    call = batch()
+    del call["attention_mask"]
+    assert differing(compiled(model), model, call) == []
+
+
+@pytest.mark.slow
+def test_a_mask_of_ones_is_captured_as_eager_takes_it_and_no_other() -> None:
+    model = grouped(use_cache=True)
+    pipe = compiled(model)
+    assert differing(pipe, model, batch()) == []
+    with pytest.raises(InputError, match="an example in which it varies"):
+        pipe.step(**batch(masked=2))
+
+
+@pytest.mark.slow
+def test_a_mask_that_varies_is_captured_for_all_and_the_rounding_is_noted() -> None:
+    model = grouped(use_cache=True)
+    flat = example_call(model, batch(masked=3))  # the second microbatch has no padding
+    options = Options(stages=2, cluster="1x2", microbatches=2, costs="estimated", verify="full")
+    found = build(model, flat, options).verification
+    assert found is not None
+    assert found.differences == ()
+    assert GENERAL_PATH in found.notes
+    assert "up to rounding" in str(found)
+    pipe = compiled(model)
+    for masked in (3, 2):
+        differing(pipe, model, batch(masked=masked))
+
+
+def test_the_question_is_put_back_as_it_was() -> None:
+    from transformers.utils import import_utils
+
+    plain, paths = import_utils.is_fake_tensor, EagerPaths()
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(2)
+    with as_eager(paths, lambda x: False):
+        assert import_utils.is_fake_tensor(fake)
+        assert paths.asked_of_inputs
+        paths.always = True
+        assert not import_utils.is_fake_tensor(fake)
+    assert import_utils.is_fake_tensor is plain
