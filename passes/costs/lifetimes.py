@@ -2,14 +2,17 @@
 
 A stage is written as its modules are: a module whose ops all lie on the stage is a function of
 its own, whose variables die when it returns; those of modules that are cut lie in the stage's
-own forward.  A variable that is bound again lets go of what it had.
+own forward.  A variable that is bound again lets go of what it had; what goes straight into the
+next expression has none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
-from pdcompile.graph import Op, OpGraph
+from pdcompile.graph import Op, OpGraph, Ref, walk
 
 
 def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[list[str]]:
@@ -22,6 +25,7 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
     scopes = _scopes(graph, ops)
     ends = _ends(scopes)
     last = {name: i for i, op in enumerate(ops) for name in op.inputs}
+    passed = _passed_on(ops, scopes)
     bound: dict[tuple[str, int, str], list[int]] = {}  # scope, its end, variable -> ops
     place: list[tuple[str, int]] = []
     for i, op in enumerate(ops):
@@ -33,9 +37,28 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
         if op.name in kept:
             continue
         used = last.get(op.name, i)
+        if op.name in passed:
+            found[used].append(op.name)
+            continue
         again = bound[(*place[i], op.variable or op.name)]
         rebound = next((j for j in again if j > i and j >= used), len(ops))
         found[min(max(place[i][1], used), rebound)].append(op.name)
+    return found
+
+
+def _passed_on(ops: Sequence[Op], scopes: Sequence[tuple[str, ...]]) -> set[str]:
+    """Values without a name of the author's that the next op alone reads: no variable has them.
+
+    Longer expressions, whose values wait for one another, are told from statements by their
+    length in the source; they count as statements here.
+    """
+    readers = Counter(ref.name for op in ops for ref in walk((op.args, op.kwargs), Ref))
+    found = set()
+    for (op, scope), (reader, other) in pairwise(zip(ops, scopes, strict=True)):
+        drawn = op.draw is not None and op.kind != "module"  # seeded by a line before
+        plain = not (op.variable or op.mutates or op.opaque or drawn)
+        if plain and readers[op.name] == 1 and op.name in reader.inputs and scope == other:
+            found.add(op.name)
     return found
 
 

@@ -35,7 +35,7 @@ from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
-from pdcompile.passes.trace.probe import CallKey, Outcome
+from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.results import Results

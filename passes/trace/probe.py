@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ from pdcompile.autocast import autocast_region
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.opaque import describe, tensors_at
-from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import (
     effects,
     is_dense,
@@ -32,37 +30,18 @@ from pdcompile.passes.trace.facts import (
     written_by,
 )
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.outcomes import (
+    CallKey,
+    Outcome,
+    alike,
+    both,
+    check_repeats,
+    made_by,
+    same_values,
+)
 from pdcompile.passes.trace.sentinel import Sentinel
 from pdcompile.passes.trace.state import settled
 from pdcompile.randomness import is_leaf, is_random_function, is_random_module
-
-CallKey = tuple[str, int]  # module path, how many earlier calls
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor that a call returned.  `shares`: the first tensor in the same storage, as
-    ("input", i) or ("output", i); the offset is relative to it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    requires_grad: bool
-    shares: tuple[str, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One call.  `reason`: why the module cannot be one op, "" if it can."""
-
-    result: Any
-    made: tuple[Made, ...] = ()
-    form: str = ""
-    buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
-    flops: int = 0
-    saved_bytes: int = 0
-    reason: str = ""
 
 
 def probe(
@@ -86,54 +65,15 @@ def probe(
             raise
         run = partial(run, hooks=False)  # torch.func transforms do not run below them
         found = run(flat)
-    _check_repeats(table, found, run(flat))
+    check_repeats(table, found, run(flat))
     try:
         again = run(_shuffled(flat))
     except TraceError:
         return found  # it does not accept such inputs; its results are checked at every call
     return {
-        key: _both(outcome, again[key]) if key in again else outcome
+        key: both(outcome, again[key]) if key in again else outcome
         for key, outcome in found.items()
     }
-
-
-def _check_repeats(
-    table: ModuleTable, found: dict[CallKey, Outcome], again: dict[CallKey, Outcome]
-) -> None:
-    """Raise TraceError where a second run on the same numbers gave other results.
-
-    A counter in a global variable, a generator of its own, a clock: eager would go on counting
-    where the stages do, but not in the same calls.
-    """
-    for key, one in found.items():
-        other = again.get(key)
-        if one.reason or (other is not None and _equal(one.result, other.result)):
-            continue
-        name = f"{key[0]!r} ({table.classes[key[0]][0]})"
-        raise refuse.Unrepeatable(key[0], name)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_at(one), tensors_at(other), strict=False)
-    return all(a.device.type != "cpu" or _same(a, b) for (_, a), (_, b) in pairs)
-
-
-_VARIES = "a result whose shape depends on values"
-
-
-def _both(one: Outcome, other: Outcome) -> Outcome:
-    if not one.reason and not _alike(one, other):
-        return replace(one, result=None, reason=f"returns {_VARIES}")
-    return replace(
-        one,
-        flops=max(one.flops, other.flops),
-        saved_bytes=max(one.saved_bytes, other.saved_bytes),
-    )
-
-
-def _alike(one: Outcome, other: Outcome) -> bool:
-    shapes = [[(made.shape, made.dtype) for made in outcome.made] for outcome in (one, other)]
-    return one.form == other.form and shapes[0] == shapes[1]
 
 
 def _shuffled(flat: FlatCall) -> FlatCall:
@@ -163,7 +103,7 @@ def _run(
         return _run_once(model, table, flat, paths, hooks=hooks)
 
     def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
-        return list(one) == list(other) and all(map(_alike, one.values(), other.values()))
+        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
     # What changes outside of the modules that are kept whole, recordings judge.
     return settled(model, training, call, same, within=paths)
@@ -350,11 +290,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             form = describe(result)
         except TypeError as error:
             form, reason = "", f"returns a {error}"
-        changed = [not _same(a, b) for a, b in zip(inputs, before, strict=True)]
+        changed = [not same_values(a, b) for a, b in zip(inputs, before, strict=True)]
         if any(changed) or written & _keys(inputs):
             reason = reason or "writes into its arguments"
         names = {fqn: self._tensors[key] for key in written if (fqn := self._tensors.get(key))}
-        names |= {fqn: fqn for fqn, b in own.items() if not _same(b, buffers[fqn])}
+        names |= {fqn: fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
         lost = [fqn for fqn in names if self.table.tensors[self._canonical(fqn)].kind != "buffer"]
         if lost:
             reason = reason or f"writes the parameter {lost[0]!r}"
@@ -368,7 +308,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = reason or "takes or returns a tensor that is not dense"
         self.found[key] = Outcome(
             result=result if not reason else None,
-            made=() if reason else _made(inputs, outputs),
+            made=() if reason else made_by(inputs, outputs),
             form=form,
             buffers=tuple(dict.fromkeys(self._canonical(fqn) for fqn in names)),
             flops=self._flops,
@@ -382,32 +322,5 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.table.fqns.get(id(self.table.objects.get(fqn)), fqn)
 
 
-def _made(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Made, ...]:
-    first: dict[int, tuple[str, int, int]] = {}
-    for i, tensor in enumerate(inputs):
-        first.setdefault(storage_key(tensor), ("input", i, int(tensor.storage_offset())))
-    found = []
-    for i, tensor in enumerate(outputs):
-        shares = first.setdefault(storage_key(tensor), ("output", i, int(tensor.storage_offset())))
-        own = shares[:2] == ("output", i)
-        found.append(
-            Made(
-                shape=tuple(tensor.shape),
-                stride=tensor.stride(),
-                offset=int(tensor.storage_offset()) - (0 if own else shares[2]),
-                dtype=tensor.dtype,
-                requires_grad=tensor.requires_grad,
-                shares=None if own else shares[:2],
-            )
-        )
-    return tuple(found)
-
-
 def _keys(value: Any) -> set[int]:
     return {storage_key(tensor) for _, tensor in tensors_at(value) if is_dense(tensor)}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.layout != torch.strided or a.is_meta:
-        return True
-    return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))

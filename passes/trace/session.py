@@ -25,8 +25,9 @@ from pdcompile.passes.trace.lists import with_whole_lists
 from pdcompile.passes.trace.meaning import Meanings
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.outputs import find_loss, structure
-from pdcompile.passes.trace.probe import CallKey, Outcome, probe
+from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.selections import Policy, Selections, same_ops, varied

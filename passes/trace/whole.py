@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pdcompile.errors import TraceError
 from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
-from pdcompile.passes.trace.probe import CallKey, Made, Outcome
 from pdcompile.passes.trace.refuse import Unrepeatable
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.tensors import FakeTensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import pdcompile
+from pdcompile.copied import copy_of
 from pdcompile.errors import PdcompileError
 from tests.helpers.captures import rows
 from tests.helpers.generated import mean_square
@@ -38,7 +38,7 @@ def around(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", EXACT)
 def test_two_steps_as_the_reference(name: str) -> None:
     model = around(name)
-    twin = copy.deepcopy(model)
+    twin = copy_of(model)
     pipe, reference = pdcompile.compile(model, **OPTIONS), pdcompile.reference(twin, **OPTIONS)
     for seed in range(2):
         batch, target = rows(8, seed=seed), rows(8, seed=seed + 9)
