@@ -14,8 +14,6 @@ from collections.abc import Hashable, Mapping
 
 from pdcompile.errors import PlanError
 from pdcompile.graph import Capture, Op, OpGraph, Ref, Value, walk
-from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.coarsen.spans import join_spans
 from pdcompile.passes.held import held_tensors, stage_names, tensors_of
 from pdcompile.passes.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
@@ -55,8 +53,8 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
     Ops are matched by module, target, line of source, tensors of the model, and how many like
     it came before.  One that only eval has goes where its nearest predecessor in the same module
     is, as far as its producers and consumers allow, and where training has the tensors that it
-    reads.  Finally no op stays on an earlier stage than something it reads, and what may not be
-    cut is together.
+    reads.  Finally no op stays on an earlier stage than something it reads, and what in-place
+    writes join is together.
     """
     graph = capture.eval
     last = max(train_stage_of.values(), default=0)
@@ -96,25 +94,37 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
 
 
 def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
-    """What may not be cut in evaluation, on the last of its stages, and its readers after it.
+    """What a cut would make stale in evaluation, on the last of its stages, and its readers after.
 
     The planner knows the spans of training only; in-place writes may be in evaluation alone.
     """
-    groups = Groups(len(graph.ops) + 1)
-    join_spans(graph, groups)
-    spans = [
-        [graph.ops[i].name for i in members if i < len(graph.ops)]
-        for members in groups.members().values()
-        if len(members) > 1
-    ]
-    while True:
+    spans = _stale(graph)
+    while spans:
         before = dict(placed)
         for span in spans:
             placed.update(dict.fromkeys(span, max(placed[name] for name in span)))
         for op in graph.ops:
             placed[op.name] = max(placed[name] for name in (op.name, *op.inputs) if name in placed)
         if placed == before:
-            return placed
+            break
+    return placed
+
+
+def _stale(graph: OpGraph) -> list[tuple[str, ...]]:
+    """A value, an op that writes into its memory, and one that reads the value afterwards."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    writers: dict[int, list[str]] = {}  # storage -> ops, in order
+    for op in graph.ops:
+        for storage in {graph.values[name].storage for name in op.mutates}:
+            writers.setdefault(storage, []).append(op.name)
+    found = []
+    for value in graph.values.values():
+        made = -1 if value.producer is None else position[value.producer]
+        for writer in writers.get(value.storage, ()):
+            later = [name for name in value.consumers if position[name] > position[writer]]
+            if position[writer] > made and later:
+                found.append((*((value.producer,) if value.producer else ()), writer, *later))
+    return found
 
 
 def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) -> tuple[Edge, ...]:

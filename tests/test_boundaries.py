@@ -263,6 +263,19 @@ def test_an_op_of_evaluation_goes_where_training_has_its_parameter():
     assert place_eval(both(train, evaluation), {"a": 0, "c": 1}) == {"c_": 1, "extra": 0}
 
 
+def test_what_only_evaluation_writes_in_place_stays_with_its_later_readers():
+    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
+    ops = [
+        op("a_", "x", module_path="f"),
+        op("write", "a_", module_path="g", mutates=("a_",)),
+        op("c_", "a_", module_path="g"),
+    ]
+    capture = both(train, graph(ops))
+    assert place_eval(capture, {"a": 0, "c": 1}) == {"a_": 1, "write": 1, "c_": 1}
+    fine = both(train, graph([*ops[:2], op("c_", "write", module_path="g")]))
+    assert place_eval(fine, {"a": 0, "c": 1}) == {"a_": 0, "write": 1, "c_": 1}
+
+
 def test_evaluation_is_repaired_to_be_monotone():
     train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
     evaluation = graph([op("c_", "x", module_path="g"), op("a_", "c_", module_path="f")])
