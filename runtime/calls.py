@@ -72,7 +72,8 @@ def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[
         wiring = session.wirings[rank, training]
         found.update(dict.fromkeys(wiring.paths(with_loss)))
         if with_loss and wiring.is_last and callable(session.options.loss_reduction):
-            found.update(dict.fromkeys(session.prepared.layout.dims))  # it may count anything
+            dims = session.prepared.layout.dims.items()  # it may count anything that was given
+            found.update(dict.fromkeys(path for path, dim in dims if dim is not None))
     return tuple(found)
 
 

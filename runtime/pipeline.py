@@ -141,8 +141,8 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """One global minibatch and its update (optimizer=None: `forward_backward`).
 
-        The arguments are those of the model's forward.  Raises InputError before anything is
-        sent when they do not fit what was captured; RankError when another rank failed first.
+        The arguments are those of forward, which runs in train mode.  Raises InputError before
+        anything is sent when they do not fit the capture; RankError when another rank failed.
         """
         return self.step_call(args, kwargs, target)
 

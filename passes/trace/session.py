@@ -247,9 +247,18 @@ def run(
         raise ForwardRaised(
             f"{what} raised {type(error).__name__}: {error}",
             where=source_of_traceback(error),
-            remedy="run the model once on the example inputs without pdcompile",
+            remedy=_remedy(args, kwargs, target, lost=recorder.region == "loss"),
         ) from error
     return output, loss
+
+
+def _remedy(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, lost: bool) -> str:
+    """What to try where the user's Python raised."""
+    if lost and target is None:
+        return "there was no target: pass target=… to step (example_target= to compile)"
+    if not kwargs and len(args) == 1 and isinstance(args[0], dict):
+        return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
+    return "run the model once on the example inputs without pdcompile"
 
 
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:

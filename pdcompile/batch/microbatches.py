@@ -75,7 +75,7 @@ def weights(
 
     Raises:
         InputError: a callable returned something negative, not finite, or 0 throughout.
-        ConfigError: reduction is none of the three.
+        ConfigError: reduction is none of the three, or the callable raised.
     """
     if reduction == "mean" or reduction == "sum":
         if not layout.splits:
@@ -88,7 +88,7 @@ def weights(
             remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
         )
     parts = split(flat.leaves, layout, num_microbatches)
-    items = [_count(reduction(*flat.unflatten(part))) for part in parts]
+    items = [_count(_called(reduction, *flat.unflatten(part))) for part in parts]
     total = sum(items)
     if not all(math.isfinite(count) and count >= 0 for count in items) or total == 0:
         raise InputError(
@@ -97,6 +97,18 @@ def weights(
             "minibatch has to contain at least one",
         )
     return [count / total for count in items]
+
+
+def _called(reduction: Callable[..., Any], args: Any, kwargs: Any, target: Any) -> Any:
+    try:
+        return reduction(args, kwargs, target)
+    except Exception as error:  # it is the user's: whatever it raises
+        raise ConfigError(
+            f"loss_reduction raised {type(error).__name__}: {error}",
+            where="loss_reduction",
+            remedy=f"it is called with (args, kwargs, target) as forward binds them, here with "
+            f"{len(args)} positional arguments and the keywords {sorted(kwargs)}",
+        ) from error
 
 
 def _count(items: Any) -> float:
