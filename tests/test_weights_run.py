@@ -99,6 +99,7 @@ def test_a_tensor_that_has_no_name_is_refused_by_its_place() -> None:
         pipe.step(torch.ones(2, 4))
 
 
+# Each line begins anew: a progress bar of the other rank may have left one open.
 RANKS = """
     import sys
     from functools import partial
@@ -124,13 +125,13 @@ RANKS = """
     losses = [float(pipe.forward_backward(**batch(seed)).loss) for seed in range(2)]
     mine = [name for name, p in model.named_parameters() if not p.is_meta]
     owned = dict(pipe.named_parameters())
-    print(f"rank {pipe.ranks[0]} holds {' '.join(mine)}", flush=True)
-    print(f"rank {pipe.ranks[0]} read {' '.join(sorted(read))}", flush=True)
+    print(f"\\nrank {pipe.ranks[0]} holds {' '.join(mine)}", flush=True)
+    print(f"\\nrank {pipe.ranks[0]} read {' '.join(sorted(read))}", flush=True)
     reference = pdcompile.reference(llama(tie=tie), **common)
     theirs = [float(reference.forward_backward(**batch(seed)).loss) for seed in range(2)]
     wanted = dict(reference.named_parameters())
     unequal = [n for n, p in owned.items() if not torch.equal(p.grad, wanted[n].grad)]
-    print(f"rank {pipe.ranks[0]}: losses {losses == theirs}, {len(owned)} gradients, "
+    print(f"\\nrank {pipe.ranks[0]}: losses {losses == theirs}, {len(owned)} gradients, "
           f"unequal {unequal}", flush=True)
     pipe.close()
 """
