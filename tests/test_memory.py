@@ -89,9 +89,9 @@ def test_a_forecast_is_what_generated_stages_hold(name: str) -> None:
     for predicted, truth in compared(*SMALL[name]()):
         assert predicted.rehearsed
         assert predicted.saved_bytes == truth.resident
-        assert predicted.first_peak_bytes == pytest.approx(truth.first_peak, rel=0.03)
+        assert predicted.first_peak_bytes == pytest.approx(truth.first_peak, rel=0.02)
         peak = predicted.saved_bytes + predicted.workspace_bytes
-        assert peak == pytest.approx(truth.next_peak, rel=0.03)
+        assert peak == pytest.approx(truth.next_peak, rel=0.02)
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ next expression has none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from pdcompile.graph import Op, OpGraph, Ref, walk
+
+INSIDE = 52  # columns of an expression that goes into another one, as the code generator has it
 
 
 def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[list[str]]:
@@ -49,17 +51,34 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
 def _passed_on(ops: Sequence[Op], scopes: Sequence[tuple[str, ...]]) -> set[str]:
     """Values without a name of the author's that the next op alone reads: no variable has them.
 
-    Longer expressions, whose values wait for one another, are told from statements by their
-    length in the source; they count as statements here.
+    Long expressions are statements, so how long they get in the source is estimated here, which
+    the plan is too early to know.
     """
     readers = Counter(ref.name for op in ops for ref in walk((op.args, op.kwargs), Ref))
-    found = set()
+    columns: dict[str, int] = {}
     for (op, scope), (reader, other) in pairwise(zip(ops, scopes, strict=True)):
         drawn = op.draw is not None and op.kind != "module"  # seeded by a line before
         plain = not (op.variable or op.mutates or op.opaque or drawn)
         if plain and readers[op.name] == 1 and op.name in reader.inputs and scope == other:
-            found.add(op.name)
-    return found
+            length = _columns(op, scope, columns)
+            if length <= INSIDE:
+                columns[op.name] = length
+    return set(columns)
+
+
+def _columns(op: Op, scope: tuple[str, ...], inner: Mapping[str, int]) -> int:
+    """About how long the expression of an op is; `inner` are those that go into it."""
+    head = len(op.target.rpartition(".")[2]) + len("F.()")
+    if op.kind == "module":
+        path = op.module_path[len(scope[0]) + 1 :] if scope else op.module_path
+        numbers = sum(part.isdigit() for part in path.split("."))
+        head = len("self.()") + len(path) + 3 * numbers  # h["3"] for h.3
+    given = (*op.args, *(value for _, value in op.kwargs))
+    arguments = [value for value in given if value is not None and value is not False]  # defaults
+    return head + sum(
+        inner.get(value.name, len(value.name)) if isinstance(value, Ref) else len(f"{value}, ")
+        for value in arguments
+    )
 
 
 def _scopes(graph: OpGraph, ops: Sequence[Op]) -> list[tuple[str, ...]]:
