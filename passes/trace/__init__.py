@@ -91,14 +91,22 @@ def capture(
 
     found, whole = once()
     if table.eager_paths.asked_of_inputs:
-        general, reads = (found, whole), table.reads
+        short = None
         if _differs(model, found, flat, layout):
-            table.eager_paths.always, table.reads = True, Reads(flat, layout)
+            reads, table.reads = table.reads, Reads(flat, layout)
+            table.eager_paths.always = True
             with suppress(TraceError):
-                found, whole = once()
-        if set(whole.paths) > set(general[1].paths) or _differs(model, found, flat, layout):
-            (found, whole), table.reads = general, reads
-        if found is general[0]:
+                short = once()
+            if short is not None and not (
+                set(short[1].paths) <= set(whole.paths)
+                and not _differs(model, short[0], flat, layout)
+            ):
+                short = None
+            if short is None:
+                table.reads = reads
+        if short is not None:
+            found, whole = short
+        else:
             found = Capture(*(_noted(graph) for graph in (found.train, found.eval)))
     whole.warn()
     table.reads.warn()

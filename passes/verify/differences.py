@@ -50,13 +50,6 @@ def differences(
     return found
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to rounding: sums of unlike order are off by a share of their largest terms."""
-    finite = other[torch.isfinite(other)].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, atol=max(1e-8, 1e-5 * scale), equal_nan=True)
-
-
 def distance(one: torch.Tensor | None, other: torch.Tensor | None, *, exact: bool) -> float | None:
     """The largest absolute difference; None where there is none that counts."""
     if one is None or other is None:
@@ -71,7 +64,7 @@ def distance(one: torch.Tensor | None, other: torch.Tensor | None, *, exact: boo
     if not (one.is_floating_point() or one.is_complex()):
         return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
     equal = (one == other) | ((one != one) & (other != other))
-    if bool(equal.all()) or (not exact and _close(one, other)):
+    if bool(equal.all()) or (not exact and torch.allclose(one, other, equal_nan=True)):
         return None
     gap = (one - other).abs()
     return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
