@@ -34,6 +34,8 @@ from pdcompile.steps import Steps
 from pdcompile.units import format_bytes
 from tests.helpers.live_stages import Measured, measured
 
+MICROBATCHES = 4
+
 HEADER = """# Memory: forecast and measurement
 
 Written by `python -m benchmarks.memory --write docs/memory.md`; bytes of one microbatch on one
@@ -135,10 +137,11 @@ def _planned(
     one: Sample, flat: FlatCall, layout: BatchLayout, num_stages: int
 ) -> tuple[Capture, Plan]:
     options = Options(
-        loss_fn=one.loss_fn, optimizer=None, stages=num_stages, microbatches=1,
+        loss_fn=one.loss_fn, optimizer=None, stages=num_stages, microbatches=MICROBATCHES,
         costs="estimated", time_limit=0,
     )  # fmt: skip
-    chosen = choose(options, batch_size=layout.size, splits=True, num_ranks=None)
+    # Several microbatches of the sample's size: with one alone stages would not have to balance.
+    chosen = choose(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
     return captured, make_plan(one.model, captured, options, chosen, flat, Steps())
 

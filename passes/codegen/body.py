@@ -15,11 +15,12 @@ from pdcompile.passes.codegen.expressions import (
     expression,
     literal,
     quote,
+    rough,
     subscript,
 )
 from pdcompile.passes.codegen.header import gathered
 from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.inline import Inliner
+from pdcompile.passes.codegen.inline import Inliner, may_draw
 from pdcompile.passes.codegen.layout import Layout, name_below
 from pdcompile.passes.codegen.pairs import Pair
 from pdcompile.passes.codegen.pieces import (
@@ -77,7 +78,7 @@ class Body:
     def lines(self) -> list[Line]:
         """The statements, without the return."""
         pieces = pieces_of(self.pairs, self.place.layout, self.graph, self.call.outputs)
-        inliner = Inliner(self.wishes, self.call.outputs, self._share, self._rough, _may_draw)
+        inliner = Inliner(self.wishes, self.call.outputs, self._share, self._rough, may_draw)
         self.unnamed = inliner.unnamed(pieces)
         self._name(pieces)
         done = self._size_line()
@@ -147,10 +148,8 @@ class Body:
         if isinstance(item, Call):
             head = access.module(self.place.layout.root, self.call.path, item.path)
             return f"{head}({', '.join(map(value, item.inputs))})"
-        if item.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
-            return ", ".join(literal(argument, scope) for argument in item.args)
         twin = piece.twin if isinstance(piece, Pair | Unpack) else None
-        return expression(item, twin if isinstance(twin, Op) else None, scope, scope)
+        return rough(item, twin if isinstance(twin, Op) else None, scope)
 
     # Pieces
 
@@ -165,7 +164,7 @@ class Body:
 
     def _op(self, op: Op, twin: Op | None, items: Sequence[str] = ()) -> list[Line]:
         done = []
-        if _may_draw(op) or (twin is not None and _may_draw(twin)):
+        if may_draw(op) or (twin is not None and may_draw(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
         scope = self._scope(copied=copied_buffers(op, self.graph))
         scope_eval = replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
@@ -337,20 +336,6 @@ def _in_place_on(piece: Piece) -> str | None:
         first = item.args[0]
         return first.name if isinstance(first, Ref) else None
     return None
-
-
-def _may_draw(op: Op) -> bool:
-    """Whether a function needs `draw` before it; leaf modules are seeded by the runtime's hooks.
-
-    Attention counts as a draw in every model, but without dropout it never looks at the stream.
-    """
-    if op.draw is None or op.kind in ("module", "opaque"):
-        return False
-    if op.target.endswith(".scaled_dot_product_attention"):
-        place = 4  # of dropout_p
-        dropout = op.args[place] if len(op.args) > place else dict(op.kwargs).get("dropout_p", 0.0)
-        return dropout != 0.0
-    return True
 
 
 def copied_buffers(op: Op, graph: OpGraph) -> frozenset[str]:

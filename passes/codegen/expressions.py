@@ -246,3 +246,10 @@ def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
     if name in UNARY and len(operands) == 1:
         return f"{UNARY[name]}{atom(operands[0])}"
     return call(scope.function(op.target), operands)
+
+
+def rough(op: Op, twin: Op | None, scope: Scope) -> str:
+    """What takes the place of an op's expression before the variables have their final names."""
+    if op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
+        return ", ".join(literal(argument, scope) for argument in op.args)
+    return expression(op, twin, scope, scope)

@@ -114,3 +114,17 @@ def _operands(piece: Piece) -> list[str]:
     if isinstance(piece, Loop) or not isinstance(item, Op):
         return list(reads(piece))
     return [ref.name for ref in walk((item.args, item.kwargs), Ref)]
+
+
+def may_draw(op: Op) -> bool:
+    """Whether a function needs `draw` before it; leaf modules are seeded by the runtime's hooks.
+
+    Attention counts as a draw in every model, but without dropout it never looks at the stream.
+    """
+    if op.draw is None or op.kind in ("module", "opaque"):
+        return False
+    if op.target.endswith(".scaled_dot_product_attention"):
+        place = 4  # of dropout_p
+        dropout = op.args[place] if len(op.args) > place else dict(op.kwargs).get("dropout_p", 0.0)
+        return dropout != 0.0
+    return True

@@ -8,13 +8,16 @@ next expression has none.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from pdcompile.graph import Op, OpGraph, Ref, walk
-
-INSIDE = 52  # columns of an expression that goes into another one, as the code generator has it
+from pdcompile.graph import Op, OpGraph
+from pdcompile.passes.codegen import access
+from pdcompile.passes.codegen.expressions import Scope, rough
+from pdcompile.passes.codegen.inline import Inliner, may_draw
+from pdcompile.passes.codegen.pairs import Pair
+from pdcompile.passes.codegen.pieces import Piece
+from pdcompile.passes.codegen.skeleton import Node, skeleton
+from pdcompile.passes.naming import wishes
 
 
 def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[list[str]]:
@@ -27,7 +30,7 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
     scopes = _scopes(graph, ops)
     ends = _ends(scopes)
     last = {name: i for i, op in enumerate(ops) for name in op.inputs}
-    passed = _passed_on(ops, scopes)
+    passed = _passed_on(graph, ops, scopes, kept)
     bound: dict[tuple[str, int, str], list[int]] = {}  # scope, its end, variable -> ops
     place: list[tuple[str, int]] = []
     for i, op in enumerate(ops):
@@ -48,37 +51,53 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
     return found
 
 
-def _passed_on(ops: Sequence[Op], scopes: Sequence[tuple[str, ...]]) -> set[str]:
+def _passed_on(
+    graph: OpGraph, ops: Sequence[Op], scopes: Sequence[tuple[str, ...]], kept: Collection[str]
+) -> set[str]:
     """Values without a name of the author's that the next op alone reads: no variable has them.
 
-    Long expressions are statements, so how long they get in the source is estimated here, which
-    the plan is too early to know.
+    Decided as the code generator decides it, from training alone.
     """
-    readers = Counter(ref.name for op in ops for ref in walk((op.args, op.kwargs), Ref))
-    columns: dict[str, int] = {}
-    for (op, scope), (reader, other) in pairwise(zip(ops, scopes, strict=True)):
-        drawn = op.draw is not None and op.kind != "module"  # seeded by a line before
-        plain = not (op.variable or op.mutates or op.opaque or drawn)
-        if plain and readers[op.name] == 1 and op.name in reader.inputs and scope == other:
-            length = _columns(op, scope, columns)
-            if length <= INSIDE:
-                columns[op.name] = length
-    return set(columns)
+    scope_of = dict(zip((op.name for op in ops), scopes, strict=True))
+    wished = wishes(graph)
+    root = _modules_of(graph, ops)
+
+    def place(piece: Piece) -> Hashable:
+        return scope_of[_op(piece).name]
+
+    def text(piece: Piece, inner: Mapping[str, str]) -> str:
+        op = _op(piece)
+        base = scope_of[op.name][0] if scope_of[op.name] else ""
+        scope = Scope(
+            value=lambda name: inner.get(name) or wished[name][0],
+            tensor=lambda fqn: access.tensor(root, base, fqn),
+            size=str,
+            device=lambda: "value.device",
+            module=lambda path: access.module(root, base, path),
+            function=lambda target: "F." + target.rpartition(".")[2],
+        )
+        return rough(op, None, scope)
+
+    return Inliner(wished, kept, place, text, may_draw).unnamed([Pair(op) for op in ops])
 
 
-def _columns(op: Op, scope: tuple[str, ...], inner: Mapping[str, int]) -> int:
-    """About how long the expression of an op is; `inner` are those that go into it."""
-    head = len(op.target.rpartition(".")[2]) + len("F.()")
-    if op.kind == "module":
-        path = op.module_path[len(scope[0]) + 1 :] if scope else op.module_path
-        numbers = sum(part.isdigit() for part in path.split("."))
-        head = len("self.()") + len(path) + 3 * numbers  # h["3"] for h.3
-    given = (*op.args, *(value for _, value in op.kwargs))
-    arguments = [value for value in given if value is not None and value is not False]  # defaults
-    return head + sum(
-        inner.get(value.name, len(value.name)) if isinstance(value, Ref) else len(f"{value}, ")
-        for value in arguments
-    )
+def _op(piece: Piece) -> Op:
+    assert isinstance(piece, Pair)
+    assert isinstance(piece.item, Op)
+    return piece.item
+
+
+def _modules_of(graph: OpGraph, ops: Sequence[Op]) -> Node:
+    """The modules of the stage, in the order in which they run."""
+    infos = {name: info for info in graph.tensors.values() for name in (info.fqn, *info.aliases)}
+    read = {op.name: (*op.attributes, *op.parameters, *op.buffers_read) for op in ops}
+    order: dict[str, None] = {}
+    for op in ops:
+        paths = [op.module_path, *(name.rpartition(".")[0] for name in read[op.name])]
+        order.update(dict.fromkeys(paths))
+    names = {name: infos[name].fqn for found in read.values() for name in found}
+    tensors = {info.fqn: info for info in infos.values()}
+    return skeleton(names, tensors, ops, order)
 
 
 def _scopes(graph: OpGraph, ops: Sequence[Op]) -> list[tuple[str, ...]]:
