@@ -95,3 +95,25 @@ def test_a_cached_helper_keeps_no_stand_ins() -> None:
     faithful(model)
     assert type(positions(8)) is Tensor
     assert positions(8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+said: list[str] = []
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    said.append(message)
+
+
+def test_a_message_that_is_given_once_is_not_given_by_every_trial_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said.clear()
+    monkeypatch.setattr(say_once, "__module__", "library.utils.logging")
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        say_once("x is taken as it is")
+        return self.lin(x)
+
+    faithful(make(forward))
+    assert said == ["x is taken as it is"]

@@ -33,5 +33,9 @@ def emptied(known: list[Any]) -> Iterator[None]:
 
 
 def _is_user(cache: Any) -> bool:
-    home = str(getattr(cache, "__module__", "")).partition(".")[0]
-    return home not in ("torch", "pdcompile", "functools", "inspect", "re", "typing")
+    home = str(getattr(cache, "__module__", "")).split(".")
+    # A logging module remembers there which messages the user has seen (warning_once).
+    return home[-1] != "logging" and home[0] not in _OTHERS
+
+
+_OTHERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
