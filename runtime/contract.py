@@ -66,22 +66,12 @@ class Expected(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from largest to smallest stride; the natural order where elements coincide.
-
-    A tensor with gaps (a slice) arrives without them, its dimensions in the order that they had:
-    what kernels compute from it is laid out as in one process.
-    """
-    strides = tensor.stride()
-    if any(not stride and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
-        return tuple(range(len(strides)))  # expanded
-    return tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
-
-
 def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     """The values as flat bytes in that order of dimensions, without a copy where they lie so.
 
-    At least one byte: an empty message still is a message.
+    A tensor with gaps (a slice) arrives without them, its dimensions in the order that they had:
+    what kernels compute from it is laid out as in one process.  At least one byte: an empty
+    message still is a message.
     """
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous()
     if not dense.numel():

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pdcompile.batch import memory_order
 from pdcompile.runtime.contract import (
     HEADER_LENGTH,
     Channel,
@@ -25,7 +26,6 @@ from pdcompile.runtime.contract import (
     Kind,
     from_bytes,
     header_of,
-    memory_order,
     read_header,
     to_bytes,
 )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcompile.batch import memory_order
 from pdcompile.errors import ContractError, DeadlockError
 from pdcompile.runtime.contract import (
     Channel,
@@ -14,7 +15,6 @@ from pdcompile.runtime.contract import (
     Kind,
     from_bytes,
     header_of,
-    memory_order,
     read_header,
     to_bytes,
 )

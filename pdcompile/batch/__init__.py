@@ -14,6 +14,7 @@ from pdcompile.batch.call import (
     flatten_call,
 )
 from pdcompile.batch.layout import BatchLayout, follow_batch, resolve_batch
+from pdcompile.batch.memory import memory_order
 from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
 from pdcompile.batch.structure import (
     flatten_output,
@@ -33,6 +34,7 @@ __all__ = [
     "flatten_output",
     "follow_batch",
     "map_tensors",
+    "memory_order",
     "microbatch_sizes",
     "output_leaves",
     "resize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from pdcompile.batch.call import (
     rebuild,
     walk,
 )
+from pdcompile.batch.memory import memory_order
 from pdcompile.errors import ConfigError, InputError
 
 
@@ -28,10 +29,13 @@ class BatchLayout:
     """Samples in the minibatch, and per path the dimension that counts them.
 
     None: the leaf is the same for every microbatch (constants, scalars, masks of size 1).
+    `orders`: the dimensions of each tensor in the order that they have in memory, in which the
+    model receives the tensors of further minibatches too, however those lie.
     """
 
     size: int
     dims: dict[str, int | None]
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def splits(self) -> bool:
@@ -58,8 +62,9 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
         ConfigError: batch_dims does not fit the call.
     """
     asked = _asked_dims(flat, batch_dims)
+    orders = {p: memory_order(x) for p, x in flat.leaves.items() if isinstance(x, Tensor)}
     if batch_dims is None:
-        return BatchLayout(1, dict.fromkeys(flat.leaves))
+        return BatchLayout(1, dict.fromkeys(flat.leaves), orders)
     sizes: dict[str, tuple[int, int]] = {}  # path -> (dimension, size there)
     for path, dim in asked.items():
         leaf = flat.leaves[path]
@@ -77,7 +82,7 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
         path: sizes[path][0] if path in sizes and sizes[path][1] == size else None
         for path in flat.leaves
     }
-    return BatchLayout(size, dims)
+    return BatchLayout(size, dims, orders)
 
 
 def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
@@ -110,7 +115,7 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
         else None
         for path, leaf in flat.leaves.items()
     }
-    return BatchLayout(size, dims)
+    return BatchLayout(size, dims, layout.orders)
 
 
 def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from pdcompile.batch.call import FlatCall
 from pdcompile.batch.layout import BatchLayout
+from pdcompile.batch.memory import dense, memory_order
 from pdcompile.batch.structure import flatten_output, unflatten_output
 from pdcompile.errors import ConfigError, InputError
 
 
 def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
-    """The same call with `size` samples: rows repeated in turn, or cut; strides keep their order.
+    """The same call with `size` samples: rows repeated in turn, or cut.
+
+    Tensors are without gaps in memory, their dimensions in the order that they had.
 
     Raises:
         InputError: size is not positive.
@@ -24,7 +27,7 @@ def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
     if size < 1:
         raise InputError(f"a minibatch of {size} samples")
     leaves = {
-        path: leaf
+        path: (dense(leaf) if isinstance(leaf, Tensor) else leaf)
         if layout.dims[path] is None
         else _take_cyclically(leaf, layout.dims[path] or 0, size)
         for path, leaf in flat.leaves.items()
@@ -45,7 +48,10 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 def split(
     flat_leaves: Mapping[str, Any], layout: BatchLayout, num_microbatches: int
 ) -> list[dict[str, Any]]:
-    """One dict of leaves for each microbatch: views along the batch dimension, the rest shared.
+    """One dict of leaves for each microbatch: parts along the batch dimension, the rest shared.
+
+    Tensors are without gaps in memory and their dimensions in the order of `layout.orders`, as
+    the model was captured: views where they lie so, else copies.
 
     A leaf that is None although it has a batch dimension (a rank that does not need it) stays
     None.  Without any batch dimension there is one microbatch.
@@ -55,8 +61,12 @@ def split(
     for path, leaf in flat_leaves.items():
         dim = layout.dims[path]
         pieces: Sequence[Any] = [leaf] * count
-        if dim is not None and isinstance(leaf, Tensor):
-            pieces = torch.tensor_split(leaf, count, dim)
+        if isinstance(leaf, Tensor):
+            order = layout.orders.get(path)
+            if dim is None:
+                pieces = [dense(leaf, order)] * count
+            else:
+                pieces = [dense(part, order) for part in torch.tensor_split(leaf, count, dim)]
         for part, piece in zip(parts, pieces, strict=True):
             part[path] = piece
     return parts
@@ -199,8 +209,7 @@ def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...]:
 
 def _take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:
     rows = torch.arange(size, device=leaf.device) % leaf.shape[dim]
-    strides = leaf.stride()
-    order = sorted(range(leaf.ndim), key=lambda d: -int(strides[d]))
+    order = memory_order(leaf)
     with torch.no_grad():
         taken = leaf.detach().permute(order).index_select(order.index(dim), rows)
     back = [order.index(d) for d in range(leaf.ndim)]

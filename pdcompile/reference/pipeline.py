@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Reference:
             )
         self._num_minibatches = 0
         self._num_evaluations = 0
+        self._orders: dict[str, tuple[int, ...]] | None = None  # in memory, of the first inputs
         self._closed = False
 
     # -- training
@@ -260,7 +262,9 @@ class Reference:
                 "(step_call(args, kwargs) for an argument called target)",
             )
         flat = flatten_call(self._model, args, kwargs, target)
-        return flat, resolve_batch(flat, self._options.batch_dims)
+        layout = resolve_batch(flat, self._options.batch_dims)
+        self._orders = layout.orders if self._orders is None else self._orders
+        return flat, replace(layout, orders=self._orders)
 
     def _forward(
         self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool

@@ -41,7 +41,33 @@ def test_splitting_loses_nothing(batch: int, count: int, dim: int) -> None:
     assert torch.equal(torch.cat([part["target"] for part in parts]), flat.leaves["target"])
     assert all(part["y"] == 7 for part in parts)
     assert [len(part["target"]) for part in parts] == microbatch_sizes(batch, count)
-    assert all(part["x"].data_ptr() >= x.data_ptr() for part in parts)  # views, no copies
+    ends = range(x.data_ptr(), x.data_ptr() + 4 * x.numel())
+    if dim == 0:
+        assert all(part["x"].data_ptr() in ends for part in parts)  # views, no copies
+    assert all(part["x"].is_contiguous() for part in parts)
+
+
+@given(st.permutations(range(3)), st.permutations(range(3)), st.integers(0, 2), st.booleans())
+def test_microbatches_lie_in_memory_as_the_first_minibatch(
+    first: list[int], later: list[int], dim: int, gaps: bool
+) -> None:
+    def laid(order: list[int]) -> Tensor:
+        made = torch.randn(4, 4, 8 if gaps else 4)[..., :4]
+        return made.permute([order.index(d) for d in range(3)])
+
+    layout = resolve_batch(call(laid(first)), {"x": dim})
+    assert layout.orders["x"] == tuple(first)
+    x = laid(later)
+    for part, kept in zip(split({"x": x}, layout, 2), x.tensor_split(2, dim), strict=True):
+        assert torch.equal(part["x"], kept)
+        assert part["x"].permute(first).is_contiguous()
+
+
+def test_an_expanded_input_is_written_out() -> None:
+    x = torch.randn(1, 3).expand(4, 3)
+    (part,) = split({"x": x}, resolve_batch(call(x)), 1)
+    assert part["x"].stride() == (3, 1)
+    assert torch.equal(part["x"], x)
 
 
 def test_leaves_that_this_rank_does_not_have_stay_none() -> None:

@@ -1,0 +1,56 @@
+"""Inputs that lie in memory otherwise than the example did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdcompile
+from tests.helpers.pipelines import by_hand, states_equal
+
+
+class Tagger(nn.Module):
+    """Its loss takes views, which torch refuses of tensors with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 11))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.embedding(ids.view(-1)))
+        return nn.functional.cross_entropy(scores, labels.view(-1))
+
+
+SENTENCES = torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(0))
+SLICES = SENTENCES[:, :-1], SENTENCES[:, 1:]
+DENSE = tuple(part.contiguous() for part in SLICES)
+
+
+@pytest.mark.parametrize(("example", "given"), [(DENSE, SLICES), (SLICES, SLICES), (SLICES, DENSE)])
+def test_slices_are_trained_on_as_their_copies(
+    example: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, plain = Tagger(), Tagger()
+    plain.load_state_dict(model.state_dict())
+    with (
+        by_hand(model, 2, example, microbatches=2) as pipe,
+        pdcompile.reference(plain, microbatches=2) as reference,
+    ):
+        for batch in (example, given):
+            assert float(pipe.step(*batch).loss) == float(reference.step(*batch).loss)
+        assert states_equal(model.state_dict(), plain.state_dict()) == []
+
+
+def test_a_second_dimension_that_counts_samples() -> None:
+    torch.manual_seed(0)
+    model, plain = Tagger(), Tagger()
+    plain.load_state_dict(model.state_dict())
+    batch = tuple(part.T.contiguous() for part in DENSE)
+    pipe = by_hand(model, 2, batch, microbatches=2, batch_dims=1)
+    expected = sum(
+        plain(*(part[:, at : at + 2].contiguous() for part in batch)) / 2 for at in (0, 2)
+    )
+    assert float(pipe.step(*batch).loss) == float(expected.detach())
