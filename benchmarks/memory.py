@@ -160,8 +160,8 @@ def closed_form(name: str) -> list[str]:
 FORMS_HEADER = """## Closed forms
 
 b is the microbatch size, s the sequence length; of what has no closed form the number of the
-example is in the sums.  oneDNN rounds the workspace of an LSTM up to pages, part by part, so that
-what an LSTM keeps is no polynomial."""
+example is in the sums.  oneDNN rounds the workspace of an LSTM up to pages, part by part: those
+are the ceilings."""
 FORMS = ("model", "symbols", "bytes in closed form", "FLOPs of the forward", "saved bytes", "no s")
 
 

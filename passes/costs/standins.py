@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pdcompile.passes.costs.call import Call, Operand
 from pdcompile.passes.costs.live import LiveStorages
 from pdcompile.passes.costs.saved import saved
+from pdcompile.passes.costs.workspaces import workspace
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
 REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated from one sample
@@ -59,6 +60,7 @@ def by_running(call: Call, build: Callable[[], nn.Module], at: Callable[[int], C
         return _run(call, build())
     # Kernels of a single sample may be others.
     low, high = _run(at(2), build()), _run(at(3), build())
+    in_pages = [_paged(one) for one in (at(2), at(3), call)]
 
     def line(first: int, second: int) -> int:
         return max(0, first + (second - first) * (b - 2))
@@ -66,9 +68,14 @@ def by_running(call: Call, build: Callable[[], nn.Module], at: Callable[[int], C
     return Role(
         high.kept_inputs,
         high.kept_outputs,
-        line(low.extra_bytes, high.extra_bytes),
+        line(low.extra_bytes - in_pages[0], high.extra_bytes - in_pages[1]) + in_pages[2],
         line(low.workspace_bytes, high.workspace_bytes),
     )
+
+
+def _paged(call: Call) -> int:
+    found = workspace(call)
+    return int(found.bytes) if found else 0
 
 
 def _run(call: Call, module: nn.Module) -> Role:

@@ -24,6 +24,7 @@ from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.lengths import Dims, probe_lengths, sequence_dims, with_length
 from pdcompile.passes.costs.polynomial import Point, fit, symbols
 from pdcompile.passes.costs.rehearse import kept_by_op
+from pdcompile.passes.costs.workspaces import Workspace, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,7 @@ class _Numbers:
     output_bytes: int
     saved_bytes: int
     measured: bool  # of a module that was kept whole: no closed form is known
+    workspace: Workspace | None  # the part of `saved_bytes` that comes in pages
 
 
 def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
@@ -307,6 +309,7 @@ def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
             int(call.output_bytes),
             kept[op.name],
             op.opaque,
+            workspace(call),
         )
         for op, call in ((op, Call(op, index)) for op in graph.ops)
     ]
@@ -333,8 +336,19 @@ def _op(op: Op, samples: Mapping[Point, _Numbers], example: Point) -> SymbolicOp
         shape = tuple(form(lambda one, i=i: one.shape[i]) for i in range(len(own.shape)))  # type: ignore[misc]
     flops = form(lambda one: one.flops)
     written = form(lambda one: one.output_bytes)
-    saved = form(lambda one: one.saved_bytes)
+    if own.workspace is None:
+        saved = form(lambda one: one.saved_bytes)
+    else:
+        rest = form(lambda one: one.saved_bytes - _workspace(one).bytes)
+        steps, rows = form(lambda one: _workspace(one).steps), form(lambda o: _workspace(o).rows)
+        paged = Workspace(own.workspace.kernels, steps, rows).bytes
+        saved = rest + paged if known else own.saved_bytes
     return SymbolicOp(op.name, op.target, op.module_path, shape, flops, written, saved, known)
+
+
+def _workspace(numbers: _Numbers) -> Workspace:
+    """That of an op which has one, at every size."""
+    return numbers.workspace or Workspace((), 0, 0)
 
 
 def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
