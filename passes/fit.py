@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcompile.errors import InfeasibleError
+from pdcompile.passes.enough import enough, with_remedy
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes
@@ -32,8 +33,35 @@ def fit(
 
     Raises:
         InfeasibleError: no such plan was found; names the stage, its limit and what its schedule
-            needs.
+            needs, and a limit under which a plan was found.
     """
+    try:
+        return _fit(problem, solve)
+    except InfeasibleError as error:
+        raise advised(error, problem, solve) from error.__cause__
+
+
+def advised(
+    error: InfeasibleError,
+    problem: PartitionProblem,
+    solve: Callable[[PartitionProblem], tuple[Plan, Partition]],
+) -> InfeasibleError:
+    """The refusal, with a limit on memory that was tried, where one would do."""
+
+    def trial(changed: PartitionProblem) -> tuple[int, bool]:
+        plan = _fit(changed, solve)
+        if plan.forecast is None:  # too long a schedule for a ledger
+            raise error
+        held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
+        return max(held), not excess(changed, plan)
+
+    found = enough(problem, trial)
+    return error if found is None else with_remedy(error, found)
+
+
+def _fit(
+    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
+) -> Plan:
     first, partition = solve(problem)
     if not excess(problem, first):
         return first
@@ -123,6 +151,5 @@ def _does_not_fit(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -
         f"{format_bytes((limit or 0) + over[stage])}: weights, gradients, optimizer state and "
         "activations fit, but not the receive slots and sends under way as well",
         where=f"stage {stage}",
-        remedy=f"add {format_bytes(over[stage])} of memory, or use more stages, more "
-        "microbatches, or a schedule with fewer weight versions (1f1b instead of 2bw)",
+        remedy=f"add {format_bytes(over[stage])} of memory on stage {stage}",
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pdcompile.change import Change, changed_cluster
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
-from pdcompile.passes.fit import excess, fit
+from pdcompile.passes.fit import advised, excess, fit
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken, stage_uses
@@ -144,7 +144,10 @@ def _fitted(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
     """`fit`, where there are ledgers; a schedule too long to walk keeps the planner's formula."""
-    plan, partition = solve(problem)
+    try:
+        plan, partition = solve(problem)
+    except InfeasibleError as error:
+        raise advised(error, problem, solve) from None
     if plan.forecast is None:
         return plan
     first = iter([(plan, partition)])

@@ -76,7 +76,12 @@ class PlanError(PdcompileError, ValueError):
 
 
 class InfeasibleError(PdcompileError):
-    """No plan satisfies the limits; names the limits that conflict and what would help."""
+    """No plan satisfies the limits; names the limits that conflict and what would help.
+
+    `others` are the remedies that ask for no memory.
+    """
+
+    others: tuple[str, ...] = ()
 
 
 class ScheduleError(PdcompileError):

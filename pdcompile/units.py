@@ -27,7 +27,7 @@ SECONDS = {unit: Fraction(1, 1000**i) for i, unit in enumerate(("s", "ms", "us",
 _NUMBER = re.compile(
     r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-zµ/]*)\s*", re.ASCII
 )
-_SYNONYMS = {"KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
+_SYNONYMS = {"byte": "B", "bytes": "B", "KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
 
 
 def parse_bytes(value: int | str, *, what: str = "size", where: str | None = None) -> int:
@@ -78,6 +78,14 @@ def format_rate(bytes_per_second: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Three digits for a reader: ``1.25 ms``."""
     return _format(seconds, [("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
+
+
+def three_digits(count: int, *, up: bool = True) -> tuple[int, str]:
+    """(bytes rounded up or down to three digits, a text that `parse_bytes` reads back)."""
+    step = 10 ** max(0, len(str(count)) - 3)
+    rounded = (-(-count // step) if up else count // step) * step
+    prefix = max((p for p, f in _DECIMAL.items() if f <= max(rounded, 1)), key=_DECIMAL.__getitem__)
+    return rounded, f"{rounded / _DECIMAL[prefix]:.3g} {prefix}B"
 
 
 def exact_bytes(count: int) -> str:

@@ -58,8 +58,15 @@ def test_versions_and_optimizer_are_named() -> None:
     problem = sized([10, 300, 10], [1000, 1000], memory=MemoryRule(2, 1, 2.0))
     text = refusal(problem)
     assert "2 weight versions, 1 gradient, optimizer 2 times" in text
-    assert "1f1b" in text
-    assert "optimizer with less state" in text
+    assert "an optimizer without state" in text
+    assert "1f1b" not in text  # with one version 300 * 4 bytes are still too many
+    assert "a schedule with one weight version" in refusal(
+        sized([10, 300, 10], [1300, 1300], memory=MemoryRule(2, 1, 2.0))
+    )
+    assert '("1f1b") together with an optimizer' in refusal(
+        sized([10, 300, 10], [650, 650], memory=MemoryRule(2, 1, 2.0))
+    )
+    assert "1f1b" not in refusal(sized([300, 300], [1000, 1000], memory=MemoryRule(1, 1, 2.0)))
 
 
 def test_sum_too_large() -> None:

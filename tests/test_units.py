@@ -15,6 +15,7 @@ from pdcompile.units import (
     parse_bytes,
     parse_rate,
     parse_seconds,
+    three_digits,
 )
 
 
@@ -107,3 +108,16 @@ def test_exact_bytes_come_back(count: int) -> None:
 def test_exact_rates_and_seconds_come_back(number: float) -> None:
     assert parse_rate(exact_rate(number)) == number
     assert parse_seconds(exact_seconds(number)) == number
+
+
+@given(st.integers(0, 10**16))
+def test_three_digits_come_back(count: int) -> None:
+    for up in (True, False):
+        number, text = three_digits(count, up=up)
+        assert parse_bytes(text) == number
+        assert len(text.split()[0].replace(".", "")) <= 3
+        assert count <= number <= 1.01 * count + 1 if up else number <= count <= 1.01 * number + 1
+
+
+def test_an_amount_that_a_message_names_can_be_pasted() -> None:
+    assert parse_bytes("20838400 bytes") == 20838400

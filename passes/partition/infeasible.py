@@ -10,7 +10,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.conflict import Conflict, Oracle, conflict
 from pdcompile.passes.partition.limits import listed
 from pdcompile.passes.partition.model import Model, build
-from pdcompile.passes.partition.remedies import remedies_of
+from pdcompile.passes.partition.remedies import cheaper, remedies_of
 from pdcompile.problem import PartitionProblem
 from pdcompile.units import format_bytes
 
@@ -116,7 +116,7 @@ def explain(
     seconds = min(EXPLAIN_SECONDS, max(1.0, budget.left))
     oracle = Oracle(Budget(seconds, within=budget), seed)
     found = conflict(problem, oracle)
-    remedies = remedies_of(problem, found, oracle)
+    memory, remedies = remedies_of(problem, found, oracle)
     reason = contradiction
     message = "" if reason is None else reason.message
     if reason is None:
@@ -124,9 +124,8 @@ def explain(
         reasons = (_too_many_stages, _item_too_large, _sum_too_large)
         reason = next((error for why in reasons if (error := why(model))), None)
         message = _in_words(model, found) if reason is None else reason.message
-        remedies += (
-            _cheaper(model) if any(limit.stage is not None for limit in found.limits) else []
-        )
+        if any(limit.stage is not None for limit in found.limits):
+            remedies += cheaper(problem, oracle)
     named = listed(found.limits)
     if found.smallest:
         message += f"; the smallest conflict: {named}"
@@ -134,13 +133,16 @@ def explain(
         message += f"; in conflict, and each needed for it: {named}"
     else:
         message += f"; which of these conflict was not found in time: {named}"
-    if reason is not None and reason.remedy and (not remedies or reason is not contradiction):
+    known = memory or remedies
+    if reason is not None and reason.remedy and (not known or reason is not contradiction):
         remedies = [reason.remedy, *remedies]
-    return InfeasibleError(
+    error = InfeasibleError(
         message,
         where=None if reason is None else reason.where,
-        remedy=", or ".join(remedies) or "drop one of these, or ask for fewer stages",
+        remedy=", or ".join([*memory, *remedies]) or "drop one of these, or ask for fewer stages",
     )
+    error.others = tuple(remedies)
+    return error
 
 
 def _too_many_stages(model: Model) -> InfeasibleError | None:
@@ -221,15 +223,3 @@ def _rule(model: Model) -> str:
     versions = "1 weight version" if rule.versions == 1 else f"{rule.versions} weight versions"
     buffers = "1 gradient" if rule.gradient_buffers == 1 else f"{rule.gradient_buffers} gradients"
     return f"{versions}, {buffers}, optimizer {rule.optimizer_factor:g} times the weights"
-
-
-def _cheaper(model: Model) -> list[str]:
-    rule = model.problem.memory
-    hints = []
-    if rule.versions > 1:
-        hints.append('a schedule with one weight version ("1f1b")')
-    if rule.optimizer_factor >= 2:
-        hints.append("an optimizer with less state")
-    if max(rule.in_flight, default=1) > 1 and any(model.saved_bytes):
-        hints.append("smaller microbatches")
-    return hints

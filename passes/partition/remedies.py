@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,15 @@ NAMED = 3  # stages for which memory alone is tried
 CLOSE = 1e-3  # relative: how near the least memory a bisection goes
 
 
-def remedies_of(problem: PartitionProblem, found: Conflict, oracle: Oracle) -> list[str]:
+def remedies_of(
+    problem: PartitionProblem, found: Conflict, oracle: Oracle
+) -> tuple[list[str], list[str]]:
     """In words, the least that would help: each of them alone is enough.
 
-    Memory of one stage alone, memory of all stages alike, leaving out wishes, fewer stages.
+    Memory of one stage alone and of all stages alike; leaving out wishes, fewer stages.
     """
     texts: list[str] = []
+    others: list[str] = []
     try:
         stages = [limit.stage for limit in found.limits if limit.stage is not None]
         for s in stages[:NAMED]:
@@ -33,10 +37,55 @@ def remedies_of(problem: PartitionProblem, found: Conflict, oracle: Oracle) -> l
                 texts.append(text)
         if stages and len(_limited(problem)) > 1 and (text := _alike(problem, oracle)):
             texts.append(text)
-        texts += _left_out(problem, found, oracle)
+        others += _left_out(problem, found, oracle)
     except OutOfTimeError:
         pass
-    return texts
+    return texts, others
+
+
+def cheaper(problem: PartitionProblem, oracle: Oracle) -> list[str]:
+    """Ways to train that need less memory: those that are enough alone, else all together."""
+    rule = problem.memory
+    changes: list[tuple[str, Callable[[PartitionProblem], PartitionProblem]]] = []
+    if rule.versions > 1:
+        changes.append(
+            ('a schedule with one weight version ("1f1b")', lambda p: _ruled(p, versions=1))
+        )
+    if rule.optimizer_factor > 0:
+        changes.append(
+            ("an optimizer without state (plain SGD)", lambda p: _ruled(p, optimizer_factor=0.0))
+        )
+    if any(item.saved_bytes or item.workspace_bytes for item in problem.items):
+        changes.append(("microbatches of half the size", _halved))
+    try:
+        alone = [text for text, change in changes if _feasible(change(problem), oracle)]
+        if alone or len(changes) < 2:
+            return alone
+        for _, change in changes:
+            problem = change(problem)
+        if _feasible(problem, oracle):
+            return [" together with ".join(text for text, _ in changes)]
+    except OutOfTimeError:
+        pass
+    return []
+
+
+def _feasible(problem: PartitionProblem, oracle: Oracle) -> bool:
+    """With other sizes than the oracle has worked with, which it keeps."""
+    return Oracle(oracle.budget, oracle.seed).feasible(problem)
+
+
+def _ruled(problem: PartitionProblem, **changes: Any) -> PartitionProblem:
+    return replace(problem, memory=replace(problem.memory, **changes))
+
+
+def _halved(problem: PartitionProblem) -> PartitionProblem:
+    """With microbatches of half as many samples; what is sent is left as it is."""
+    items = tuple(
+        replace(item, saved_bytes=item.saved_bytes // 2, workspace_bytes=item.workspace_bytes // 2)
+        for item in problem.items
+    )
+    return replace(problem, items=items)
 
 
 def _alone(problem: PartitionProblem, stage: int, oracle: Oracle) -> str | None:

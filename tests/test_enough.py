@@ -1,0 +1,81 @@
+"""A plan that does not fit names a limit that is enough."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pdcompile.change import Change
+from pdcompile.cluster import Cluster
+from pdcompile.constraints import Forbid
+from pdcompile.errors import InfeasibleError
+from pdcompile.graph import OpCost, OpGraph
+from pdcompile.passes.whatif import whatif
+from pdcompile.plan import Plan
+from pdcompile.units import parse_bytes
+from tests.helpers.graphs import chain
+from tests.helpers.planned import planned
+
+
+def with_memory(cluster: Cluster, limit: int) -> Cluster:
+    devices = tuple(replace(device, memory_bytes=limit) for device in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+def named(refused: InfeasibleError) -> int:
+    """The limit that the remedy names, in bytes."""
+    found = re.match(r"(.*?B) of memory on every stage", refused.remedy or "")
+    assert found, refused.remedy
+    return parse_bytes(found[1])
+
+
+def refusal(graph: OpGraph, limit: int, stages: int, schedule: str) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        planned(graph, with_memory(Cluster.local(stages), limit), schedule=schedule)
+    return caught.value
+
+
+def sized(sizes: list[int]) -> OpGraph:
+    """A chain whose ops have that many bytes of parameters and of activations."""
+    graph = chain(len(sizes))
+    costs = [
+        OpCost(
+            1e-3,
+            2e-3,
+            parameter_bytes=n,
+            saved_bytes=n,
+            output_bytes=n,
+            workspace_bytes=n,
+            microbatch_size=4,
+        )
+        for n in sizes
+    ]
+    ops = tuple(replace(op, cost=cost) for op, cost in zip(graph.ops, costs, strict=False))
+    return replace(graph, ops=(*ops, *graph.ops[len(ops) :]))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
+def test_the_limit_that_is_named_is_enough(schedule: str) -> None:
+    graph = sized([1_000, 90_000, 20_000, 40_000, 70_000])
+    enough = named(refusal(graph, 100, 2, schedule))
+    found = planned(graph, with_memory(Cluster.local(2), enough), schedule=schedule)
+    assert found.forecast is not None
+    assert max(ledger.total_bytes for ledger in found.forecast.ledgers) <= enough
+
+
+def test_what_if_names_such_a_limit_too() -> None:
+    plan: Plan = planned(sized([50_000] * 4), Cluster.local(2))
+    with pytest.raises(InfeasibleError) as caught:
+        whatif(plan, Change(memory_bytes=1000))
+    enough = named(caught.value)
+    after = whatif(plan, Change(memory_bytes=enough)).after
+    assert max(use.memory_bytes for use in after.uses) <= enough
+
+
+def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:
+    wishes = (Forbid("layers.1", 0), Forbid("layers.1", 1))
+    with pytest.raises(InfeasibleError) as caught:
+        planned(chain(4), with_memory(Cluster.local(2), 10**9), constraints=wishes)
+    assert "memory" not in (caught.value.remedy or "")
