@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_front_page_lists_the_verbs_and_the_exit_codes(call: Call) -> None:
     assert "Exit codes" in out
     positions = [out.index(f"│ {verb} ") for verb in VERBS]
     assert positions == sorted(positions)
+
+
+def test_help_fills_the_lines_of_a_narrow_terminal(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    for verb in ("", "verify"):
+        _, out, _ = call(*([verb] if verb else []), "--help")
+        prose = out.partition("Usage:")[2].partition("\u256d")[0]
+        blocks = [block.splitlines() for block in prose.split("\n" + " " * 80 + "\n")]
+        for block in blocks:
+            for line, following in itertools.pairwise(block):
+                assert len(line.rstrip()) + len(following.split()[0]) > 75, line
 
 
 def test_units_are_in_the_help(call: Call) -> None:

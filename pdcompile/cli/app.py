@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -44,6 +45,17 @@ def register() -> None:
     """Import the verbs; each adds itself to `app`.  The order is that of --help."""
     from pdcompile.cli import plan, explain, diff, whatif  # noqa: F401, I001
     from pdcompile.cli import simulate, dump, verify, run, costs  # noqa: F401
+
+    if app.registered_callback is not None:
+        app.registered_callback.help = _unwrapped(front.__doc__ or "")
+    for command in app.registered_commands:
+        command.help = _unwrapped(getattr(command.callback, "__doc__", None) or "")
+
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs as one line each, which the terminal's width then breaks; examples stay."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
 
 
 register()
