@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.graph import Capture
 from pdcompile.passes.check import Proof
-from pdcompile.passes.simulate import Simulation
 from pdcompile.plan import Edge, Plan
 from pdcompile.stage import Sources
 
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 class Compiled:
     """What rank 0 makes and every rank receives.
 
+    `sources` is None where only a plan was asked for, of a model that cannot be compared;
     `verification` is None with ``verify="off"``; `eval_edges` are the values that cross stages
     in evaluation; `pass_seconds` says how long each pass took.
     """
 
     capture: Capture
     plan: Plan
-    sources: Sources
+    sources: Sources | None
     eval_edges: tuple[Edge, ...]
     layout: BatchLayout
     proof: Proof
-    simulation: Simulation
     verification: Verification | None
     pass_seconds: tuple[tuple[str, float], ...] = ()
 
@@ -54,4 +53,5 @@ class Compiled:
         """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""
         from pdcompile.passes import codegen
 
+        assert self.sources is not None, "only a plan was asked for"
         codegen.write(self.sources, folder, model=model)

@@ -32,7 +32,7 @@ from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.session import device_of
-from pdcompile.passes.verify import verify
+from pdcompile.passes.verify import not_compared, verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
@@ -59,13 +59,15 @@ def build(
     num_ranks: int | None = None,
     wish: Open | None = None,
     step: Steps | None = None,
+    only_plan: bool = False,
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
     `num_ranks` is the number of processes, None for one process.  With a `wish` the planner also
     decides replicas, schedule and microbatches, as far as the wish leaves them open.  A plan or
     sources given in the options take the place of the passes that would make them, and are
-    checked instead.
+    checked instead.  With `only_plan` sources are made just to be verified: of a model that
+    nothing can be compared with there are none.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
@@ -103,16 +105,23 @@ def build(
             model, captured, options, chosen, resize(flat, layout, size), step
         )
     proof = step("proof", lambda: check(plan))
-    simulation = step("forecast", lambda: simulate(plan))
-    plan = replace(plan, forecast=simulation.forecast)
+    if given is not None:
+        plan = replace(plan, forecast=None)
+    forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
+    plan = replace(plan, forecast=forecast)
     if given is not None:
         check_memory(options, plan)
-    if options.verify == "auto" and (reason := unverifiable(model)):
-        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, f"not verified: {reason}"))))
-    generated = step("sources", lambda: codegen.generate(captured, plan))
-    sources = chosen_sources(options, generated)
-    verification = None
-    if options.verify != "off":
+    unverified = unverifiable(model) if options.verify == "auto" else ""
+    if unverified:
+        notes = (*plan.notes, f"not verified: {unverified}")
+        plan = replace(plan, notes=tuple(dict.fromkeys(notes)))
+    sources, verification = None, None
+    if not (only_plan and unverified):
+        generated = step("sources", lambda: codegen.generate(captured, plan))
+        sources = chosen_sources(options, generated)
+    if sources is None:
+        verification = not_compared(unverified)
+    elif options.verify != "off":
         verification = step(
             "verified",
             lambda: verify(
@@ -127,7 +136,6 @@ def build(
         eval_edges=boundaries.eval_edges(captured, plan, size),
         layout=layout,
         proof=proof,
-        simulation=simulation,
         verification=verification,
         pass_seconds=tuple(step.seconds.items()),
     )

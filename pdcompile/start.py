@@ -51,6 +51,7 @@ def preparation(
             compiled = _decode(from_rank0(options, lambda: _encode(build(flat, ranks))))
         refuse_devices(compiled.plan)
         refuse_unbuilt(compiled.plan)
+        assert compiled.sources is not None, "more than a plan was asked for"
         return Prepared(
             capture=compiled.capture,
             plan=compiled.plan,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
-from pdcompile.passes.costs.lifetimes import releases
+from pdcompile.passes.costs.lifetimes import Written, releases
 from pdcompile.passes.costs.resident import Resident, residents
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def forecast(
     members: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         members[stage].append(op)
-    found = [_rehearsed(graph, members[s], ports[s], b) for s in range(num_stages)]
+    written = Written.of(graph)
+    found = [_rehearsed(graph, written, members[s], ports[s], b) for s in range(num_stages)]
     ruled = residents(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(
         ruled[s]
@@ -91,13 +92,16 @@ def ports_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> list[P
     ]  # fmt: skip
 
 
-def _rehearsed(graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int) -> Rehearsal | None:
+def _rehearsed(
+    graph: OpGraph, written: Written, ops: Sequence[Op], ports: Ports, b: int
+) -> Rehearsal | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
-    key = _Key(graph, b).of(ops, ports)
+    freed = releases(written, ops, set(ports.results))
+    key = _Key(graph, b).of(ops, ports, freed)
     if key not in _known:
         try:
-            found = rehearse(graph, ops, ports, b)
+            found = rehearse(graph, ops, ports, b, freed)
         except Exception as error:  # ops are anyone's: whatever they raise, the rules remain
             _LOG.info("a stage is added up by rules, it cannot be rehearsed: %s", error)
             found = None
@@ -115,7 +119,7 @@ class _Key:
     b: int
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def of(self, ops: Sequence[Op], ports: Ports) -> str:
+    def of(self, ops: Sequence[Op], ports: Ports, freed: Sequence[Sequence[str]]) -> str:
         names = (*(name for op in ops for name in (*op.inputs, op.name)), *ports.received)
         lines = [f"{self.graph.training} {self.b}"]
         lines += [self._value(name) for name in dict.fromkeys(names)]
@@ -124,7 +128,7 @@ class _Key:
         lines += [self._names(part) for part in given]
         lines.append(self._names(sorted(ports.roots, key=self._number)))
         lines.append(self._names([self.graph.loss or ""]))
-        lines += [self._names(part) for part in releases(self.graph, ops, set(ports.results))]
+        lines += [self._names(part) for part in freed]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _number(self, name: str) -> int:

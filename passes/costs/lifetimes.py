@@ -8,9 +8,11 @@ next expression has none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
-from pdcompile.graph import Op, OpGraph
+from pdcompile.graph import Op, OpGraph, TensorInfo
 from pdcompile.passes.codegen import access
 from pdcompile.passes.codegen.expressions import Scope, rough
 from pdcompile.passes.codegen.inline import Inliner, may_draw
@@ -20,17 +22,40 @@ from pdcompile.passes.codegen.skeleton import Node, skeleton
 from pdcompile.passes.naming import wishes
 
 
-def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[list[str]]:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the source of every stage of a graph has in common; made once a graph.
+
+    `wished`: the name that each value gets, and whether it may be bound again; `calls`: how many
+    ops run inside each module; `tensors`: parameters and buffers by every name.
+    """
+
+    wished: Mapping[str, tuple[str, bool]]
+    calls: Mapping[str, int]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> Written:
+        infos = graph.tensors.values()
+        return cls(
+            wishes(graph),
+            Counter(path for op in graph.ops for path in _modules(op)),
+            {name: info for info in infos for name in (info.fqn, *info.aliases)},
+        )
+
+
+def releases(written: Written, ops: Sequence[Op], kept: Collection[str]) -> list[list[str]]:
     """For each op the values that nobody holds any more once it has run.
 
     Args:
+        written: of the graph that the ops belong to.
         ops: those of one stage, in order.
         kept: values that leave the stage; they are released nowhere.
     """
-    scopes = _scopes(graph, ops)
+    scopes = _scopes(written, ops)
     ends = _ends(scopes)
     last = {name: i for i, op in enumerate(ops) for name in op.inputs}
-    passed = _passed_on(graph, ops, scopes, kept)
+    passed = _passed_on(written, ops, scopes, kept)
     bound: dict[tuple[str, int, str], list[int]] = {}  # scope, its end, variable -> ops
     place: list[tuple[str, int]] = []
     for i, op in enumerate(ops):
@@ -52,15 +77,15 @@ def releases(graph: OpGraph, ops: Sequence[Op], kept: Collection[str]) -> list[l
 
 
 def _passed_on(
-    graph: OpGraph, ops: Sequence[Op], scopes: Sequence[tuple[str, ...]], kept: Collection[str]
+    written: Written, ops: Sequence[Op], scopes: Sequence[tuple[str, ...]], kept: Collection[str]
 ) -> set[str]:
     """Values without a name of the author's that the next op alone reads: no variable has them.
 
     Decided as the code generator decides it, from training alone.
     """
     scope_of = dict(zip((op.name for op in ops), scopes, strict=True))
-    wished = wishes(graph)
-    root = _modules_of(graph, ops)
+    wished = written.wished
+    root = _modules_of(written, ops)
 
     def place(piece: Piece) -> Hashable:
         return scope_of[_op(piece).name]
@@ -87,9 +112,9 @@ def _op(piece: Piece) -> Op:
     return piece.item
 
 
-def _modules_of(graph: OpGraph, ops: Sequence[Op]) -> Node:
+def _modules_of(written: Written, ops: Sequence[Op]) -> Node:
     """The modules of the stage, in the order in which they run."""
-    infos = {name: info for info in graph.tensors.values() for name in (info.fqn, *info.aliases)}
+    infos = written.tensors
     read = {op.name: (*op.attributes, *op.parameters, *op.buffers_read) for op in ops}
     order: dict[str, None] = {}
     for op in ops:
@@ -100,14 +125,10 @@ def _modules_of(graph: OpGraph, ops: Sequence[Op]) -> Node:
     return skeleton(names, tensors, ops, order)
 
 
-def _scopes(graph: OpGraph, ops: Sequence[Op]) -> list[tuple[str, ...]]:
+def _scopes(written: Written, ops: Sequence[Op]) -> list[tuple[str, ...]]:
     """For each op the modules that it runs in and that are functions here, innermost first."""
-    here = {op.name for op in ops}
-    cut: set[str] = set()
-    for op in graph.ops:
-        if op.name not in here:
-            cut.update(_modules(op))
-    return [tuple(path for path in _modules(op) if path not in cut) for op in ops]
+    here = Counter(path for op in ops for path in _modules(op))
+    return [tuple(path for path in _modules(op) if here[path] == written.calls[path]) for op in ops]
 
 
 def _modules(op: Op) -> list[str]:

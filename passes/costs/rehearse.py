@@ -23,7 +23,6 @@ from pdcompile.entrance import Entrance
 from pdcompile.graph import Op, OpGraph, TensorInfo, size_at
 from pdcompile.graph_module import materialise, run_op
 from pdcompile.passes.costs.call import Call, Index
-from pdcompile.passes.costs.lifetimes import releases
 from pdcompile.passes.costs.live import LiveStorages
 from pdcompile.passes.costs.standins import RECURRENT, Role, by_rule, by_running, play
 from pdcompile.randomness import preserved_rng
@@ -113,14 +112,17 @@ class Fakes:
                             setattr(part, name, self.tensor(prefix + name))
 
 
-def rehearse(graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int) -> Rehearsal:
+def rehearse(
+    graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int, freed: Sequence[Sequence[str]]
+) -> Rehearsal:
     """Run the ops of a stage, forward and backward, at microbatch size b.
 
+    `freed`: for each op the values that nobody holds any more once it has run (`releases`).
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor has a stand-in.
     """
     with _staged(graph, ops, ports, b) as (stage, arguments):
-        return stage.run(arguments)
+        return stage.run(arguments, freed)
 
 
 def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
@@ -224,10 +226,10 @@ class _Stage:
     meter: _Meter
     roles: Mapping[str, Role]
 
-    def run(self, arguments: Mapping[str, Tensor]) -> Rehearsal:
+    def run(self, arguments: Mapping[str, Tensor], freed: Sequence[Sequence[str]]) -> Rehearsal:
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
-            results = self._forward(arguments, entered)
+            results = self._forward(arguments, entered, freed)
         resident = self.meter.now_bytes
         self._backward(entered, results)
         # What is still held here is alive until the end, as it is for whoever calls a stage.
@@ -257,13 +259,15 @@ class _Stage:
         return found
 
     def _forward(
-        self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
+        self,
+        arguments: Mapping[str, Tensor],
+        entered: Mapping[str, Entrance],
+        freed: Sequence[Sequence[str]],
     ) -> dict[str, Any]:
         env: dict[str, Any] = dict(arguments)
         env.update({name: entrance.value for name, entrance in entered.items()})
         for name in self._written(tuple(arguments)):
             env[name] = env[name].clone()
-        freed = releases(self.index.graph, self.ops, set(self.ports.results))
         for op, names in zip(self.ops, freed, strict=True):
             env[op.name] = self._checked(op, self._result(op, env))
             for name in names:

@@ -28,7 +28,7 @@ from pdcompile.passes.verify.whole import Comparison, unlike
 from pdcompile.plan import Plan
 from pdcompile.stage import Sources
 
-__all__ = ["Compared", "Difference", "Verification", "verify"]
+__all__ = ["Compared", "Difference", "Verification", "not_compared", "verify"]
 
 
 def verify(
@@ -63,8 +63,7 @@ def verify(
     """
     meta = unverifiable(model)
     if meta and mode == "auto":
-        reason = f"{meta} (verify='blocks' and `pdcompile verify` compare it block by block)"
-        return Verification(0, 0, 0, 0, True, sources.edited, (), reason)
+        return not_compared(meta, sources.edited)
     if meta or mode == "blocks" or not fits(model, capture.train):
         report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, room=room())
         if report.differences and not sources.edited:
@@ -101,3 +100,9 @@ def verify(
         for hint in hints:
             warnings.warn(hint, stacklevel=3)
     return replace(report, notes=(*known, *hints))
+
+
+def not_compared(reason: str, edited: tuple[str, ...] = ()) -> Verification:
+    """The report on a model that `unverifiable` names a reason for, under ``verify="auto"``."""
+    remedy = "(verify='blocks' and `pdcompile verify` compare it block by block)"
+    return Verification(0, 0, 0, 0, True, edited, (), f"{reason} {remedy}")

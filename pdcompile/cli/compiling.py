@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 
 def compiled(
-    target: str, flags: Flags, wish: Open | None = None, **more: object
+    target: str,
+    flags: Flags,
+    wish: Open | None = None,
+    *,
+    only_plan: bool = False,
+    **more: object,
 ) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a spinner on stderr.
 
-    `wish`: what the planner decides besides the cut.
+    `wish`: what the planner decides besides the cut.  `only_plan`: the sources are not for use.
 
     Raises:
         PdcompileError: whatever the target or a pass refuses.
@@ -44,8 +49,9 @@ def compiled(
 
     with compiling(lines=True) as listener:
         flat = example_call(workload.model, inputs, wanted)
+        step = Steps(listener)
         return workload, driver.build(
-            workload.model, flat, options, wish=wish, step=Steps(listener)
+            workload.model, flat, options, wish=wish, step=step, only_plan=only_plan
         )
 
 

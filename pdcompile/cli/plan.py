@@ -69,7 +69,7 @@ def plan(
     from pdcompile.report.plan_answer import answer_of
     from pdcompile.report.plan_table import plan_report
 
-    _, result = compiled(target, flags, flags.wish())
+    _, result = compiled(target, flags, flags.wish(), only_plan=True)
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:
