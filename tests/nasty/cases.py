@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[[Any, Tensor], Any]
@@ -47,11 +45,6 @@ def case(verdict: str) -> Callable[[Forward], Forward]:
         return forward
 
     return add
-
-
-def whole(name: str, verdict: str, build: Callable[[], nn.Module]) -> None:
-    """Add a module as it is."""
-    CASES[name] = (build, verdict)
 
 
 # Values decide.
@@ -326,89 +319,3 @@ def writes_a_parameter(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         self.lin.weight.clamp_(-0.1, 0.1)
     return self.lin(x)
-
-
-class Sequences(nn.Module):
-    """An LSTM over packed sequences of one or two steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = (x[:, 0] > 0).long() + 1
-        packed = pack_padded_sequence(x.view(-1, 2, 4), lengths, True, enforce_sorted=False)
-        out, _ = self.rnn(packed)
-        padded, _ = pad_packed_sequence(out, batch_first=True, total_length=2)
-        return padded.flatten(1)
-
-
-class Hooked(nn.Sequential):
-    """Hooks on modules, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
-        self[0].register_forward_hook(lambda module, args, out: out * 2)
-        self[2].register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
-
-
-class SharedNorm(nn.Module):
-    """One batch norm for two layers, with a cumulative average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8, momentum=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.b(self.norm(self.a(x))))  # type: ignore[no-any-return]
-
-
-class Unused(nn.Module):
-    """A parameter that nobody uses, and one whose gradient stays None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.idle = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.aside = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.mul(x, self.aside)
-        return self.lin(x)  # type: ignore[no-any-return]
-
-
-class TiedInside(nn.Module):
-    """Weights tied to each other inside of a module that is kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.b(self.a(x))
-        return y if bool(y.sum() > 0) else y * 2
-
-
-def compiled() -> nn.Module:
-    module: Any = torch.compile(nn.Linear(8, 8))
-    return module  # type: ignore[no-any-return]
-
-
-def scripted() -> nn.Module:
-    module: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-    return module
-
-
-whole("sequences", "kept", Sequences)
-whole("hooks_on_modules", "kept", Hooked)
-whole("shared_norm", "kept", SharedNorm)
-whole("unused_parameters", "exact", Unused)
-whole("tied_inside", "kept", TiedInside)
-whole("spectral_norm", "exact", lambda: parametrizations.spectral_norm(nn.Linear(8, 8)))
-whole("weight_norm", "exact", lambda: parametrizations.weight_norm(nn.Linear(8, 8)))
-whole("old_weight_norm", "exact", lambda: torch.nn.utils.weight_norm(nn.Linear(8, 8)))
-whole("orthogonal", "exact", lambda: parametrizations.orthogonal(nn.Linear(8, 8)))
-whole("scripted", "refused", scripted)
-whole("compiled", "refused", compiled)
-whole("lazy", "refused", lambda: nn.LazyLinear(8))

@@ -14,8 +14,10 @@ from pdcompile.copied import copy_of
 from pdcompile.errors import PdcompileError
 from tests.helpers.captures import rows
 from tests.helpers.generated import mean_square
-from tests.nasty.cases import CASES
+from tests.nasty.cases import CASES as FORWARDS
+from tests.nasty.modules import MODULES
 
+CASES = {**FORWARDS, **MODULES}
 OPTIONS: dict[str, Any] = {
     "loss_fn": mean_square,
     "optimizer": partial(torch.optim.SGD, lr=0.1),
