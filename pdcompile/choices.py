@@ -110,6 +110,7 @@ def check_options(options: Options) -> None:
     _number("time_limit", options.time_limit, least=0)
     _number("max_grad_norm", options.max_grad_norm)
     _one_of("refine", options.refine, ("auto", True, False))
+    _one_of("progress", options.progress, ("auto", True, False))
     _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))
     _one_of("outputs", options.outputs, ("none", "last", "all"))
     _one_of("max_staleness", options.max_staleness, (0, 1, "any"))

@@ -49,6 +49,7 @@ from pdcompile.start import (
     preparation,
 )
 from pdcompile.steps import Steps
+from pdcompile.warn import each_once
 
 
 def build(
@@ -256,6 +257,7 @@ def compile(
     allow_edited: bool = False,
     weights: Any = None,
     group: Any = None,
+    progress: bool | Literal["auto"] = "auto",
 ) -> Pipeline:
     """Compile a model into a pipeline of stages; `pipe.step(inputs, target=…)` trains it.
 
@@ -303,6 +305,8 @@ def compile(
             fills one tensor in place; or a list of files and one function for what they do not
             have.  Each process reads what its own stage holds, one tensor at a time.
         group: a torch.distributed group to run on instead of all ranks.
+        progress: "auto": a bar on stderr while a model is compiled, where that is a terminal;
+            True: elsewhere a line for each pass; False: nothing.
 
     Raises:
         PdcompileError: one of its children; the options that cannot be right are refused here,
@@ -318,7 +322,7 @@ def compile(
     def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
         if flat is None:
             flat = example_call(model, example_inputs, example_target)
-        with compiling(lines=False) as listener:
+        with each_once(), compiling(lines=progress is True, quiet=progress is False) as listener:
             return build(model, flat, options, num_ranks=num_ranks, step=Steps(listener))
 
     pipe = Pipeline(model, options, preparation(model, options, build_from))

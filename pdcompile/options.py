@@ -41,3 +41,4 @@ class Options:
     allow_edited: bool = False
     weights: Any = None
     group: Any = None
+    progress: bool | Literal["auto"] = "auto"

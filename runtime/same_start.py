@@ -7,7 +7,6 @@ nothing would say so.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Mapping
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.runtime.launch import WAIT, World
+from pdcompile.warn import warn
 
 
 def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
@@ -49,11 +49,10 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     if world.rank == 0:
-        warnings.warn(
+        warn(
             "the ranks built different weights: all continue with those of rank 0; call "
             "torch.manual_seed before building the model",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

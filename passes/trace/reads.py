@@ -20,7 +20,6 @@ from __future__ import annotations
 import dis
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -38,6 +37,7 @@ from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.scalars import Scalar
 from pdcompile.value_checks import CAPTURED
+from pdcompile.warn import warn
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder
@@ -123,10 +123,9 @@ class Reads:
     def warn(self) -> None:
         """Tell for which values the capture was made."""
         for where, value in self.specialised.items():
-            warnings.warn(
+            warn(
                 f"forward decides by a value of the inputs ({where}): it is {value} in the "
-                "example, and calls with another one are refused",
-                stacklevel=3,
+                "example, and calls with another one are refused"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.skips import left_out, renamed, with_gates
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import FakeTensors
+from pdcompile.warn import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +338,9 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
     def run_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A scripted function is an optimised graph that detaches; its source is what it means.
-        warnings.warn(
+        warn(
             f"the TorchScript function {self.name!r} is captured as its Python source, whose "
-            "gradients TorchScript's optimiser rounds differently from the second call on",
-            stacklevel=2,
+            "gradients TorchScript's optimiser rounds differently from the second call on"
         )
         return self._torchdynamo_inline(*args, **kwargs)
 

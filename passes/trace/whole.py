@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hoo
 from pdcompile.passes.trace.refuse import Unrepeatable
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.tensors import FakeTensors
+from pdcompile.warn import warn
 
 
 class Whole:
@@ -92,10 +92,7 @@ class Whole:
             names = [f"{path!r} ({self._table.classes[path][0]})" for path in paths[:3]]
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             place = f" ({error.where})" if error.where else ""
-            warnings.warn(
-                f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}",
-                stacklevel=3,
-            )
+            warn(f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}")
 
 
 def _below(path: str, ancestor: str) -> bool:

@@ -8,7 +8,6 @@ gradients handed back as the plan says, so that a wrong edge is noticed too.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from pdcompile.passes.verify.steps import calls, is_large
 from pdcompile.passes.verify.whole import Comparison, unlike
 from pdcompile.plan import Plan
 from pdcompile.stage import Sources
+from pdcompile.warn import warn
 
 __all__ = ["Compared", "Difference", "Verification", "not_compared", "verify"]
 
@@ -98,7 +98,7 @@ def verify(
     if not full:
         known = ()  # a plan has its own notes; here only what may be a mistake
         for hint in hints:
-            warnings.warn(hint, stacklevel=3)
+            warn(hint)
     return replace(report, notes=(*known, *hints))
 
 

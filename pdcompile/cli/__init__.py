@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 from pdcompile.cli.app import app
-from pdcompile.cli.output import fail
+from pdcompile.cli.output import fail, told
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
@@ -19,7 +20,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        app(given, prog_name="pdcompile")
+        with warnings.catch_warnings():
+            warnings.showwarning = told
+            app(given, prog_name="pdcompile")
     except PdcompileError as error:
         sys.exit(fail(error, as_json="--json" in given))
     except KeyboardInterrupt:

@@ -46,8 +46,9 @@ def compiled(
     from pdcompile.batch import example_call
     from pdcompile.report.progress import compiling
     from pdcompile.steps import Steps
+    from pdcompile.warn import each_once
 
-    with compiling(lines=True) as listener:
+    with each_once(), compiling(lines=True) as listener:
         flat = example_call(workload.model, inputs, wanted)
         step = Steps(listener)
         return workload, driver.build(

@@ -65,6 +65,24 @@ def error_document(error: PdcompileError) -> dict[str, Any]:
     }
 
 
+def told(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning in the form of our errors (`warnings.showwarning`)."""
+    text = Text()
+    text.append("warning: ", style="bold yellow")
+    text.append(str(message))
+    if filename.endswith(".py"):  # a user's, not the command itself
+        text.append("\n  where: ", style="bold")
+        text.append(f"{filename}:{lineno}")
+    Console(file=file or sys.stderr, highlight=False).print(text, soft_wrap=True)
+
+
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     """Print an error as a person wants to read it; the exit code that belongs to it."""
     if as_json:

@@ -16,14 +16,14 @@ TITLE = "compiling"
 
 
 @contextmanager
-def compiling(*, lines: bool) -> Iterator[Listener]:
+def compiling(*, lines: bool, quiet: bool = False) -> Iterator[Listener]:
     """A listener for `Steps`: on a terminal a bar that disappears when all is done.
 
     Elsewhere `lines` chooses between one line a pass and nothing.  All of it goes to stderr,
-    and under torchrun only rank 0 shows it.
+    and under torchrun only rank 0 shows it.  `quiet`: nothing anywhere.
     """
     console = Console(file=sys.stderr, highlight=False)
-    if os.environ.get("RANK", "0") != "0":
+    if quiet or os.environ.get("RANK", "0") != "0":
         yield Listener()
     elif console.is_terminal:
         with Progress(

@@ -1,0 +1,69 @@
+"""Warnings as the user wants them: at a line of theirs, and each once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_BETWEEN = ("torch", "typer", "click")  # packages whose frames lie between the user's and ours
+
+
+def _folders() -> tuple[str, ...]:
+    specs = [find_spec(name) for name in _BETWEEN]
+    found = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
+    return tuple(f"{folder}/" for folder in (Path(__file__).parent, *found))
+
+
+_FOLDERS = _folders()
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the innermost line that is neither ours nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+        frame = frame.f_back
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """Inside, what is warned of again at the same place is not shown again.
+
+    Python itself forgets what it has shown whenever filters change, which torch does on many
+    calls, and a model is called many times before it is captured.
+    """
+    seen: set[tuple[str, type[Warning], str, int]] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def first(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            *rest: Any,
+            **named: Any,
+        ) -> None:
+            key = (str(message), category, filename, lineno)
+            if key not in seen:
+                seen.add(key)
+                show(message, category, filename, lineno, *rest, **named)
+
+        warnings.showwarning = first
+        yield
