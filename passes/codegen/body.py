@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from pdcompile.graph import CHECK, Affine, Op, OpGraph, Ref, walk
@@ -102,6 +103,11 @@ class Body:
     def returned(self) -> list[str]:
         """The variables of the results, in order."""
         return [self.variables.names[name] for name in self.call.outputs]
+
+    def types(self, values: Sequence[str]) -> str:
+        """Dtypes and shapes for a comment, equal ones in a row counted."""
+        found = [(text, len(list(run))) for text, run in groupby(map(self._shape_of, values))]
+        return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in found)
 
     # Names
 
@@ -207,7 +213,7 @@ class Body:
         if not call.outputs:
             return Line(text)
         names = ", ".join(self.variables.names[name] for name in call.outputs)
-        comment = ", ".join(self._shape_of(name) for name in call.outputs)
+        comment = self.types(call.outputs)
         return Line(f"{names} = {text}", comment)
 
     def _loop(self, loop: Loop) -> list[Line]:

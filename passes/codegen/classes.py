@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,18 +77,13 @@ class Constructors:
         made = [self._make(child) for child in node.children.values()]
         items = [expression for expression, _ in made]
         finished = all(done for _, done in made)
-        numbers = [int(name) for name in node.children]
-        start, count = numbers[0], len(numbers)
-        same = count > 1 and len(set(items)) == 1
+        runs = _runs([int(name) for name in node.children], items)
+        few = 2 if len(runs) > 1 else 1  # equal modules in a row that are written out
         if node.is_list:
-            inner = f"{items[0]} for _ in range({count})" if same else f"[{', '.join(items)}]"
-            return f"nn.ModuleList({inner})", finished
-        if same and numbers == list(range(start, start + count)):
-            inner = f"{{str(i): {items[0]} for i in range({start}, {start + count})}}"
-        else:
-            pairs = zip(node.children, items, strict=True)
-            inner = f"{{{', '.join(f'{quote(name)}: {item}' for name, item in pairs)}}}"
-        return f"nn.ModuleDict({inner})", finished
+            parts = [_repeated(item, count, few) for item, _, count in runs]
+            return f"nn.ModuleList({_joined(parts, '[]', '*')})", finished
+        parts = [_numbered(*run, few) for run in runs]
+        return f"nn.ModuleDict({_joined(parts, '{}', '**')})", finished
 
     def _leaf(self, node: Node) -> tuple[str, bool]:
         assert node.leaf is not None
@@ -141,6 +136,43 @@ def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
         else:
             first[fqn] = name
     return done
+
+
+def _runs(numbers: Sequence[int], items: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Equal expressions with consecutive numbers: (expression, first number, how many)."""
+    found: list[tuple[str, int, int]] = []
+    for number, item in zip(numbers, items, strict=True):
+        if found and found[-1][0] == item and number == sum(found[-1][1:]):
+            found[-1] = (item, found[-1][1], found[-1][2] + 1)
+        else:
+            found.append((item, number, 1))
+    return found
+
+
+def _repeated(item: str, count: int, few: int) -> tuple[str, bool]:
+    """Items of a list, and whether they are a generator."""
+    if count > few:
+        return f"{item} for _ in range({count})", True
+    return ", ".join([item] * count), False
+
+
+def _numbered(item: str, start: int, count: int, few: int) -> tuple[str, bool]:
+    """Entries of a dict, and whether they are a comprehension."""
+    if count > few:
+        return f"{{str(i): {item} for i in range({start}, {start + count})}}", True
+    pairs = (f"{quote(str(i))}: {item}" for i in range(start, start + count))
+    return ", ".join(pairs), False
+
+
+def _joined(parts: Sequence[tuple[str, bool]], brackets: str, star: str) -> str:
+    """A list or dict of the parts, those that repeat unpacked; alone they need no brackets."""
+    if len(parts) == 1 and parts[0][1]:
+        return parts[0][0]
+    opening, closing = ("(", ")") if star == "*" else ("", "")
+    inner = ", ".join(
+        f"{star}{opening}{text}{closing}" if repeats else text for text, repeats in parts
+    )
+    return f"{brackets[0]}{inner}{brackets[1]}"
 
 
 def _assign(owner: str, name: str, expression: str) -> Line:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from pdcompile.graph import Capture
 from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.layout import Layout
+from pdcompile.passes.codegen.layout import Block, Layout
 from pdcompile.passes.codegen.skeleton import Node
-from pdcompile.passes.codegen.text import Line, Locations, clean, shape_text
+from pdcompile.passes.codegen.text import WIDTH, Line, Locations, clean, shape_text
 from pdcompile.stage import Port, StageInterface
 
 NOTE = (
-    "Comments give dtype[shape]; b is the microbatch size, other letters are sizes that differ "
-    "between instances of a class. Modules and parameters have the "
-    "model's own names, so state_dict() has its keys. Written by pdcompile: edit it, and load the "
-    "folder again with compile(..., sources=folder). `python pipeline.py` runs all stages."
+    "Comments give dtype[shape]: b is the microbatch size{letters}. Names are the model's, also in "
+    "state_dict(). Written by pdcompile: edit it, and load it with compile(..., sources=folder). "
+    "`python pipeline.py` runs all stages."
 )
+LETTERS = ", other letters differ between instances of a class"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,39 @@ def docstring(
     title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
     text = [f'"""{title}', "", *_wrap(holds), "", *_table(_ports(interface, route)), ""]
-    text += _wrap(NOTE)
     files = sorted(set(locations.files.values()))
-    if files:
-        text += ["", *_wrap(f"Source locations are in {', '.join(files)}.")]
+    differ = any(block.arguments or _letters(block) for block in layout.blocks)
+    note = NOTE.format(letters=LETTERS if differ else "")
+    text += _wrap(f"{note} Source lines are those of {', '.join(files)}." if files else note)
     lines = [*text, '"""']
     if imports.needs:
         lines += ["", *(f"# needs: {clean(name, 90)}" for name in imports.needs)]
     return "\n".join(lines) + "\n"
 
 
+def _letters(block: Block) -> bool:
+    """Whether comments of the block have letters for sizes."""
+    shapes = (shape for mode in block.shapes for shape in mode.values())
+    return any(isinstance(size, str) for shape in shapes for size in shape)
+
+
 def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, 96, break_on_hyphens=False)
 
 
-def docstring_lines(names: Sequence[str]) -> list[Line]:
-    """The docstring of a class that holds these modules."""
-    text = f"{', '.join(names)}."
+def class_lines(name: str, source: str, members: Sequence[str]) -> list[Line]:
+    """The head of a class, with where it comes from and the modules that are instances of it.
+
+    In one line where that holds all, else with a docstring (and an empty line after it).
+    """
+    text = ", ".join(members)
+    head, about = f"class {name}(nn.Module):", f"{source}: {text}" if source else text
+    if len(head) + len(about) + 4 <= WIDTH:
+        return [Line(head, about)]
+    return [Line(head, source), *_docstring_lines(f"{text}."), Line()]
+
+
+def _docstring_lines(text: str) -> list[Line]:
     if len(text) <= 90:
         return [Line(f'"""{text}"""', depth=1, is_text=True)]
     wrapped = textwrap.wrap(text, 90, break_on_hyphens=False)
@@ -78,7 +94,7 @@ def docstring_lines(names: Sequence[str]) -> list[Line]:
 
 
 def gathered(paths: Sequence[str]) -> list[str]:
-    """Paths, those that only differ in one number as ``h.0-3.attn``."""
+    """Paths, those that only differ in one number as ``h.0-3.attn``; ``h.0.{attn, mlp}``."""
     runs: dict[tuple[str, ...], list[int]] = {}
     for path in paths:
         parts = path.split(".")
@@ -88,13 +104,17 @@ def gathered(paths: Sequence[str]) -> list[str]:
         else:
             around = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
             runs.setdefault(around, []).append(int(parts[place]))
-    found = []
+    found: dict[str, list[str]] = {}  # up to and with the number -> what follows
     for pattern, numbers in runs.items():
         parts = [clean(part, 40) for part in pattern]
         if numbers:
             parts.insert(1, _numbers(numbers))
-        found.append(".".join(part for part in parts if part))
-    return found
+        found.setdefault(".".join(filter(None, parts[:2])), []).append(".".join(parts[2:]))
+    return [
+        f"{head}.{{{', '.join(tails)}}}" if len(tails) > 1 and all(tails) else
+        ", ".join(".".join(filter(None, (head, tail))) for tail in tails)
+        for head, tails in found.items()
+    ]  # fmt: skip
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -167,16 +187,30 @@ def _ports(interface: StageInterface, route: Route) -> list[tuple[str, Port, str
     return rows
 
 
+_MANY = 2  # values that are alike, before the rest is left to the arguments of forward
+
+
 def _from_call(port: Port) -> str:
     path = clean(port.path or "")
     return "from the call" if path == port.name else f"from the call: {path}"
 
 
 def _table(rows: Sequence[tuple[str, Port, str]]) -> list[str]:
-    names = max((len(port.name) for _, port, _ in rows), default=0)
-    types = [shape_text(port.shape, port.dtype) for _, port, _ in rows]
-    width = max(map(len, types), default=0)
+    """A line for each port; one for all in a row that are alike but for their names."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for kind, port, note in rows:
+        groups.setdefault((kind, shape_text(port.shape, port.dtype), note), []).append(port.name)
+    table = [(kind, _listed(n), text, note) for (kind, text, note), n in groups.items()]
+    names = max((len(name) for _, name, _, _ in table), default=0)
+    width = max((len(text) for _, _, text, _ in table), default=0)
     return [
-        f"    {kind:<4} {port.name:<{names}}  {text:<{width}}  {note}"[:99].rstrip()
-        for (kind, port, note), text in zip(rows, types, strict=True)
+        f"    {kind:<4} {name:<{names}}  {text:<{width}}  {note}"[:99].rstrip()
+        for kind, name, text, note in table
     ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names of values that are alike; of many the first and the last."""
+    if len(names) <= _MANY or len(", ".join(names)) <= 36:
+        return ", ".join(names)
+    return f"{', '.join(names[:_MANY])}, ... {names[-1]} ({len(names)})"

@@ -168,6 +168,7 @@ class Classes:
                 arguments = self._argument((general.args, general.kwargs), number, call)
                 key.append(
                     (at, item.kind, item.target, item.variable, item.draw, item.grad_enabled,
+                     item.enables_grad,
                      item.autocast, arguments, _facts(graph, item.name))
                 )  # fmt: skip
             for name in item.outputs:

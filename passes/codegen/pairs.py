@@ -91,7 +91,8 @@ def _same_keywords(op: Op, twin: Op) -> tuple[Op, Op]:
 
 def _facts(op: Op) -> tuple[Any, ...]:
     return (
-        op.kind, op.target, op.module_path, op.draw, op.grad_enabled, op.autocast, op.region,
+        op.kind, op.target, op.module_path, op.draw, op.grad_enabled, op.enables_grad, op.autocast,
+        op.region,
         repr(op.constructor), tuple(key for key, _ in op.kwargs),
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def fill(stages, model):
 
 _OWN = (
     "stages", "inputs", "results", "model", "fill", "parameters", "filled", "k", "stage", "load",
-    "show", "loss",
+    "show", "loss", "main", "make_inputs", "Path", "enumerate", "sum", "print", "len", "B",
 )  # fmt: skip
 
 

@@ -19,19 +19,22 @@ from pdcompile.targets import from_literal
 class Region:
     grad_enabled: bool = True
     autocast: str | None = None
+    enables_grad: bool = False
 
 
 def region_of(item: Item) -> Region:
     """The region that all ops below share; the plain one when they differ."""
     if isinstance(item, Op):
-        return Region(item.grad_enabled, item.autocast)
-    found = {Region(op.grad_enabled, op.autocast) for op in ops_of(item)}
+        return Region(item.grad_enabled, item.autocast, item.enables_grad)
+    found = {region_of(op) for op in ops_of(item)}
     return found.pop() if len(found) == 1 else Region()
 
 
 def with_line(region: Region) -> Line:
     """The ``with`` statement that opens a region."""
     contexts = [] if region.grad_enabled else ["torch.no_grad()"]
+    if region.enables_grad:
+        contexts = ["torch.enable_grad()"]
     if region.autocast is not None:
         contexts.append(_autocast(region.autocast))
     return Line(f"with {', '.join(contexts)}:")

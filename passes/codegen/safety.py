@@ -29,7 +29,13 @@ _MODULES = frozenset({"torch", "nn", "F", "math", "operator"})
 _METHODS = frozenset({"__init__", "forward", "loss", "draw"})
 # What a stage writes itself, besides the targets of its ops.
 _OWN = frozenset(
-    {"torch.no_grad", "torch.autocast", "torch.device", "torch.get_default_device"}
+    {
+        "torch.no_grad",
+        "torch.enable_grad",
+        "torch.autocast",
+        "torch.device",
+        "torch.get_default_device",
+    }
     | {"torch.zeros", "torch.ones", "torch.randn", "nn.Parameter"}
 )
 

@@ -13,9 +13,8 @@ from pdcompile.passes.codegen.body import Body, Place
 from pdcompile.passes.codegen.classes import Constructors, ties
 from pdcompile.passes.codegen.header import (
     Route,
-    contents,
+    class_lines,
     docstring,
-    docstring_lines,
     gathered,
 )
 from pdcompile.passes.codegen.imports import Imports
@@ -23,7 +22,7 @@ from pdcompile.passes.codegen.layout import Block, Layout
 from pdcompile.passes.codegen.pairs import Pair, pair
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.skeleton import prune, skeleton
-from pdcompile.passes.codegen.text import Line, Locations, render, value_text
+from pdcompile.passes.codegen.text import WIDTH, Line, Locations, render, value_text
 from pdcompile.passes.codegen.tree import Call
 from pdcompile.passes.held import all_tensors
 from pdcompile.passes.naming import identifier, unique
@@ -140,6 +139,8 @@ class _Writer:
 
     def _name_classes(self) -> None:
         taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole"}
+        for mode in (self.interface.train, self.interface.eval):
+            taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         for block in self.layout.blocks:
             full = self.classes.get(block.path, ("", ""))[0]
             wish = identifier(full.rpartition(".")[2], "Block") if full else "Block"
@@ -158,21 +159,17 @@ class _Writer:
         node = replace(block.node, block=None)
         members = [p for p, index in self.layout.block_of.items() if index == block.index]
         comment = self.locations.short(source) if source else ""
-        lines = [Line(f"class {name}(nn.Module):", comment), *docstring_lines(gathered(members))]
+        lines = class_lines(name, comment, gathered(members))
         arguments = self._arguments(block)
         self.shapes = block.shapes
         forward = self._forward(block.train, block.eval, place, arguments)
         text = "\n".join(line.code for line in forward)
-        stored = [
-            Line(f"self.{name} = {name}")
-            for name in block.arguments
-            if re.search(rf"\bself\.{name}\b", text)
-        ]
+        kept = [name for name in block.arguments if re.search(rf"\bself\.{name}\b", text)]
+        owned = ", ".join(f"self.{name}" for name in kept)
+        stored = [Line(f"{owned} = {', '.join(kept)}")] if kept else []
         lines += self._init(stored + self._constructors().lines(node), block.arguments)
-        lines += [
-            Line(),
-            Line(f"def forward({', '.join(['self', *arguments])}):", self._types(block), 1),
-        ]
+        signature = ", ".join(["self", *arguments])
+        lines.append(Line(f"def forward({signature}):", self._types(block), 1))
         self.shapes = ({}, {})
         return lines + forward
 
@@ -180,17 +177,13 @@ class _Writer:
         train, evaluation = self.interface.train, self.interface.eval
         name = f"Stage{self.interface.index}"
         constructor = self._constructors().lines(self.layout.root)
+        # The docstring of the file says what it holds.
         lines = [Line(f"class {name}(nn.Module):")]
-        lines += docstring_lines(contents(self.layout) or ["no modules"])
         lines += self._init(constructor + ties(self.layout.root, self.names))
         names = [port.name for port in train.inputs]
         same = len(train.inputs) == len(evaluation.inputs)
-        lines += [
-            Line(),
-            Line(
-                f"def forward({', '.join(['self', *(names if same else ['*inputs'])])}):", depth=1
-            ),
-        ]
+        given = ", ".join(["self", *(names if same else ["*inputs"])])
+        lines.append(Line(f"def forward({given}):", depth=1))
         calls = (
             _root_call(self.layout.train, train.inputs, train.outputs),
             _root_call(self.layout.eval, evaluation.inputs, evaluation.outputs),
@@ -239,10 +232,10 @@ class _Writer:
         if not statements and not arguments:
             return []
         return [
-            Line(),
             Line(f"def __init__({', '.join(['self', *arguments])}):", depth=1),
             Line("super().__init__()", depth=2),
             *(line.deeper(2) for line in statements),
+            Line(),
         ]
 
     def _constructors(self) -> Constructors:
@@ -358,17 +351,16 @@ def _finished(body: Body, depth: int, as_tuple: bool = False) -> list[Line]:
     start = next((i for i, line in enumerate(lines) if line.code or line.comment), len(lines))
     lines = lines[start:]
     names = body.returned()
-    if as_tuple:
+    if as_tuple:  # the results keep the names that the docstring has
         inner = f"{names[0]}," if len(names) == 1 else ", ".join(names)
         lines.append(Line(f"return ({inner})"))
-    elif (
-        len(names) == 1
-        and lines
-        and lines[-1].depth == 0  # not the body of a loop
-        and lines[-1].code.startswith(f"{names[0]} = ")
-    ):
-        last = lines.pop()
-        lines.append(replace(last, code=f"return {last.code.removeprefix(f'{names[0]} = ')}"))
-    else:
-        lines.append(Line(f"return {', '.join(names)}".rstrip()))
+        return [line.deeper(depth) for line in lines]
+    comment, last = "", lines[-1] if lines else Line()
+    if names and last.depth == 0 and last.code.startswith(f"{names[-1]} = "):  # and no loop
+        expression = last.code.removeprefix(f"{names[-1]} = ")
+        whole = f"return {', '.join([*names[:-1], expression])}"
+        if len(names) == 1 or (len(whole) + 4 * depth <= WIDTH and names[-1] not in names[:-1]):
+            names, comment = [*names[:-1], expression], body.types(body.call.outputs)
+            lines.pop()
+    lines.append(Line(f"return {', '.join(names)}".rstrip(), comment))
     return [line.deeper(depth) for line in lines]

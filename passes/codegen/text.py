@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pdcompile.graph import DTYPE_BYTES, Size, Value
 
 WIDTH = 100
+_SHORT_PART = 48  # columns: shorter arguments share lines, where one line does not hold all
 _LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _SHORT = {
     name: re.sub(r"^(bfloat|float|uint|int|complex)", lambda match: _LETTERS[match[1]], name)
@@ -104,24 +105,53 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
     span = _last_brackets(code)
     if span is None:
         return None
-    start, stop = span
+    start, stop = _innermost(code, *span)
     head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
     indent = "    " * depth
     assigned = _assigned(code)
-    if tail != ")" and 0 < assigned < start:
+    if tail.strip(")]}") and 0 < assigned < start:
         whole = code[assigned:]  # the brackets are not the end of it: all of it moves
         if len(whole) + len(indent) + 4 <= WIDTH:
             return [indent + code[:assigned] + "(", f"{indent}    {whole}", indent + ")"]
     if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
         return None
-    is_tuple = re.search(r"(^|= |return )\($", head) is not None
-    if len(inner) + len(indent) + 4 <= WIDTH and not is_tuple:
+    if len(inner) + len(indent) + 4 <= WIDTH:
         return [indent + head, f"{indent}    {inner}", indent + tail]
     parts = _split_commas(inner)
+    if len(parts) > 1 or inner.endswith(","):
+        parts = [f"{part}," for part in parts]
+    if len(parts) > 1 and max(map(len, parts)) <= _SHORT_PART:
+        return [indent + head, *_filled(parts, f"{indent}    "), indent + tail]
     lines = [indent + head]
     for part in parts:
-        lines += fold(f"{part}," if len(parts) > 1 else part, depth + 1, inside=True)
+        lines += fold(part, depth + 1, inside=True)
     return [*lines, indent + tail]
+
+
+def _filled(parts: Iterable[str], indent: str) -> list[str]:
+    """As many parts to a line as it holds."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 1 + len(part) <= WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(indent + part)
+    return lines
+
+
+def _innermost(code: str, start: int, stop: int) -> tuple[int, int]:
+    """The brackets that are all that the given ones hold, as in ``f([…])``; else the given."""
+    while stop - start > 3 and code[start + 1] in "[{(" and code[stop - 1] in ")]}":
+        level, end = 0, start
+        for position, char in _outside_strings(code[start + 1 : stop]):
+            level += (char in "([{") - (char in ")]}")
+            end = start + 1 + position
+            if not level:
+                break
+        if end != stop - 1:
+            break
+        start, stop = start + 1, end
+    return start, stop
 
 
 def _assigned(code: str) -> int:

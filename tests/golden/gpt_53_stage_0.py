@@ -5,12 +5,9 @@ Holds wte, wpe, drop, blocks.0-1.
     in   ids  i64[b, 16]      from the call
     out  x    f32[b, 16, 32]  to stage 1
 
-Comments give dtype[shape]; b is the microbatch size, other letters are sizes that differ
-between instances of a class. Modules and parameters have the model's own names, so state_dict()
-has its keys. Written by pdcompile: edit it, and load the folder again with compile(...,
-sources=folder). `python pipeline.py` runs all stages.
-
-Source locations are in tests/helpers/models.py.
+Comments give dtype[shape]: b is the microbatch size. Names are the model's, also in
+state_dict(). Written by pdcompile: edit it, and load it with compile(..., sources=folder).
+`python pipeline.py` runs all stages. Source lines are those of tests/helpers/models.py.
 """
 
 import torch
@@ -22,9 +19,7 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 
 
-class Block(nn.Module):  # models.py:30
-    """blocks.0-1."""
-
+class Block(nn.Module):  # models.py:30: blocks.0-1
     def __init__(self):
         super().__init__()
         self.ln_1 = nn.LayerNorm(32)
@@ -43,10 +38,7 @@ class Block(nn.Module):  # models.py:30
         transpose_2 = part_2.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
         draw(self, 0)
         mixed = F.scaled_dot_product_attention(
-            transpose,
-            transpose_1,
-            transpose_2,
-            dropout_p=0.1 if self.training else 0.0,
+            transpose, transpose_1, transpose_2, dropout_p=0.1 if self.training else 0.0,
             is_causal=True,
         )  # f32[b, 4, 16, 8]
         drop = self.drop(self.proj(mixed.transpose(1, 2).reshape(b, 16, 32)))  # f32[b, 16, 32]
@@ -57,8 +49,6 @@ class Block(nn.Module):  # models.py:30
 
 
 class Stage0(nn.Module):
-    """wte, wpe, drop, blocks.0-1."""
-
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(64, 32)
