@@ -75,6 +75,12 @@ def format_rate(bytes_per_second: float) -> str:
     return "unlimited" if math.isinf(bytes_per_second) else format_bytes(bytes_per_second) + "/s"
 
 
+def format_flops(count: float) -> str:
+    """Three digits for a reader: ``6.44 GFLOP``."""
+    units = [("FLOP", 1.0), *((f"{p}FLOP", float(f)) for p, f in _DECIMAL.items() if p)]
+    return _format(count, units)
+
+
 def format_seconds(seconds: float) -> str:
     """Three digits for a reader: ``1.25 ms``."""
     return _format(seconds, [("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
@@ -141,10 +147,10 @@ def _format(number: float, units: list[tuple[str, float]]) -> str:
     if not math.isfinite(number):
         return str(number)
     if number == 0:
-        return f"0 {'s' if units[-1][0] == 's' else 'B'}"
+        return f"0 {'s' if units[-1][0] == 's' else units[0][0]}"
     unit, factor = next(((u, f) for u, f in reversed(units) if abs(number) / f >= 0.9995), units[0])
     scaled = number / factor
-    if abs(scaled) >= 999.5 or (unit == "B" and scaled == int(scaled)):
+    if abs(scaled) >= 999.5 or (factor == 1.0 and unit != "s" and scaled == int(scaled)):
         return f"{scaled:.0f} {unit}"
     digits = max(0, 2 - math.floor(math.log10(abs(scaled)))) if scaled else 0
     return f"{scaled:.{min(digits, 2)}f} {unit}"

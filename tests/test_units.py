@@ -10,6 +10,7 @@ from pdcompile.units import (
     exact_rate,
     exact_seconds,
     format_bytes,
+    format_flops,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -89,6 +90,10 @@ def test_numbers_that_are_no_rate(rate: float) -> None:
 )
 def test_formatted_bytes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_formatted_flops() -> None:
+    assert [format_flops(n) for n in (0, 7, 6_442_450_944)] == ["0 FLOP", "7 FLOP", "6.44 GFLOP"]
 
 
 def test_formatted_rates_and_seconds() -> None:

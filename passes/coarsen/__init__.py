@@ -21,6 +21,7 @@ from pdcompile.passes.coarsen.spans import close_cycles, join_spans
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.units import format_seconds
 
 __all__ = ["coarsen"]
 
@@ -109,5 +110,5 @@ def _scope(
     items = len(groups.members())
     text = f"{items} items of {len(graph.ops)} ops; one stage for: {rules}"
     if moved_seconds:
-        text += f"; moved ops take {moved_seconds * 1e6:.3g} us in all"
+        text += f"; moved ops take {format_seconds(moved_seconds)} in all"
     return f"{text}; {under}" if under else text

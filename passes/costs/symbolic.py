@@ -25,6 +25,7 @@ from pdcompile.passes.costs.lengths import Dims, probe_lengths, sequence_dims, w
 from pdcompile.passes.costs.polynomial import Point, fit, symbols
 from pdcompile.passes.costs.rehearse import kept_by_op
 from pdcompile.passes.costs.workspaces import Workspace, workspace
+from pdcompile.units import format_bytes, format_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +161,27 @@ class SymbolicCosts:
             f"dim {' and '.join(map(str, dims))} of {path}" for path, dims in self.sequence
         )
         return [
-            f"FLOPs of the forward: {self.flops}",
-            f"output bytes: {self.output_bytes}",
-            f"saved bytes: {self.saved_bytes}",
-            "b: the microbatch size" if "b" in self.symbols else f"example: {self.example}",
+            f"forward: {shown_flops(self.flops)}",
+            f"outputs: {shown_bytes(self.output_bytes)}",
+            f"saved for backward: {shown_bytes(self.saved_bytes)}",
+            "b: the microbatch size" if "b" in self.symbols else f"at {_sizes(self.example)}",
             f"s: {where}" if where else f"no s: {self.without}",
             f"in closed form: {self.symbolic_share:.1%} of the bytes",
         ]
+
+
+def _sizes(example: tuple[int, ...]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip("bs", example, strict=False))
+
+
+def shown_flops(count: Any) -> str:
+    """A number with its prefix, ``6.44 GFLOP``; a formula with its unit."""
+    return f"{count} FLOP" if getattr(count, "free_symbols", None) else format_flops(int(count))
+
+
+def shown_bytes(count: Any) -> str:
+    """A number with its prefix, ``1.50 MB``; a formula with its unit."""
+    return f"{count} bytes" if getattr(count, "free_symbols", None) else format_bytes(int(count))
 
 
 def symbolic_costs(

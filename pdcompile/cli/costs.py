@@ -11,7 +11,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, Target
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from pdcompile.passes.costs.symbolic import SymbolicCosts
 
@@ -55,7 +55,7 @@ def costs(
         emit_json(json.loads(found.to_json()))
         return
     console = stdout()
-    console.print(_table(found))
+    _print(console, found)
     console.print("\n".join(found.summary()), markup=False, soft_wrap=True)
 
 
@@ -80,14 +80,35 @@ def sizes_of(text: str) -> dict[str, int]:
     return found
 
 
-def _table(found: SymbolicCosts) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
+def _rows(found: SymbolicCosts) -> list[tuple[str, ...]]:
+    from pdcompile.passes.costs.symbolic import shown_bytes, shown_flops
 
-    table = Table("op", "shape", "FLOPs", "output bytes", "saved bytes", "")
-    for op in found.ops:
-        table.add_row(
-            op.name, escape(f"[{', '.join(map(str, op.shape))}]"), str(op.flops),
-            str(op.output_bytes), str(op.saved_bytes), "" if op.symbolic else "concrete",
-        )  # fmt: skip
-    return table
+    return [
+        (
+            op.name, f"[{', '.join(map(str, op.shape))}]", shown_flops(op.flops),
+            shown_bytes(op.output_bytes), shown_bytes(op.saved_bytes),
+            "" if op.symbolic else "concrete",
+        )
+        for op in found.ops
+    ]  # fmt: skip
+
+
+def _print(console: Console, found: SymbolicCosts) -> None:
+    """A table where its lines fit, else a few lines for each op: formulas are not cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("op", "shape", "forward", "output", "saved", "")
+    rows = _rows(found)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    unbounded = console.options.update(width=10_000)
+    if console.measure(table, options=unbounded).maximum <= console.width:
+        console.print(table)
+        return
+    for name, shape, flops, output, saved, mark in rows:
+        head = Text(f"{name}  {shape}{f'  {mark}' if mark else ''}")
+        head.stylize("bold", 0, len(name))
+        console.print(head, soft_wrap=True)
+        for line in (f"forward {flops}", f"output {output}", f"saved for backward {saved}"):
+            console.print(f"    {line}", markup=False, soft_wrap=True)
