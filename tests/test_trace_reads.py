@@ -101,20 +101,13 @@ def test_a_decision_on_inputs_is_captured_for_the_example_and_refused_otherwise(
     assert float(pipe.step(x, ones, target=x).loss) == first  # nothing happened in between
 
 
-def test_a_decision_that_differs_between_samples_is_refused() -> None:
+def test_a_decision_that_differs_between_samples_is_taken_by_each_call() -> None:
     mask = torch.ones(4, 3, dtype=torch.bool)
     mask[2, 1] = False
-    with pytest.raises(TraceError, match="not the same for all samples"):
-        captured(make(_masked), torch.randn(4, 3, 8), mask)
-
-
-def test_a_decision_on_activations_stays_refused() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        h = self.lin(x)
-        return h if h.sum() > 0 else h * 2 + self.lin(h).relu()
-
-    with pytest.raises(TraceError, match="reads the value"):
-        captured(make(forward))
+    model, x = make(_masked), torch.randn(4, 3, 8)
+    module = faithful(model, x, mask).train.to_module(model)
+    for each in (mask, torch.ones_like(mask)):
+        assert torch.equal(module(x, each), model(x, each))
 
 
 def test_a_small_module_that_decides_is_kept_whole() -> None:
@@ -124,7 +117,10 @@ def test_a_small_module_that_decides_is_kept_whole() -> None:
             self.scale = nn.Parameter(torch.ones(8))
 
         def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-            return h * self.scale if mask.all() else h
+            found = h.clone()
+            if mask.all():
+                found.mul_(self.scale)
+            return found
 
     def forward(self: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
         return self.small(self.lin(x), mask)
@@ -146,9 +142,12 @@ def test_a_caught_exception_is_no_validation() -> None:
             return self.lin(x) * 2
         return self.lin(x)
 
-    labels = torch.tensor([1, 7, 1, 1])
-    with pytest.raises(TraceError, match="not the same for all samples"):
-        captured(make(forward), torch.randn(4, 8), labels)
+    labels, model, x = torch.tensor([1, 7, 1, 1]), make(forward), torch.randn(4, 8)
+    graph = faithful(model, x, labels).train
+    assert not _checks(graph)
+    module = graph.to_module(model)
+    for each in (labels, labels * 0):
+        assert torch.equal(module(x, each), model(x, each))
 
 
 def test_words_of_a_check_are_not_part_of_the_fingerprint() -> None:

@@ -17,6 +17,7 @@ from pdcompile.summation import summation_order
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
 VARIES = "a value whose size depends on values"
+CONDITIONAL = "a branch that is not always taken"
 MUTATION = "in-place writes and what reads the same memory before them"
 BUFFER = "readers and writers of a written buffer"
 OPAQUE = "calls of a module that is kept whole"
@@ -69,9 +70,12 @@ def close_cycles(graph: OpGraph, groups: Groups) -> None:
 def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
     output = {ref.name for ref in walk(graph.output, Ref)}
     for value in graph.values.values():
-        if value.producer is None or (value.dtype in DTYPE_BYTES and not value.varies):
+        if value.producer is None or (
+            value.dtype in DTYPE_BYTES and not value.varies and not value.conditional
+        ):
             continue
         reason = VARIES if value.varies else UNSENDABLE if value.is_tensor else CONTAINER
+        reason = CONDITIONAL if value.conditional and not value.varies else reason
         ends = [position[value.producer], *(position[name] for name in value.consumers)]
         if value.name in output:
             ends.append(len(graph.ops))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pdcompile.graph import Argument, Op, Ref, Value, walk
+
+_MIXTURES = 8  # of outcomes of branches that are tried, beside each one alone
 
 
 def with_gradients(
@@ -12,9 +16,34 @@ def with_gradients(
 ) -> dict[str, Value]:
     """The values with `needs_gradient` filled in.
 
+    `conditional` are those that get one in some calls only: where a branch takes the other way.
+
     Without a loss every output that requires grad is a root.  A value whose storage an op
     writes depends on that op too: after ``y = x[0]; y.add_(w)`` the gradient of x reaches w.
     """
+    needed = _reached(ops, values, loss, output, {})
+    deciding = [op.name for op in ops if op.kind == "method" and op.target == "item"]
+    always = needed
+    for taken in _outcomes(deciding):
+        always = always & _reached(ops, values, loss, output, taken)
+    return {
+        name: replace(
+            value,
+            needs_gradient=value.is_tensor and name in needed,
+            conditional=value.is_tensor and name in needed and name not in always,
+        )
+        for name, value in values.items()
+    }
+
+
+def _reached(
+    ops: tuple[Op, ...],
+    values: dict[str, Value],
+    loss: str | None,
+    output: Argument,
+    taken: Mapping[str, bool],
+) -> set[str]:
+    """Values that get a gradient where decisions have these outcomes, the others any."""
     roots = [loss] if loss is not None else [ref.name for ref in walk(output, Ref)]
     needed = {name for name in roots if _differentiable(values[name])}
     storages = {values[name].storage for name in needed if values[name].is_tensor}
@@ -22,15 +51,36 @@ def with_gradients(
         written = {values[name].storage for name in op.mutates if values[name].is_tensor}
         if not (op.name in needed or written & storages) or not op.grad_enabled:
             continue
-        for name in op.inputs:
+        for name in _chosen(op, taken):
             if _differentiable(values[name]):
                 needed.add(name)
                 if values[name].is_tensor:
                     storages.add(values[name].storage)
-    return {
-        name: replace(value, needs_gradient=value.is_tensor and name in needed)
-        for name, value in values.items()
-    }
+    return needed
+
+
+def _decider(op: Op) -> str:
+    """The decision by which the op chooses between two values (`branches`), "" if it does not."""
+    if op.target != "operator.getitem" or not isinstance(op.args[0], tuple):
+        return ""
+    return op.args[1].name if isinstance(op.args[1], Ref) else ""
+
+
+def _chosen(op: Op, taken: Mapping[str, bool]) -> tuple[str, ...]:
+    decider = _decider(op)
+    if decider not in taken:
+        return op.inputs
+    part = op.args[0][taken[decider]]  # type: ignore[index]
+    return (part.name,) if isinstance(part, Ref) else ()
+
+
+def _outcomes(deciding: list[str]) -> Iterator[dict[str, bool]]:
+    for name in deciding:
+        for outcome in (False, True):
+            yield {name: outcome}
+    chance = random.Random(0)
+    for number in range(_MIXTURES if len(deciding) > 1 else 0):
+        yield {name: bool(number) if number < 2 else chance.random() < 0.5 for name in deciding}
 
 
 def _differentiable(value: Value) -> bool:

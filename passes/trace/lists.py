@@ -7,6 +7,7 @@ the same computation at every batch size.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pdcompile.graph import Argument, ListOf, Op, Ref, walk
@@ -33,7 +34,7 @@ def with_whole_lists(ops: list[Op], output: Argument) -> tuple[list[Op], set[str
     used = {ref.name for ref in walk((output, *((op.args, op.kwargs) for op in found)), Ref)}
     used.update(name for op in found for name in op.mutates)
     left_out = {op.name for op in found if _container(op) in joined} - used
-    return _numbered([op for op in found if op.name not in left_out]), left_out
+    return numbered([op for op in found if op.name not in left_out]), left_out
 
 
 def _container(op: Op) -> str | None:
@@ -60,7 +61,7 @@ def _all_slices(
     return container if taken == expected else None
 
 
-def _numbered(ops: list[Op]) -> list[Op]:
+def numbered(ops: Iterable[Op]) -> list[Op]:
     """With the call index that each op has among those that are left."""
     seen: Counter[tuple[str, str]] = Counter()
     found = []

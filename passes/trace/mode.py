@@ -172,6 +172,14 @@ class Recorder(TorchFunctionMode):
         self._begin()
         self._record("function", CHECK, "check", (tensor, message), {}, None, None)
 
+    def decision(self, tensor: torch.Tensor) -> tuple[str, str, int]:
+        """(an op that reads a value as a Python bool, the running module, which call of it)."""
+        if tensor.dtype is not torch.bool:
+            tensor = self._call(torch.ne, (tensor, 0), {})
+        self._begin()
+        self._record("method", "item", "decided", (tensor,), {}, None, None)
+        return self.ops[-1].name, *self._stack[-1]
+
     def call(self, func: Any, args: tuple[Any, ...]) -> Any:
         """An op that the capture needs and the model does not make."""
         return self._call(func, args, {})

@@ -43,13 +43,23 @@ if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder
 
 Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
+Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
 
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_TEXT = 64  # characters of the model's own words in a check
+MAX_DECISIONS = 64  # on values that only a run can tell, in one call of the model
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A branch on a value that only a run can tell, and the op that reads it as a bool."""
+
+    key: Key
+    op: str
 
 
 class Undecided(TraceError):
@@ -99,6 +109,8 @@ class Reads:
     known: dict[Site, Expected | None] = field(default_factory=dict)  # None: a decision
     trial: Trial | None = None
     specialised: dict[str, str] = field(default_factory=dict)  # line to value
+    one_way: set[Site] = field(default_factory=set)  # branches whose ways do not fit together
+    mixed: set[Any] = field(default_factory=set)  # (training, keys) tried in mixtures of outcomes
 
     def decide(self, undecided: Undecided, run: Callable[[], Any]) -> None:
         """Find out by two runs of the model what comes of a read."""
@@ -149,6 +161,8 @@ class Reading:
         self._flat = flat
         self._visits: dict[Site, int] = {}
         self.handed_out: TraceError | None = None  # for a number that Python holds unknown
+        self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
+        self.decisions: list[Decision] = []
 
     def recorded(self) -> None:
         """An operator was recorded: a trial ends when nothing is raised soon."""
@@ -236,12 +250,27 @@ class Reading:
             place = _place(refusal.where)
             recorder.check(tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
             return expected.value
-        value = self._specialised(recorder, tensor, refusal)
+        try:
+            value = self._specialised(recorder, tensor, refusal)
+        except TraceError:
+            if site in self._reads.one_way:
+                raise
+            return self._either(recorder, tensor, site)
         place = _place(refusal.where)
         message = f"{place}: {CAPTURED} this value is {bool(value)}"
         recorder.check(tensor, message, holds=bool(value))
         self._reads.specialised[refusal.where or place] = str(bool(value))
         return bool(value)
+
+    def _either(self, recorder: Recorder, tensor: Tensor, site: Site) -> bool:
+        """The outcome to be recorded of a decision that only a run can tell."""
+        op, path, call = recorder.decision(tensor)
+        visits = sum(decision.key[:3] == (path, call, site) for decision in self.decisions)
+        key = (path, call, site, visits)
+        if len(self.decisions) > MAX_DECISIONS:
+            raise refuse.error(refuse.READ, "__bool__, again and again", locate(None)[0])
+        self.decisions.append(Decision(key, op))
+        return self.outcomes.get(key, False)
 
     def _specialised(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> Any:
         """The value on the example; raises the refusal where it may vary, or need not be known."""

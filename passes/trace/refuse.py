@@ -23,7 +23,7 @@ class ForwardRaised(TraceError):
 
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
-_READ: Refusal = (
+READ: Refusal = (
     "forward reads the value of a tensor ({})",
     "keep the decision in tensors (torch.where, masking), or decide by shapes and configuration",
 )
@@ -101,7 +101,7 @@ REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(
         ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__",
          "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"),
-        _READ,
+        READ,
     ),
     **dict.fromkeys(
         ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOK
@@ -113,7 +113,7 @@ REFUSED: dict[str, Refusal] = {
         STORAGE,
     ),
 }  # fmt: skip
-READS = frozenset(name for name, refusal in REFUSED.items() if refusal is _READ)
+READS = frozenset(name for name, refusal in REFUSED.items() if refusal is READ)
 
 
 class Unrepeatable(TraceError):
@@ -136,7 +136,7 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
     try:
         yield
     except fake_tensor.DataDependentOutputException as caught:
-        raise error(_READ, name_of(func), locate(boundary)[0]) from caught
+        raise error(READ, name_of(func), locate(boundary)[0]) from caught
     except fake_tensor.DynamicOutputShapeException as caught:
         raise error(BY_VALUE, f"the result of {name_of(func)}", locate(boundary)[0]) from caught
     except fake_tensor.UnsupportedOperatorException as caught:

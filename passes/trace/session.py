@@ -18,6 +18,7 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.as_eager import as_eager
+from pdcompile.passes.trace.branches import both_ways
 from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.lists import with_whole_lists
@@ -27,7 +28,7 @@ from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import probe
-from pdcompile.passes.trace.reads import Reading
+from pdcompile.passes.trace.reads import Decision, Key, Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.selections import Policy, Selections, same_ops, varied
 from pdcompile.passes.trace.sentinel import guarded
@@ -53,6 +54,7 @@ class Recording:
     tensor_values: dict[str, torch.Tensor]
     meaning: tuple[Any, ...] = ()
     memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
+    decisions: tuple[Decision, ...] = ()  # that this run took one way each
 
 
 def record(
@@ -84,11 +86,19 @@ def record(
         before = State(model)
 
         def run(selections: Policy | None = None) -> tuple[Recording, Selections | None]:
-            before.restore()
-            return _record(
-                model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
-                policy=selections,
-            )  # fmt: skip
+            chosen: list[Selections | None] = []
+
+            def once(decided: Mapping[Key, bool]) -> Recording:
+                before.restore()
+                recording, found = _record(
+                    model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
+                    policy=selections, decided=decided,
+                )  # fmt: skip
+                chosen.append(found)
+                return recording
+
+            recording = both_ways(once, table.reads, training)
+            return recording, chosen[0]
 
         try:
             return run()[0]
@@ -152,6 +162,7 @@ def _record(
     *,
     per_op: bool,
     policy: Policy | None = None,
+    decided: Mapping[Key, bool],
 ) -> tuple[Recording, Selections | None]:
     mode = FakeTensorMode()
     fakes = FakeTensors(table, mode, device_of(model, flat))
@@ -166,6 +177,7 @@ def _record(
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
     args, kwargs, target = flat.unflatten(leaves)
     recorder.reads = Reading(table.reads, inputs, flat)
+    recorder.reads.outcomes = decided
     with ExitStack() as stack:
         sentinel = stack.enter_context(guarded())
         if per_op:
@@ -216,6 +228,7 @@ def _record(
         tensor_values=fakes.constants,
         meaning=(meanings.argument(returned), tuple(meanings.effects)),
         memos=tuple(fakes.memos),
+        decisions=tuple(recorder.reads.decisions),
     )
     return recording, observer.selections
 
