@@ -24,7 +24,8 @@ def unverifiable(model: nn.Module) -> str:
     return (
         f"{count} {len(tensors)} parameters and buffers ({bare[0]}, …) are on the meta device and "
         "have no values, so no output or gradient of the generated stages was compared with "
-        "eager; capture, plan and schedule were checked"
+        'eager; capture, plan and schedule were checked. `pdcompile verify`, or verify="blocks", '
+        "compares block by block with values drawn for that"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pdcompile.batch import FlatCall, example_call, resize, resolve_batch
+from pdcompile.batch import FlatCall, check_example, example_call, resize, resolve_batch
 from pdcompile.choices import Choices, check_model, check_options, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
@@ -318,6 +318,8 @@ def compile(
     check_model(model)
     check_options(options)
     check_weights(model, options)
+    if example_inputs is not None:
+        check_example(example_inputs)
 
     def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
         if flat is None:

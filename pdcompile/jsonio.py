@@ -58,7 +58,10 @@ def loads(text: str | bytes, *, where: str, error: type[PdcompileError] = PlanEr
     except json.JSONDecodeError as wrong:
         reason = "the file is empty" if not text.strip() else f"not JSON: {wrong.msg.lower()}"
         place = f"{where}: line {wrong.lineno}, column {wrong.colno}"
-        raise error(reason, where=place) from wrong
+        wanted = "a plan.json, as `pdcompile plan TARGET -o plan.json` writes it"
+        raise error(
+            reason, where=place, remedy=f"give {wanted}" if error is PlanError else None
+        ) from wrong
     except RecursionError as wrong:
         raise error(f"nested deeper than {MAX_DEPTH} levels", where=where) from wrong
     except _Refused as wrong:

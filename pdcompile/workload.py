@@ -102,6 +102,15 @@ def load_target(target: str) -> Workload:
         ConfigError: the text has another form; file, module or function is missing; the
             function wants arguments, raises (the cause is chained) or returns something else.
     """
+    return _as_workload(_call(load_function(target), target), target)
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Import the function that ``file.py:function`` or ``package.module:function`` names.
+
+    Raises:
+        ConfigError: the text has another form; file, module or function is missing.
+    """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ConfigError(
@@ -116,7 +125,8 @@ def load_target(target: str) -> Workload:
             where=target,
             remedy=_suggest(module),
         )
-    return _as_workload(_call(function, target), target)
+    found: Callable[..., Any] = function
+    return found
 
 
 def _is_file(place: str) -> bool:

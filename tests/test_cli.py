@@ -68,6 +68,15 @@ def test_help_fills_the_lines_of_a_narrow_terminal(
                 assert len(line.rstrip()) + len(following.split()[0]) > 75, line
 
 
+def test_a_word_that_is_no_verb_is_told_the_verbs(call: Call) -> None:
+    code, _, err = call("verfy")
+    assert code == 2
+    assert "Did you mean 'verify'" in err
+    code, _, err = call("foo")
+    assert code == 2
+    assert all(verb in err for verb in VERBS)
+
+
 def test_units_are_in_the_help(call: Call) -> None:
     _, out, _ = call("plan", "--help")
     for part in ("16 GB", "2x4", "local:4", "SECONDS", "cluster.toml"):
@@ -129,6 +138,14 @@ def test_plan_files_that_are_none(
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_report_is_no_plan(tmp_path: Path, call: Call) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("<html></html>")
+    _, _, err = call("explain", str(path))
+    assert "not JSON" in err
+    assert "remedy: give a plan.json" in err
 
 
 def test_error_as_json(tmp_path: Path, call: Call) -> None:
@@ -212,6 +229,48 @@ def test_bad_options_end_with_two(
     code, _, err = call("plan", f"{target}:build", option, value)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--memory", "32", "write a number and one of B, kB, MB"),
+        ("--cluster", "local:none", "no number of stages"),
+        ("--refine", "maybe", "one of auto, on, off"),
+        ("--outputs", "some", "one of none, last, all"),
+        ("--loss-reduction", "median", "one of mean, sum, FILE:FUNCTION"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_options_are_read_before_the_target(
+    verb: str, option: str, value: str, message: str, call: Call
+) -> None:
+    code, _, err = call(verb, "nothing.py:build", option, value)
+    assert code == 2
+    assert message in err
+
+
+def test_a_loss_that_is_a_sum_or_a_mean_over_items(tmp_path: Path, call: Call) -> None:
+    target = tmp_path / "counted.py"
+    target.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def count(args, kwargs, target):\n"
+        "    return (target != -100).sum()\n"
+        "def build():\n"
+        "    x, y = torch.randn(4, 8), torch.tensor([1, -100, -100, 2])\n"
+        "    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))\n"
+        "    return model, x, nn.functional.cross_entropy, lambda: [(x, y)]\n",
+        encoding="utf-8",
+    )
+    flags = ("--cluster", "local:2", "--costs", "estimated", "--microbatches", "2", "--json")
+    for given, kept in (("sum", "sum"), (f"{target}:count", "callable")):
+        code, out, _ = call("plan", f"{target}:build", *flags, "--loss-reduction", given)
+        assert code == 0
+        assert json.loads(out)["plan"]["training"]["loss_reduction"] == kept
+    code, _, err = call("plan", f"{target}:build", *flags, "--loss-reduction", f"{target}:counts")
+    assert code == 2
+    assert "no function 'counts'" in err
 
 
 def test_python_m_is_the_same_command() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, InputError, PdcompileError, TraceError
 
 
 class Tagger(nn.Module):
@@ -56,3 +56,49 @@ def test_the_remedy_names_what_was_forgotten(given: Any, remedy: str) -> None:
     pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, costs="estimated")
     with pytest.raises(PdcompileError, match=remedy):
         pipe.step(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "remedy"),
+    [
+        ([1.0, 2.0], torch.ones(2, 8), "argument 0 is a list of numbers: pass a tensor"),
+        (torch.ones(4, 8), [[1.0] * 8] * 4, "the target is a list of numbers: pass a tensor"),
+    ],
+)
+def test_lists_of_numbers_are_no_tensors(given: Any, target: Any, remedy: str) -> None:
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, costs="estimated")
+    with pytest.raises(PdcompileError, match=remedy):
+        pipe.step(given, target=target)
+
+
+@pytest.mark.parametrize("given", [5, [torch.ones(4, 8)], "x"])
+def test_an_example_of_another_type_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(InputError, match="example_inputs is of type"):
+        pdcompile.compile(nn.Linear(8, 8), given, loss_fn=nn.functional.mse_loss)
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed in a list of its class."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def __init__(self, stacks: bool) -> None:
+        super().__init__()
+        self.stacks, self.layer = stacks, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.seen.append(h)
+        return torch.stack(self.seen[-2:]).mean(0) if self.stacks else h + self.seen[0]
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_a_model_that_keeps_tensors_from_call_to_call(stacks: bool) -> None:
+    Keeping.seen.clear()
+    pipe = pdcompile.compile(
+        Keeping(stacks), loss_fn=nn.functional.mse_loss, costs="estimated", microbatches=2
+    )
+    with pytest.raises(TraceError, match="kept from an earlier call") as caught:
+        pipe.step(torch.ones(4, 8), target=torch.ones(4, 8))
+    assert "test_first_steps.py:" in str(caught.value.where)
+    assert "registered buffer" in str(caught.value.remedy)

@@ -55,6 +55,7 @@ def test_a_plan_from_shapes_alone_says_what_was_not_verified() -> None:
     notes = [note for note in found["plan"]["notes"] if note.startswith("not verified: ")]
     assert len(notes) == 1
     assert "meta device" in notes[0]
+    assert 'verify="blocks", compares block by block' in notes[0]
     assert len(found["plan"]["stages"]) == 2
     assert all(stage["parameter_bytes"] > 0 for stage in found["plan"]["stages"])
 

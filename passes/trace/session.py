@@ -34,7 +34,7 @@ from pdcompile.passes.trace.selections import Policy, Selections, same_ops, vari
 from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.skips import left_out, renamed, with_gates
 from pdcompile.passes.trace.state import State, settled, write_rebound
-from pdcompile.passes.trace.tensors import FakeTensors
+from pdcompile.passes.trace.tensors import KEEP, FakeTensors
 from pdcompile.warn import warn
 
 
@@ -257,20 +257,33 @@ def run(
         if isinstance(error, TypeError) and recorder.reads.handed_out is not None:
             raise recorder.reads.handed_out from error  # it is no number for torch
         what = "loss_fn" if recorder.region == "loss" else "the model's forward"
-        raise ForwardRaised(
-            f"{what} raised {type(error).__name__}: {error}",
-            where=source_of_traceback(error),
-            remedy=_remedy(args, kwargs, target, lost=recorder.region == "loss"),
-        ) from error
+        said = f"{what} raised {type(error).__name__}: {error}"
+        remedy = _remedy(args, kwargs, target, lost=recorder.region == "loss")
+        if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
+            said, remedy = f"{what} uses a tensor that it kept from an earlier call", KEEP
+        raise ForwardRaised(said, where=source_of_traceback(error), remedy=remedy) from error
     return output, loss
+
+
+def _numbers(given: Any) -> bool:
+    """Whether it is a list of numbers, or of such lists."""
+    if not isinstance(given, list) or not given:
+        return False
+    return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)
 
 
 def _remedy(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, lost: bool) -> str:
     """What to try where the user's Python raised."""
     if lost and target is None:
         return "there was no target: pass target=… to step (example_target= to compile)"
+    if lost and _numbers(target):
+        return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
     if not kwargs and len(args) == 1 and isinstance(args[0], dict):
         return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
+    for name, given in (*enumerate(args), *kwargs.items()):
+        if not lost and _numbers(given):
+            which = f"argument {name}" if isinstance(name, int) else f"{name}="
+            return f"{which} is a list of numbers: pass a tensor, torch.tensor(…)"
     return "run the model once on the example inputs without pdcompile"
 
 

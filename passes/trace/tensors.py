@@ -14,6 +14,10 @@ from pdcompile.passes.trace.facts import storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.targets import dtype_name
 
+KEEP = (
+    "what one call leaves for the next belongs into a registered buffer, written in place (copy_)"
+)
+
 
 class FakeTensors:
     """Every tensor that may appear while the model runs, by identity.
@@ -177,7 +181,7 @@ class FakeTensors:
         raise TraceError(
             f"a tensor of shape {tuple(tensor.shape)} comes from a call that capture cannot see "
             "(TorchScript, vmap, a C++ extension, or a tensor kept from an earlier call)",
-            remedy="compute it with public torch functions inside forward",
+            remedy="compute it with public torch functions inside forward; " + KEEP,
         )
 
     def own_any(self, keys: set[int]) -> bool:

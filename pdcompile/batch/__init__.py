@@ -10,6 +10,7 @@ from pdcompile.batch.call import (
     Argument,
     CallSpec,
     FlatCall,
+    check_example,
     example_call,
     flatten_call,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "BatchLayout",
     "CallSpec",
     "FlatCall",
+    "check_example",
     "concatenate",
     "example_call",
     "flatten_call",

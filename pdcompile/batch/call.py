@@ -123,12 +123,18 @@ def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> F
     Raises:
         InputError: another type, or a call that does not fit forward.
     """
+    check_example(example_inputs)
     if isinstance(example_inputs, Tensor):
         return flatten_call(model, (example_inputs,), {}, target)
     if isinstance(example_inputs, Mapping):
         return flatten_call(model, (), example_inputs, target)
-    if type(example_inputs) is tuple:
-        return flatten_call(model, example_inputs, {}, target)
+    return flatten_call(model, example_inputs, {}, target)
+
+
+def check_example(example_inputs: Any) -> None:
+    """Raise InputError unless it is a tensor, a tuple or a dict."""
+    if isinstance(example_inputs, Tensor | Mapping) or type(example_inputs) is tuple:
+        return
     raise InputError(
         f"example_inputs is of type {type(example_inputs).__name__}",
         remedy="give a tensor, a tuple of positional arguments or a dict of keyword arguments; "

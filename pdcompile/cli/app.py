@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+
+class Verbs(TyperGroup):
+    """Names the verbs where a word is like none of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:  # a UsageError of click, or of the one inside typer
+            said = getattr(error, "message", "")
+            if said.startswith("No such command") and "Did you mean" not in said:
+                error.message = f"{said} There are {', '.join(self.list_commands(ctx))}."  # type: ignore[attr-defined]
+            raise
+
 
 app = typer.Typer(
     name="pdcompile",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -34,6 +34,7 @@ def compiled(
     """
     from pdcompile.workload import load_target
 
+    flags.check()
     # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
     # torch is imported, which the target does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,6 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 
 if TYPE_CHECKING:
@@ -111,6 +112,14 @@ class Flags:
             help="Run model and loss in torch.autocast: bfloat16 or float16.",
         ),
     ] = None  # fmt: skip
+    loss_reduction: Annotated[
+        str,
+        typer.Option(
+            "--loss-reduction", metavar="mean|sum|FILE:FUNCTION", rich_help_panel=TRAINING,
+            help="What the loss is over a minibatch: the mean or sum of its samples' losses, or "
+            "a mean over the items that a function (args, kwargs, target) counts.",
+        ),
+    ] = "mean"  # fmt: skip
     optimizer: Annotated[
         str,
         typer.Option(
@@ -163,7 +172,24 @@ class Flags:
             if self.max_grad_norm is None
             else self.max_grad_norm,
             autocast=training.autocast if self.autocast is None else self.autocast,
+            loss_reduction=training.loss_reduction
+            if (self.loss_reduction, training.loss_reduction) == (default.loss_reduction, "sum")
+            else self.loss_reduction,
         )
+
+    def check(self) -> None:
+        """What can be told before the target is imported, which takes seconds.
+
+        Raises:
+            ConfigError: an option has a value that means nothing.
+        """
+        if self.memory is not None:
+            parse_bytes(self.memory, what="--memory", where="--memory")
+        _cluster(self.cluster)
+        _refine(self.refine)
+        _one_of("--outputs", self.outputs, ("none", "last", "all"))
+        if ":" not in self.loss_reduction:
+            _one_of("--loss-reduction", self.loss_reduction, ("mean", "sum", "FILE:FUNCTION"))
 
     def to_options(self, workload: Workload, **more: Any) -> Options:
         """`Options` for a workload; `more` are options that only one verb has.
@@ -182,6 +208,7 @@ class Flags:
             outputs=self.outputs,  # type: ignore[arg-type]
             autocast=self.autocast,
             max_grad_norm=self.max_grad_norm,
+            loss_reduction=_reduction(self.loss_reduction),
             seed=self.seed,
             costs=self.costs,
             refine=_refine(self.refine),
@@ -308,6 +335,12 @@ def _cluster(text: str) -> Any:
             remedy="for example: --cluster local:4",
         )
     return Cluster.local(int(number))
+
+
+def _reduction(text: str) -> Any:
+    from pdcompile.workload import load_function
+
+    return text if ":" not in text else load_function(text)
 
 
 def _refine(text: str) -> bool | Literal["auto"]:

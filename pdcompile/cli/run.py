@@ -63,6 +63,7 @@ def run(
     from pdcompile.cli.output import emit_json, is_first_rank, stdout
     from pdcompile.workload import load_target
 
+    flags.check()
     workload = load_target(target)
     given = plan_given(plan, sources)
     options = flags.following(given).to_options(

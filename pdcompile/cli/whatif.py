@@ -122,7 +122,8 @@ def whatif(
     from pdcompile.report.whatif_table import command, document, whatif_report
 
     loaded = read_plan(plan)
-    with compiling(lines=False) as listener:
+    with compiling(lines=not as_json, title="solving") as listener:
+        listener.starts("again")
         found = answered(
             loaded, change, time_limit=time_limit, progress=listener.found, where=str(plan)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +14,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from pdcompile.steps import Listener
 
 TITLE = "compiling"
+EVERY = 5.0  # seconds between lines about one search
 
 
 @contextmanager
-def compiling(*, lines: bool, quiet: bool = False) -> Iterator[Listener]:
+def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterator[Listener]:
     """A listener for `Steps`: on a terminal a bar that disappears when all is done.
 
     Elsewhere `lines` chooses between one line a pass and nothing.  All of it goes to stderr,
@@ -30,35 +32,45 @@ def compiling(*, lines: bool, quiet: bool = False) -> Iterator[Listener]:
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24),
             TimeElapsedColumn(), console=console, transient=True,
         ) as bar:  # fmt: skip
-            yield _Bar(bar)
+            yield _Bar(bar, title)
     else:
-        yield _Lines(console) if lines else Listener()
+        yield _Lines(console, title) if lines else Listener()
 
 
 class _Bar(Listener):
-    def __init__(self, bar: Progress):
+    def __init__(self, bar: Progress, title: str):
         self._bar = bar
-        self._task = bar.add_task(TITLE, total=None)
+        self._title = title
+        self._task = bar.add_task(title, total=None)
 
     def starts(self, name: str) -> None:
-        self._bar.update(self._task, description=f"{TITLE}: {name}", total=None, completed=0)
+        self._bar.update(self._task, description=f"{self._title}: {name}", total=None, completed=0)
 
     def part(self, done: int, total: int, what: str) -> None:
+        name = what.rpartition(".")[2]
         parts = "stages" if what.startswith("stage ") else "ops"
         self._bar.update(
             self._task,
-            description=f"{TITLE}: measuring {done} of {total} {parts}, {what.rpartition('.')[2]}",
+            description=f"{self._title}: measuring {done} of {total} {parts}, {name}",
             total=total,
             completed=done,
         )
 
     def found(self, text: str) -> None:
-        self._bar.update(self._task, description=f"{TITLE}: searching, {text}")
+        self._bar.update(self._task, description=f"{self._title}: searching, {text}")
 
 
 class _Lines(Listener):
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, title: str):
         self._console = console
+        self._title = title
+        self._told = time.monotonic()
 
     def ended(self, name: str, seconds: float) -> None:
-        self._console.print(f"{TITLE}: {name} {seconds:.2f} s", soft_wrap=True)
+        self._console.print(f"{self._title}: {name} {seconds:.2f} s", soft_wrap=True)
+        self._told = time.monotonic()
+
+    def found(self, text: str) -> None:
+        if time.monotonic() - self._told >= EVERY:
+            self._told = time.monotonic()
+            self._console.print(f"{self._title}: searching, {text}", soft_wrap=True)
