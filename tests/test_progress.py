@@ -11,6 +11,7 @@ from torch import nn
 import pdcompile
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
+from pdcompile.report import progress
 
 
 def compiled(**options: Any) -> None:
@@ -41,6 +42,20 @@ def test_a_terminal_gets_a_bar(
     assert "compiling" in capsys.readouterr().err
     compiled(progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_long_search_is_told_of_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.compiling(lines=True, title="solving") as listener:
+        for now in (1.0, 4.0, 5.0, 6.0, 11.0):
+            listener.found(f"{now:g} seconds")
+    assert capsys.readouterr().err.splitlines() == [
+        "solving: searching, 5 seconds",
+        "solving: searching, 11 seconds",
+    ]
 
 
 def test_only_known_values() -> None:
