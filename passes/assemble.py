@@ -57,8 +57,23 @@ def assemble(
         training=training,
         cluster=cluster.to_toml(),
         certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
-        notes=graph.notes,
+        notes=(*graph.notes, *_written(graph)),
     )
+
+
+def _written(graph: OpGraph) -> list[str]:
+    """Notes on inputs that forward writes: the caller's tensors stay as they are."""
+    paths = {graph.values[entry.name].storage: entry.path for entry in graph.inputs}
+    writers: dict[str, Op] = {}
+    for op in graph.ops:
+        for name in op.mutates:
+            if path := paths.get(graph.values[name].storage):
+                writers.setdefault(path, op)
+    return [
+        f"forward writes its input {path!r} in place ({op.source}); stages write copies, so that "
+        "the caller's tensor keeps its values, unlike in eager"
+        for path, op in writers.items()
+    ]
 
 
 def fingerprint(graph: OpGraph, cluster: Cluster) -> str:

@@ -54,3 +54,29 @@ def test_a_second_dimension_that_counts_samples() -> None:
         plain(*(part[:, at : at + 2].contiguous() for part in batch)) / 2 for at in (0, 2)
     )
     assert float(pipe.step(*batch).loss) == float(expected.detach())
+
+
+class Doubling(nn.Module):
+    """Doubles its input where the caller has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 1:].mul_(2)
+        return self.layers(x)
+
+
+def test_an_input_that_forward_writes_is_noted_and_left_alone() -> None:
+    x, y = torch.ones(4, 4), torch.ones(4, 1)
+    pipe = pdcompile.compile(
+        Doubling(), x, example_target=y, loss_fn=nn.functional.mse_loss, optimizer=None,
+        cluster=pdcompile.Cluster.local(2), costs="estimated",
+    )  # fmt: skip
+    (note,) = [note for note in pipe.plan.notes if "in place" in note]
+    assert "its input 'x'" in note
+    assert "test_input_layouts.py:" in note
+    first = float(pipe.step(x, target=y).loss)
+    assert torch.equal(x, torch.ones(4, 4))
+    assert float(pipe.step(x, target=y).loss) == first
