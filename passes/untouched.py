@@ -52,5 +52,7 @@ def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             # An expanded buffer cannot be written, and need not be.
+            if buffer.shape != buffers[name].shape:
+                buffer.resize_(buffers[name].shape)  # observers of quantisation begin empty
             if buffer.is_meta or not torch.equal(buffer, buffers[name]):
                 buffer.copy_(buffers[name])

@@ -253,12 +253,14 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _program(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
     builder = _Builder(graph, ops)
     used = _model_ops(graph, ops)
-    for (grad, autocast), region in groupby(used, key=lambda op: (op.grad_enabled, op.autocast)):
+    for (grad, enables, autocast), region in groupby(
+        used, key=lambda op: (op.grad_enabled, op.enables_grad, op.autocast)
+    ):
         before = None
         context = None
-        if not grad:
+        if enables or not grad:
             before = builder.fx.call_function(torch.is_grad_enabled)
-            builder.fx.call_function(torch._C._set_grad_enabled, (False,))
+            builder.fx.call_function(torch._C._set_grad_enabled, (grad,))
         if autocast is not None:
             device, _, dtype = autocast.partition(":")
             on = dtype != OFF
@@ -328,12 +330,10 @@ def _merge(graph: OpGraph, other: OpGraph) -> tuple[Op, ...] | None:
         return None
     train, evaluation = (graph, other) if graph.training else (other, graph)
     merged = []
+    alike = ("name", "kind", "target", "module_path", "grad_enabled", "enables_grad", "autocast")
     for a, b in zip(train.ops, evaluation.ops, strict=True):
         arguments = _merge_argument((a.args, a.kwargs), (b.args, b.kwargs))
-        same = all(
-            getattr(a, name) == getattr(b, name)
-            for name in ("name", "kind", "target", "module_path", "grad_enabled", "autocast")
-        )
+        same = all(getattr(a, name) == getattr(b, name) for name in alike)
         if arguments is None or not same:
             return None
         merged.append(_with_arguments(a, *arguments))

@@ -18,6 +18,7 @@ DTYPE_BYTES = {
 
 # Target of a check (`pdcompile.value_checks`): raises where its first argument is false.
 CHECK = "torch._assert"
+GRADIENT = "torch.autograd.grad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class Op:
     draw: int | None = None  # index of this random draw within module_path; None: not random
     region: Literal["forward", "loss"] = "forward"  # "loss": belongs to loss_fn, not the model
     grad_enabled: bool = True
+    enables_grad: bool = False  # recorded for autograd although the run as a whole is not
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region that the model opens
     constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
     # Opaque kind, found by running it once for real: the form of what it returns

@@ -107,11 +107,15 @@ def _apply(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
 def _modes(op: Op) -> Iterator[None]:
     """The op's region.  Ops of one autocast region share it: its cache of casts is semantics."""
     with ExitStack() as stack:
-        if not op.grad_enabled:
-            stack.enter_context(torch.no_grad())
+        if op.enables_grad or not op.grad_enabled:
+            stack.enter_context(torch.set_grad_enabled(op.grad_enabled))
         if op.autocast is not None:
             stack.enter_context(autocast_region(op.autocast))
         yield
+
+
+def _region(op: Op) -> tuple[Any, ...]:
+    return op.grad_enabled, op.enables_grad, op.autocast
 
 
 def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:
@@ -136,7 +140,7 @@ def execute(
     `watch` is told the name and the value of each op as soon as it has run.
     """
     env: dict[str, Any] = dict(inputs)
-    for _, region in groupby(graph.ops, key=lambda op: (op.grad_enabled, op.autocast)):
+    for _, region in groupby(graph.ops, key=_region):
         ops = list(region)
         with _modes(ops[0]):
             for op in ops:

@@ -29,6 +29,7 @@ NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("torch.special", torch.special),
     ("torch.functional", torch.functional),
     ("torch._C._nn", torch._C._nn),
+    ("torch.autograd", torch.autograd),
     ("operator", operator),
     ("math", math),
 )
@@ -177,7 +178,9 @@ def _overridable() -> set[Any]:
 
 def _is_operator(value: Any) -> bool:
     """Whether it computes on tensors and numbers only: torch.load must not pass."""
-    if value is torch._assert or value in _ARITHMETIC or value in _overridable():
+    if value in (torch._assert, torch.autograd.grad):
+        return True
+    if value in _ARITHMETIC or value in _overridable():
         return True
     factory = getattr(torch._C._VariableFunctions, getattr(value, "__name__", ""), None)
     return bool(factory == value and value != torch.from_file)

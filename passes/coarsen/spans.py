@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from pdcompile.graph import CHECK, DTYPE_BYTES, Op, OpGraph, Ref, walk
+from pdcompile.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
 from pdcompile.passes.coarsen.casts import join_casts
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.summation import summation_order
@@ -137,7 +137,7 @@ def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
             groups.join([i, *_checked(graph, op, position)], CHECKED)
         if op.target.rsplit(".", 1)[-1] in _FLAGS:
             groups.join([i, *(position[n] for n in op.inputs[:1] if n in position)], HOOK)
-        if op.target == "torch.autograd.grad":
+        if op.target == GRADIENT:
             _join_gradient(graph, groups, position, i)
     for calls in opaque.values():
         groups.join(calls, OPAQUE)
@@ -157,15 +157,44 @@ def _checked(graph: OpGraph, check: Op, position: dict[str, int]) -> list[int]:
 
 
 def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: int) -> None:
-    """The ops between what is differentiated and what by: autograd has to see all of them."""
+    """The ops between what is differentiated and what by: autograd has to see all of them.
+
+    They begin where forward itself marks a tensor: in evaluation nothing that a stage receives
+    needs a gradient.  A gradient that is differentiated again adds summands for what those ops
+    read, and does it before earlier readers in the middle of the span do: these stay here for
+    eager's order.
+    """
     op = graph.ops[i]
     by = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("inputs")
-    for ref in walk(by, Ref):
-        value = graph.values[ref.name]
-        ends = [position[name] for name in value.consumers if position[name] <= i]
-        if value.producer is not None:
-            ends.append(position[value.producer])
-        groups.join([i, *ends], GRAD)
+    start = {ref.name for ref in walk(by, Ref)} | {attr.fqn for attr in walk(by, Attr)}
+    behind = set(start)
+    for earlier in reversed(graph.ops[:i]):
+        if earlier.name in behind:
+            behind.update(earlier.inputs)
+            start |= {earlier.name} if earlier.target == "requires_grad_" else set()
+    reached, span = set(start), [i]
+    for at, earlier in enumerate(graph.ops[:i]):
+        if reached.intersection(_reads(earlier)):
+            reached.update((earlier.name, *earlier.mutates))
+            span.append(at)
+    made = {position[name] for name in start if name in position}
+    read = {name for at in span for name in _reads(graph.ops[at])}
+    first = min(span)
+    beside = [
+        at
+        for at, other in enumerate(graph.ops[first:i], start=first)
+        if read.intersection(name for name in _reads(other) if _has_gradient(graph, name))
+    ]
+    groups.join(sorted({*span, *made, *beside}), GRAD)
+
+
+def _reads(op: Op) -> tuple[str, ...]:
+    return (*op.inputs, *op.attributes, *op.parameters)
+
+
+def _has_gradient(graph: OpGraph, name: str) -> bool:
+    value = graph.values.get(name)
+    return value.needs_gradient if value is not None else name in graph.tensors
 
 
 def _join_output(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:

@@ -23,7 +23,7 @@ from pdcompile.errors import TraceError, VerifyError
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
-from pdcompile.passes.trace.assemble import assemble
+from pdcompile.passes.trace.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.trace.modules import ModuleTable
@@ -161,7 +161,7 @@ def _capture(
             with watched_flag(model) as flag:
                 train = graph_of(True)
             same = not flag.read and not whole.paths
-            found = Capture(train, replace(train, training=False) if same else graph_of(False))
+            found = Capture(train, as_evaluation(train) if same else graph_of(False))
             check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
             break
         except TraceError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from pdcompile.graph import Argument, Op, OpGraph, Ref, Value, walk
+from pdcompile.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.gradients import with_consumers, with_gradients
 from pdcompile.passes.trace.prune import prune
 from pdcompile.passes.trace.session import Recording
@@ -32,6 +33,7 @@ def assemble(
     tensors = fit.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
     roots = (output, Ref(loss)) if loss is not None else output
     ops = prune(ops, roots)
+    ops = ops if training else _with_autograd(ops)
     kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
     values = {name: value for name, value in values.items() if name in kept}
     values = with_consumers(ops, values)
@@ -50,6 +52,20 @@ def assemble(
         notes=(*_notes(ops), *returned(values, output, loss)),
         output_spec=first.output_spec,
         tensor_values=first.tensor_values,
+    )
+
+
+def as_evaluation(train: OpGraph) -> OpGraph:
+    """The graph of evaluation of a model that does the same in both modes."""
+    return replace(train, training=False, ops=_with_autograd(train.ops))
+
+
+def _with_autograd(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Evaluation runs without autograd, except where forward itself takes a gradient."""
+    last = max((i for i, op in enumerate(ops) if op.target == GRADIENT), default=-1)
+    return (
+        *(replace(op, enables_grad=True) if op.grad_enabled else op for op in ops[: last + 1]),
+        *ops[last + 1 :],
     )
 
 

@@ -24,6 +24,7 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import CHECK, Argument, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
+from pdcompile.passes.trace.arrays import of_array
 from pdcompile.passes.trace.calls import (
     NO_OP_CASTS,
     autocast_region,
@@ -33,6 +34,7 @@ from pdcompile.passes.trace.calls import (
 )
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
+from pdcompile.passes.trace.hits import Hits
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.outcomes import CallKey, Outcome
@@ -73,6 +75,7 @@ class Recorder(TorchFunctionMode):
         self._surroundings = Surroundings()
         self.reads = Reading()  # what may be known of values
         self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
+        self.hits = Hits(self)
         self._training = table.modules[""].training
         self._inside = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
@@ -93,11 +96,13 @@ class Recorder(TorchFunctionMode):
             return self._property(func, owner, args)
         if (refusal := refuse.REFUSED.get(name)) is not None and is_public(func, name):
             if name in refuse.READS:
-                return self.reads.answer(self, func, args, kwargs)
+                return self.hits.read(func, args, kwargs)
             raise refuse.error(refusal, name, locate(self.boundary)[0])
+        if func is torch.Tensor.requires_grad_:
+            return self._require_gradient(*args, **kwargs)
         if name == "__iter__":
-            return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
-        return self._call(func, args, kwargs)
+            return iter(self.hits.call(self._call, torch.Tensor.unbind, (args[0], 0), {}))
+        return self.hits.call(self._call, func, args, kwargs)
 
     def call_module(
         self, plain: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
@@ -180,9 +185,9 @@ class Recorder(TorchFunctionMode):
         self._record("method", "item", "decided", (tensor,), {}, None, None)
         return self.ops[-1].name, *self._stack[-1]
 
-    def call(self, func: Any, args: tuple[Any, ...]) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """An op that the capture needs and the model does not make."""
-        return self._call(func, args, {})
+        return self._call(func, args, kwargs or {})
 
     @property
     def path(self) -> str:
@@ -192,7 +197,8 @@ class Recorder(TorchFunctionMode):
     def _property(self, func: Any, owner: Any, args: tuple[Any, ...]) -> Any:
         name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
         if func.__name__ == "__set__" and name == "requires_grad" and args[1]:
-            return self._require_gradient(args[0])
+            self._require_gradient(args[0])
+            return None
         if func.__name__ != "__get__":
             raise refuse.error(refuse.ASSIGNED, f"tensor.{name} = …", locate(self.boundary)[0])
         self._begin()
@@ -201,28 +207,37 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             if self._ragged.among(given) and name not in SHAPELESS:
                 raise refuse.error(refuse.BY_VALUE, name, locate(self.boundary)[0])
+            self.hits.property(given, name)
             return result
         return self._record("getattr", name, "", (args[0],), {}, result, None)
 
-    def _require_gradient(self, tensor: torch.Tensor) -> None:
-        """``tensor.requires_grad = True``, for a result that needs none so far."""
+    def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+        """``tensor.requires_grad = True`` and ``requires_grad_()``: returns the tensor.
+
+        A result is marked even where it needs a gradient already: not every run needs one here.
+        """
         fake = self.fakes.stand_in(tensor)
-        if fake.requires_grad:
-            return
         name = self.fakes.name(fake)
-        if not isinstance(name, Ref) or name.name not in {op.name for op in self.ops}:
+        held = not isinstance(name, Ref)
+        if held or not requires_grad:
+            if fake.requires_grad == requires_grad:
+                return tensor
             source = locate(self.boundary)[0]
             raise refuse.error(refuse.ASSIGNED, "tensor.requires_grad = …", source)
         self._begin()
         fake.requires_grad_()
         self.observer.written = {storage_key(fake)}  # everyone who has it sees the flag
         self._record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
+        return tensor
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if maybe_current_level() is not None:
             raise refuse.error(refuse.TRANSFORM, refuse.name_of(func), locate(self.boundary)[0])
         if writes_nothing(func, args, kwargs):
             return args[0]
+        if (made := of_array(func, args, kwargs)) is not None:
+            self.table.fresh(made)
+            return made
         draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
         with self._whole(), refuse.reads(func, self.boundary):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, TensorInfo
@@ -58,6 +59,7 @@ class ModuleTable:
         self.tensors: dict[str, TensorInfo] = {}
         self.fqns: dict[int, str] = {}  # id of parameter or buffer -> canonical FQN
         self.objects: dict[str, torch.Tensor] = {}
+        self._fresh: list[torch.Tensor] = []
         for fqn, parameter in model.named_parameters(remove_duplicate=False):
             self._add(fqn, parameter, "parameter", True)
         for fqn, buffer in model.named_buffers(remove_duplicate=False):
@@ -95,6 +97,15 @@ class ModuleTable:
             fqn = f"{name}_{count}"
         self._add(fqn, tensor, "constant", False)
         return fqn
+
+    def fresh(self, tensor: torch.Tensor) -> None:
+        """Enter a tensor that forward made of an array, as the equal one of an earlier call."""
+        self._fresh.append(tensor)  # alive as long as its identity means something here
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            first = next(other for other in self._fresh if _same_tensor(other, tensor))
+        if first is tensor:
+            self.constant(tensor, "constant")
+        self.fqns[id(tensor)] = self.fqns[id(first)]
 
     def constructor(self, path: str, training: bool) -> tuple[tuple[str, Argument], ...] | None:
         """Arguments that rebuild the leaf at `path`; None when it has to be captured inside.
@@ -256,3 +267,8 @@ def _kept_whole(module: nn.Module, root_training: bool) -> bool:
     """A leaf that does exactly what its class does, in the mode of the whole model."""
     plain = not _hooked(module) and "forward" not in vars(module)
     return plain and is_leaf(module) and module.training == root_training
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.stride() == other.stride()
+    return one is other or (alike and torch.equal(one, other))

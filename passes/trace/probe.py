@@ -144,6 +144,8 @@ def _run_once(
         sentinel.restore()
         with torch.no_grad():
             for buffer, value in buffers:
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
     return watch.found
 

@@ -63,6 +63,11 @@ DEFAULT_DTYPE: Refusal = (
     "forward runs operators under another default dtype ({})",
     "give dtypes where tensors are made (torch.ones(n, dtype=…)), and leave the default alone",
 )
+ATTENTION: Refusal = (
+    "forward runs operators with other kernels for attention ({})",
+    "choose kernels around compile and step (torch.backends.cuda.enable_math_sdp), for the whole "
+    "process, not inside of forward",
+)
 _UNREPEATABLE: Refusal = (
     "{} gives other results when it is called again on the same numbers",
     "keep what changes from call to call in a registered buffer that forward writes in place "
@@ -106,10 +111,9 @@ REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(
         ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOK
     ),
-    **dict.fromkeys(("backward", "grad"), _BACKWARD),
+    "backward": _BACKWARD,
     **dict.fromkeys(
-        ("set_", "resize_", "resize_as_", "requires_grad_", "share_memory_", "swap_tensors",
-         "detach_"),
+        ("set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "detach_"),
         STORAGE,
     ),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pdcompile.passes.trace import refuse
@@ -12,6 +14,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
+        self._kernels = _attention_kernels()
 
     def check(self, source: str) -> None:
         """Raise TraceError where an op at `source` runs under others.
@@ -20,3 +23,14 @@ class Surroundings:
         """
         if torch.get_default_dtype() is not self._dtype:
             raise refuse.error(refuse.DEFAULT_DTYPE, str(torch.get_default_dtype()), source)
+        if _attention_kernels() != self._kernels:
+            raise refuse.error(refuse.ATTENTION, "torch.nn.attention.sdpa_kernel", source)
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which kernels scaled_dot_product_attention may choose from, on every kind of device."""
+    cuda = torch.backends.cuda
+    enabled: tuple[Any, ...] = (
+        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
+    )  # fmt: skip
+    return tuple(each() for each in enabled)

@@ -1,0 +1,37 @@
+"""Tensors that forward makes of numpy arrays: tables and grids, the same in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def of_array(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The real tensor where a call makes one of an array; None for every other call.
+
+    No array holds anything of a fake tensor, which has no values to give.
+    """
+    if func is torch.ops.aten.lift_fresh.default:  # all that is seen of torch.from_numpy
+        made = args[0]
+        return made if _is_real(made) else None
+    if func not in _MAKERS or not args or not _is_array(args[0]):
+        return None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        made = func(*args, **kwargs)
+    return made if _is_real(made) else None
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _is_real(value: Any) -> bool:
+    fake = isinstance(value, torch._subclasses.FakeTensor)
+    return isinstance(value, torch.Tensor) and not fake and not value.requires_grad
