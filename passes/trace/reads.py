@@ -68,6 +68,10 @@ class Undecided(TraceError):
     site: Site = ()
 
 
+class Loops(Undecided):
+    """Forward goes through the indices that a mask chooses at `site`."""
+
+
 class GoesOn(BaseException):
     """Nothing was raised soon after a read.  No Exception: forward must not catch it."""
 
@@ -109,11 +113,15 @@ class Reads:
     known: dict[Site, Expected | None] = field(default_factory=dict)  # None: a decision
     trial: Trial | None = None
     specialised: dict[str, str] = field(default_factory=dict)  # line to value
+    loops: set[Site] = field(default_factory=set)  # choices that forward loops through
     one_way: set[Site] = field(default_factory=set)  # branches whose ways do not fit together
     mixed: set[Any] = field(default_factory=set)  # (training, keys) tried in mixtures of outcomes
 
     def decide(self, undecided: Undecided, run: Callable[[], Any]) -> None:
         """Find out by two runs of the model what comes of a read."""
+        if isinstance(undecided, Loops):
+            self.loops.add(undecided.site)
+            return
         raised: dict[bool, str] = {}
         for value in (False, True):
             self.trial = trial = Trial(undecided.site, value)

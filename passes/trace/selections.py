@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdcompile.graph import Op, Ref, Value, walk
-from pdcompile.passes.trace.facts import storage_key
+from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.facts import locate, storage_key
 
 Policy = Callable[[int, int], int]  # (how many selections before, elements of the mask) -> size
 
@@ -39,6 +40,7 @@ class Selections:
         self._sizes: dict[int, int] = {}  # storage of a mask -> elements found
         self._kept: list[Tensor] = []
         self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
+        self.allows: Callable[[Tensor], bool] = lambda mask: True  # choices in loops (`hits`)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result; None where it does not choose by values."""
@@ -47,10 +49,10 @@ class Selections:
         if func is _aten.masked_select.default:
             mask, tensor = args[1], args[0]
             return tensor.new_empty((self._size(mask),))
-        if func in _INDEX + _PUT and any(_is_mask(index) for index in args[1]):
+        if func in _INDEX + _PUT and any(is_mask(index) for index in args[1]):
             indices: list[Any] = []
             for index in args[1]:
-                indices += self._indices(index).unbind(1) if _is_mask(index) else [index]
+                indices += self._indices(index).unbind(1) if is_mask(index) else [index]
             return func(args[0], indices, *args[2:], **kwargs)
         return None
 
@@ -59,6 +61,8 @@ class Selections:
 
     def _size(self, mask: Tensor) -> int:
         key = storage_key(mask)
+        if not self.allows(mask):
+            raise refuse.error(refuse.BY_VALUE, "a choice in a loop", locate(None)[0])
         if key not in self._sizes:
             self._kept.append(mask)
             self._sizes[key] = self._policy(len(self.found), mask.numel())
@@ -72,7 +76,8 @@ class Selections:
         return [max(-(-elements // counts[place]), 2) for place, elements in self.found]
 
 
-def _is_mask(index: Any) -> bool:
+def is_mask(index: Any) -> bool:
+    """Whether an index chooses by its values."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 

@@ -30,11 +30,11 @@ from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.reads import Decision, Key, Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
-from pdcompile.passes.trace.selections import Policy, Selections, same_ops, varied
+from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded
-from pdcompile.passes.trace.skips import left_out, renamed, with_gates
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import KEEP, FakeTensors
+from pdcompile.passes.trace.varying import Turns, with_sizes_that_vary
 from pdcompile.warn import warn
 
 
@@ -85,14 +85,16 @@ def record(
     def call(assigned: dict[tuple[int, str], str]) -> Recording:
         before = State(model)
 
-        def run(selections: Policy | None = None) -> tuple[Recording, Selections | None]:
+        def run(
+            selections: Policy | None = None, turns: Turns = range
+        ) -> tuple[Recording, Selections | None]:
             chosen: list[Selections | None] = []
 
             def once(decided: Mapping[Key, bool]) -> Recording:
                 before.restore()
                 recording, found = _record(
                     model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
-                    policy=selections, decided=decided,
+                    policy=selections, decided=decided, turns=turns,
                 )  # fmt: skip
                 chosen.append(found)
                 return recording
@@ -103,7 +105,7 @@ def record(
         try:
             return run()[0]
         except SizeByValues:
-            found = _with_sizes_that_vary(run, table, training)
+            found = with_sizes_that_vary(run, table, training)
             if found is None:
                 raise
             return found
@@ -119,38 +121,6 @@ def same(one: Recording, other: Recording) -> bool:
     return one.meaning == other.meaning
 
 
-def _with_sizes_that_vary(
-    run: Callable[[Policy], tuple[Recording, Selections | None]],
-    table: ModuleTable,
-    training: bool,
-) -> Recording | None:
-    """A recording in which sizes that depend on values are made up; None if something hangs on
-    them."""
-    try:
-        everything, selections = run(lambda index, elements: elements)
-        assert selections is not None
-        sizes = table.expected.setdefault(training, selections.expected())
-        usual, _ = run(lambda index, elements: sizes[index] if index < len(sizes) else elements)
-        nothing, one = run(lambda index, elements: 0)[0], run(lambda index, elements: 1)[0]
-    except TraceError:
-        return None
-    if not all(same_ops(usual.ops, other.ops) for other in (everything, one)):
-        return None
-    if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
-        return None
-    roots = (usual.output, Ref(usual.loss) if usual.loss else None)
-    values = varied(usual.values, [everything.values, one.values], roots)
-    found = left_out(usual.ops, nothing.ops, values, one.values) if values else None
-    if values is None or found is None:
-        return None
-    skipped, names, before = found
-    empty = (nothing.output, Ref(nothing.loss) if nothing.loss else None)
-    if renamed(empty, names) != renamed(roots, before):
-        return None
-    ops, values = with_gates(usual.ops, values, skipped)
-    return replace(usual, ops=ops, values=values)
-
-
 def _record(
     model: nn.Module,
     table: ModuleTable,
@@ -163,6 +133,7 @@ def _record(
     per_op: bool,
     policy: Policy | None = None,
     decided: Mapping[Key, bool],
+    turns: Turns,
 ) -> tuple[Recording, Selections | None]:
     mode = FakeTensorMode()
     fakes = FakeTensors(table, mode, device_of(model, flat))
@@ -172,6 +143,9 @@ def _record(
     recorder.boundary = run.__code__
     if policy is not None:
         observer.selections = Selections(policy, lambda: recorder.path)
+        observer.selections.allows = recorder.hits.allows
+    recorder.hits.sites = table.reads.loops if table.reads is not None else set()
+    recorder.hits.turns = turns
     recorder.whole = outcomes
     recorder.assigned = assigned
     inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)

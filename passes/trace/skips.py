@@ -118,8 +118,8 @@ def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, 
     if op.opaque or op.buffers_written or op.region != "forward":
         return False
     if not op.mutates:
-        value = values[op.name]
-        return bool(value.varies) if value.is_tensor else any(map(varies, op.args))
+        # Without a draw it does no harm on anything: what it makes only others of these read.
+        return op.draw is None or bool(values[op.name].varies)
     if op.target not in _WRITES or op.kwargs:
         return False
     index, written = _WRITES[op.target]

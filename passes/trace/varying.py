@@ -1,0 +1,75 @@
+"""A recording in which sizes that depend on values are made up: tokens of an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Ref
+from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.reads import Undecided
+from pdcompile.passes.trace.selections import Selections, same_ops, varied
+from pdcompile.passes.trace.skips import left_out, renamed, with_gates
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.session import Recording
+
+Turns = Callable[[int], Sequence[int]]  # of so many turns of a loop (`hits`) those that run
+
+
+def _none(count: int) -> range:
+    return range(0)
+
+
+def _even(count: int) -> range:
+    return range(0, count, 2)
+
+
+def _odd(count: int) -> range:
+    return range(1, count, 2)
+
+
+def with_sizes_that_vary(
+    run: Callable[..., tuple[Recording, Selections | None]],
+    table: ModuleTable,
+    training: bool,
+) -> Recording | None:
+    """A recording in which sizes that depend on values are made up; None if something hangs on
+    them."""
+    try:
+        everything, selections = run(lambda index, elements: elements)
+        assert selections is not None
+        sizes = table.expected.setdefault(training, selections.expected())
+
+        def as_usual(index: int, elements: int) -> int:
+            return sizes[index] if index < len(sizes) else elements
+
+        usual, _ = run(as_usual)
+        nothing, one = run(lambda index, elements: 0, _none)[0], run(lambda index, elements: 1)[0]
+        loops = table.reads is not None and bool(table.reads.loops)
+        parts = [run(as_usual, every_other)[0] for every_other in (_even, _odd) if loops]
+    except Undecided:
+        raise
+    except TraceError:
+        return None
+    if not all(same_ops(usual.ops, other.ops) for other in (everything, one)):
+        return None
+    if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
+        return None
+    roots = (usual.output, Ref(usual.loss) if usual.loss else None)
+    values = varied(usual.values, [everything.values, one.values], roots)
+    if values is None:
+        return None
+    skipped: set[str] = set()
+    for less in (*parts, nothing):
+        found = left_out(usual.ops, less.ops, values, one.values)
+        if found is None:
+            return None
+        skipped, names, before = found
+        end = (less.output, Ref(less.loss) if less.loss else None)
+        if renamed(end, names) != renamed(roots, before):
+            return None
+    ops, values = with_gates(usual.ops, values, skipped)
+    return replace(usual, ops=ops, values=values)
