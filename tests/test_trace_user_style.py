@@ -168,3 +168,16 @@ def _scripted(x: Tensor) -> Tensor:
 def test_a_warning_says_that_torchscript_rounds_in_its_own_way() -> None:
     with pytest.warns(UserWarning, match="TorchScript function '_scripted'.*rounds differently"):
         faithful(make(lambda self, x: _scripted(self.lin(x))))
+
+
+def test_whether_autograd_is_on_is_asked_of_the_run_and_not_of_the_capture() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if torch.is_grad_enabled():
+            y = y * 2
+        with torch.no_grad():
+            return y + 1 if torch.is_grad_enabled() else y
+
+    found = faithful(make(forward))
+    assert targets(found) == ["Linear", "mul"]
+    assert [op.target.rpartition(".")[2] for op in found.eval.ops] == ["Linear"]

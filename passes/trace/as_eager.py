@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pdcompile.passes.trace.training_flag import autograd_as_run
+
 GENERAL_PATH = (
     "where the model would look into its inputs for a short cut (nothing is masked), the stages "
     "always take the general path: microbatches for which eager takes the short cut may be "
@@ -39,12 +41,15 @@ class EagerPaths:
 
 
 @contextmanager
-def as_eager(paths: EagerPaths, constant: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+def as_eager(
+    paths: EagerPaths, constant: Callable[[torch.Tensor], bool], training: bool = True
+) -> Iterator[None]:
     """While a model is recorded; `constant` tells whether a tensor depends on constants alone."""
     module: Any = sys.modules.get(ASKED)
     plain = getattr(module, QUESTION, None)
     if plain is None:
-        yield
+        with autograd_as_run(training):
+            yield
         return
 
     def is_fake_tensor(x: Any) -> bool:
@@ -55,6 +60,7 @@ def as_eager(paths: EagerPaths, constant: Callable[[torch.Tensor], bool]) -> Ite
 
     setattr(module, QUESTION, is_fake_tensor)
     try:
-        yield
+        with autograd_as_run(training):
+            yield
     finally:
         setattr(module, QUESTION, plain)

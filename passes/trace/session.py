@@ -158,7 +158,7 @@ def _record(
             recorder.check_generators = sentinel.check
         stack.enter_context(watched(recorder))
         stack.enter_context(_quiet())
-        stack.enter_context(as_eager(table.eager_paths, recorder.is_constant))
+        stack.enter_context(as_eager(table.eager_paths, recorder.is_constant, model.training))
         stack.enter_context(autocast_region(table.autocast or f"{fakes.device.type}:off"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
