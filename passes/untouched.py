@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pdcompile.passes.trace.state import State
-
 
 @contextmanager
 def untouched(model: nn.Module, training: bool) -> Iterator[None]:
@@ -17,6 +15,8 @@ def untouched(model: nn.Module, training: bool) -> Iterator[None]:
 
     A model in that mode already is left alone, so that modules switched apart stay so.
     """
+    from pdcompile.passes.trace.state import State  # whose package needs this module first
+
     state = State(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
