@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdcompile
@@ -180,6 +181,13 @@ def effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     return torch.Tag.nondeterministic_seeded in func.tags, writes
 
 
+# Half of all that is dispatched asks for a device, and of the rest these views take longest:
+# fake tensors keep what other ops give by the shapes of their arguments, but not theirs.
+_DEVICE = torch.ops.prim.device.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_VIEW = torch.ops.aten.view.default
+
+
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices which storages the ATen ops below one public call write, and random draws."""
 
@@ -198,6 +206,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func is _UNSAFE_VIEW:
+            func = _VIEW
         kwargs = kwargs or {}
         self.seeded = self.seeded or effects(func)[0]
         self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
