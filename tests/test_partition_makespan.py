@@ -9,8 +9,9 @@ from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import evaluate, partition
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
-from pdcompile.passes.partition.evaluate import Transfers, path_of, stage_seconds
+from pdcompile.passes.partition.evaluate import Transfers, measure, path_of, stage_seconds
 from pdcompile.passes.partition.ideals import all_ideals
 from pdcompile.passes.partition.makespan import (
     Path,
@@ -21,7 +22,9 @@ from pdcompile.passes.partition.makespan import (
     warmup_of,
 )
 from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.search import _barred, _neighbours
 from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.state import Search
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
@@ -103,6 +106,10 @@ def test_a_path_of_one_timing_bounds_every_other() -> None:
         path = critical_path(one, depth, m)
         assert sum_of(path, one) == pytest.approx(makespan(one, depth, m))
         assert sum_of(path, other) <= makespan(other, depth, m) * (1 + 1e-9)
+        assert path.seconds(other) == pytest.approx(sum_of(path, other))
+        alone = replace(other, forward_hops={})
+        assert path.seconds(alone) == (0 if any(k == "forward" for _, k, _ in path.hops)
+                                       else pytest.approx(sum_of(path, alone)))  # fmt: skip
 
 
 def flush_problem(seed: int) -> PartitionProblem | None:
@@ -213,3 +220,26 @@ def test_flush_partitions_of_random_problems_are_never_below_their_paths() -> No
         timing = Transfers(problem, found.stage_of).timing(*stage_seconds(problem, found.stage_of))
         path = path_of(problem, found.stage_of)
         assert sum_of(path, timing) <= found.objective * (1 + 1e-9) + 1e-12
+
+
+def test_moves_that_a_path_bars_are_no_better() -> None:
+    barred = 0
+    for seed in range(300):
+        problem = flush_problem(seed)
+        if problem is None:
+            continue
+        try:
+            found, _ = partition(problem, time_limit=0)
+            model = build(problem)
+        except InfeasibleError:
+            continue
+        search = Search(problem, model, Budget())
+        search.offer(tuple(found.stage_of[group[0]] for group in model.members))
+        tells = _barred(search)
+        for groups in _neighbours(model, search.groups):
+            if tells(groups):
+                barred += 1
+                assert measure(problem, model.items_of(groups)).objective >= search.upper * (
+                    1 - 1e-9
+                )
+    assert barred > 20

@@ -13,6 +13,8 @@ go together here, so where one stage sends to several others the simulator may d
 from __future__ import annotations
 
 import heapq
+import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,6 +54,23 @@ class Path:
     forward: tuple[int, ...]  # per stage
     backward: tuple[int, ...]
     hops: tuple[tuple[Hop, Kind, int], ...]
+
+    def seconds(self, timing: Timing) -> float:
+        """Its sum for other stages and hops; 0 where it says nothing of them."""
+        tables: dict[Kind, Mapping[Hop, float]] = {
+            "forward": timing.forward_hops,
+            "backward": timing.backward_hops,
+            "final": timing.final_hops,
+        }
+        if any(hop not in tables[kind] for hop, kind, _ in self.hops):
+            return 0.0
+        return math.fsum(
+            (
+                *map(operator.mul, self.forward, timing.forward),
+                *map(operator.mul, self.backward, timing.backward),
+                *(count * tables[kind][hop] for hop, kind, count in self.hops),
+            )
+        )
 
 
 def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) -> tuple[int, ...]:

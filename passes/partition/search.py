@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from pdcompile.errors import InfeasibleError, PlanError
@@ -13,7 +13,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError
 from pdcompile.passes.partition.enumerate import chains
-from pdcompile.passes.partition.evaluate import path_of, violations
+from pdcompile.passes.partition.evaluate import Transfers, path_of, stage_seconds, violations
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
 from pdcompile.passes.partition.integer_program import IntegerProgram
@@ -190,13 +190,35 @@ def _improve(search: Search, _: Segments) -> None:
     improved, left = True, 200
     while improved and left > 0 and not search.late:
         improved = False
+        barred = _barred(search)
         for groups in _neighbours(search.model, search.groups):
             left -= 1
-            if search.offer(groups):
+            if not barred(groups) and search.offer(groups):
                 improved = True
                 break
             if left <= 0 or search.late:
                 return
+
+
+def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
+    """Tells of assignments that are no better than the best, where one path tells.
+
+    The best one's critical path is a chain in every assignment that has its hops.  To add it up
+    takes far less than to walk through a schedule of many stages and microbatches.
+    """
+    problem, model = search.problem, search.model
+    full_duplex = all(stage.full_duplex for stage in problem.stages)
+    if problem.objective != "flush" or not full_duplex:
+        return lambda _: False
+    path = path_of(problem, model.items_of(search.groups))
+    upper = search.upper * (1 + 1e-12)  # rounding of sums must bar nothing that is better
+
+    def barred(groups: tuple[int, ...]) -> bool:
+        stage_of = model.items_of(groups)
+        timing = Transfers(problem, stage_of).timing(*stage_seconds(problem, stage_of))
+        return path.seconds(timing) >= upper
+
+    return barred
 
 
 def _neighbours(model: Model, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
