@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Once = Callable[[Mapping[Key, bool]], "Recording"]
 
 MAX_ALONE = 32  # decisions that are tried one at a time where two groups were not enough
+MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
 MIXTURES = 6  # of outcomes, beside all of the other kind
 
 
@@ -59,19 +60,22 @@ class _Ways:
     reads: Reads
     training: bool
 
-    def joined(self, base: Recording, given: Mapping[Key, bool]) -> Joined:
-        """A recording made with these outcomes, and both ways of its other decisions."""
+    def joined(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> Joined:
+        """A recording made with these outcomes, and both ways of its other decisions.
+
+        `depth`: how many decisions deep, each met only where the one before it was True.
+        """
         decisions = tuple(d for d in base.decisions if d.key not in given)
         if not decisions:
             return Joined(base, {}, {})
-        if len(decisions) > MAX_DECISIONS or len(given) > MAX_DECISIONS:
+        if len(decisions) > MAX_DECISIONS or depth > MAX_NESTED:
             raise CannotJoin(decisions)
         ways = [[decisions[0::2], decisions[1::2]]] if len(decisions) > 2 else []
         if len(decisions) <= MAX_ALONE:
             ways.append([(one,) for one in decisions])
         for groups in ways:
             try:
-                return self._joined(base, decisions, groups, given)
+                return self._joined(base, decisions, groups, given, depth)
             except CannotJoin:
                 if groups is ways[-1]:
                     raise
@@ -83,6 +87,7 @@ class _Ways:
         decisions: Sequence[Decision],
         groups: Sequence[Sequence[Decision]],
         given: Mapping[Key, bool],
+        depth: int,
     ) -> Joined:
         join = Join(base, decisions)
         waiting = list(groups)
@@ -90,7 +95,8 @@ class _Ways:
         while waiting:
             group = waiting.pop(0)
             outcomes = {**given, **{decision.key: True for decision in group}}
-            other = self.joined(self._run(outcomes, decisions), {**given, **known, **outcomes})
+            known_there = {**given, **known, **outcomes}
+            other = self.joined(self._run(outcomes, decisions), known_there, depth + 1)
             waiting += [(decision,) for decision in join.add(other, group)]
         found = join.finished()
         shape = (self.training, tuple(given.items()), tuple(known), len(groups))
