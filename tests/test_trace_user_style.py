@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -181,3 +182,28 @@ def test_whether_autograd_is_on_is_asked_of_the_run_and_not_of_the_capture() -> 
     found = faithful(make(forward))
     assert targets(found) == ["Linear", "mul"]
     assert [op.target.rpartition(".")[2] for op in found.eval.ops] == ["Linear"]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module, x: module.to(torch.float32),
+        lambda module, x: module.to(x),
+        lambda module, x: module.to(device=x.device),
+        lambda module, x: module.float(),
+    ],
+    ids=["dtype", "tensor", "device", "float"],
+)
+def test_a_module_is_moved_to_where_it_is(move: Callable[[nn.Module, Tensor], nn.Module]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        self.lin = move(self.lin, x)
+        return self.lin(x)
+
+    to = nn.Module.to
+    faithful(make(forward))
+    assert nn.Module.to is to
+
+
+def test_a_module_that_another_dtype_is_given_is_refused() -> None:
+    with pytest.raises(TraceError, match="rebinds"):
+        captured(make(lambda self, x: self.lin.double()(x.double())))

@@ -34,6 +34,7 @@ from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import KEEP, FakeTensors
+from pdcompile.passes.trace.unchanged import moves_of_nothing
 from pdcompile.passes.trace.varying import Turns, with_sizes_that_vary
 from pdcompile.warn import warn
 
@@ -157,6 +158,7 @@ def _record(
         if per_op:
             recorder.check_generators = sentinel.check
         stack.enter_context(watched(recorder))
+        stack.enter_context(moves_of_nothing())
         stack.enter_context(_quiet())
         stack.enter_context(as_eager(table.eager_paths, recorder.is_constant, model.training))
         stack.enter_context(autocast_region(table.autocast or f"{fakes.device.type}:off"))

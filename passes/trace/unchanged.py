@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
                      "__itruediv__", "pow_"))  # fmt: skip
+_DTYPES = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}  # fmt: skip
 
 
 def writes_nothing(
@@ -26,3 +32,46 @@ def writes_nothing(
         return False
     # An in-place operation on a tensor that requires grad would be part of its history.
     return tensor.is_floating_point() and not torch.is_grad_enabled()
+
+
+@contextmanager
+def moves_of_nothing() -> Iterator[None]:
+    """While this is open ``module.to(dtype)`` touches no tensor where all of them are so already.
+
+    It would assign every parameter's ``data`` to itself.
+    """
+    plain = {name: vars(nn.Module)[name] for name in ("to", *_DTYPES)}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def move(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = (*args, _DTYPES[name]) if name in _DTYPES else args
+            with torch._C.DisableTorchFunction():
+                nothing = _is_so(self, given, kwargs)
+            return self if nothing else plain[name](self, *args, **kwargs)
+
+        return move
+
+    for name in plain:
+        setattr(nn.Module, name, watched(name))
+    try:
+        yield
+    finally:
+        for name, method in plain.items():
+            setattr(nn.Module, name, method)
+
+
+def _is_so(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return False  # as it is called it raises
+    tensors = [*module.parameters(), *module.buffers()]
+    return memory_format is None and all(
+        (device is None or tensor.device == device)
+        and (dtype is None or tensor.dtype == dtype or not _converts(tensor))
+        for tensor in tensors
+    )
+
+
+def _converts(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
