@@ -15,8 +15,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.warn import each_once, warn
 
 
-class Deciding(nn.Module):
-    """Decides by the values of its inputs, and warns in forward."""
+class Looping(nn.Module):
+    """Loops by the values of its inputs, and warns in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Deciding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         warnings.warn("an old way to call me", FutureWarning, stacklevel=1)
         h = self.first(x)
-        if x.sum() > 0:
+        for _ in range(int(x.sum()) % 3):
             h = h.relu()
         return self.second(h).square().mean()
 
@@ -33,7 +33,7 @@ class Deciding(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.inner = nn.Linear(4, 4), Deciding()
+        self.before, self.inner = nn.Linear(4, 4), Looping()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(self.before(x))
