@@ -14,14 +14,17 @@ RESERVED = frozenset(
     | {"slice", "getattr", "setattr", "str", "print", "len", "sum", "abs", "sorted", "tuple"}
 )
 
+# Three letters that look like numbers (linters refuse them), and classes that a file defines.
+_TAKEN = re.compile(r"[lOI]|Stage\d+|KeptWhole")
+
 
 def identifier(text: str, fallback: str = "value") -> str:
     """An ASCII identifier that looks like `text`; never a keyword, a dunder or over 40 long."""
     word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")[:40].strip("_")
     if not word or word[0].isdigit():
         word = f"{fallback}_{word}" if word else fallback
-    if keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in ("l", "O", "I"):
-        return f"{word}_"  # the three look like numbers: linters refuse them
+    if keyword.iskeyword(word) or keyword.issoftkeyword(word) or _TAKEN.fullmatch(word):
+        return f"{word}_"
     return word
 
 

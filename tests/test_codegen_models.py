@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pdcompile.passes.codegen import stage_classes
-from tests.helpers.generated import check, mean_square
+from pdcompile.passes.codegen import generate, stage_classes
+from pdcompile.passes.loss_only import loss_only
+from pdcompile.passes.verify import verify
+from tests.helpers.cuts import cut
+from tests.helpers.generated import captured, check, mean_square
 
 
 class Square(torch.autograd.Function):
@@ -316,3 +319,43 @@ def test_equal_blocks_in_blocks_are_written_once():
     text = sources.files["stage_0.py"]
     assert text.count("class Residual") == 2  # with and without bias
     assert text.count("class Outer") == 2
+
+
+class Remembering(nn.Module):
+    """Layers that return caches beside what they pass on, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Remembers() for _ in range(3))
+
+    def forward(self, x):
+        caches = []
+        for layer in self.layers:
+            cache, x = layer(x)
+            caches.append(cache)
+        return {"loss": x.square().mean(), "caches": caches}
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.keys, self.drop = nn.Linear(4, 4), nn.Dropout(0.2)
+
+    def forward(self, x):
+        cache = self.keys(x)
+        return cache, x + self.drop(cache.softmax(-1))
+
+
+@pytest.mark.parametrize("positions", [[], [4], [7]])
+def test_results_that_training_leaves_out_need_no_second_body(positions):
+    model, x = Remembering(), torch.randn(4, 4)
+    flat, layout, found = captured(model, x)
+    found = loss_only(found)
+    assert found.train.output != found.eval.output
+    plan = cut(found, positions)
+    sources = generate(found, plan)
+    for k in range(len(positions)):
+        text = sources.files[f"stage_{k}.py"]
+        assert text.count("self.layers[0](") <= 1
+        assert text.count("        if self.training:\n            return (x") == 1
+    verify(found, plan, sources, model, flat, layout, None)

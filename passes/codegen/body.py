@@ -332,7 +332,7 @@ class Body:
             about.append("a part of it")
         path = clean(relative(scope, self.call.path), 88)
         text = f"{path} ({', '.join(about)})" if about else path
-        return [Line(), Line("", text if len(text) < 88 else path)]
+        return [Line("", text if len(text) < 88 else path)]
 
 
 def _in_place_on(piece: Piece) -> str | None:

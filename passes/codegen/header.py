@@ -33,7 +33,7 @@ class Route:
 def model_name(capture: Capture) -> str:
     """The class name of the model, or ``the model``."""
     full = capture.train.classes.get("", ("", ""))[0]
-    return clean(full.rpartition(".")[2], 48) or "the model"
+    return clean(full.rpartition(".")[2], 32) or "the model"
 
 
 def docstring(
@@ -49,7 +49,14 @@ def docstring(
     where = f" ({locations.short(source)})" if source else ""
     title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
-    text = [f'"""{title}', "", *_wrap(holds), "", *_table(_ports(interface, route)), ""]
+    text = [
+        f'"""{title}'[:WIDTH].rstrip(),
+        "",
+        *_wrap(holds),
+        "",
+        *_table(_ports(interface, route)),
+        "",
+    ]
     files = sorted(set(locations.files.values()))
     differ = any(block.arguments or _letters(block) for block in layout.blocks)
     note = NOTE.format(letters=LETTERS if differ else "")

@@ -8,7 +8,7 @@ from pdcompile.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
 from pdcompile.passes.codegen.access import reach
 from pdcompile.passes.codegen.expressions import quote
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.text import Line, render, shape_text
+from pdcompile.passes.codegen.text import Line, fold, render, shape_text
 from pdcompile.passes.naming import unique
 from pdcompile.plan import Plan
 from pdcompile.stage import Port, StageInterface
@@ -98,7 +98,9 @@ def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> str:
             value = graph.values[item.name]
             comment = shape_text(value.shape, value.dtype)
             made = f"{quote(item.path)}: {_made_up(graph, item)},"
-            lines.append(Line(made, comment, 2, is_text=True))
+            *first, last = fold(made, 2, inside=True)
+            lines += [Line(text, is_text=True) for text in first]
+            lines.append(Line(last, comment, is_text=True))
     lines.append(Line("}", depth=1, is_text=True))
     return render(lines)
 

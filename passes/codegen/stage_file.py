@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from pdcompile.passes.codegen.header import (
 from pdcompile.passes.codegen.imports import Imports
 from pdcompile.passes.codegen.layout import Block, Layout
 from pdcompile.passes.codegen.pairs import Pair, pair
+from pdcompile.passes.codegen.returns import fits, twins, wider
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.skeleton import prune, skeleton
 from pdcompile.passes.codegen.text import WIDTH, Line, Locations, render, value_text
@@ -89,11 +90,20 @@ def stage_file(
     """
     classes = {**capture.eval.classes, **capture.train.classes}
     every = [*ops.train, *ops.eval, *ops.train_loss, *ops.eval_loss]
-    root = skeleton(names, all_tensors(capture), every, classes)
+    tensors = all_tensors(capture)
     wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
-    layout = divide(capture, ops.train, ops.eval, (wanted[0], wanted[1]), names, root)
-    prune(root)
-    writer = _Writer(capture, interface, route, names, wishes, layout, classes, Imports(), [])
+
+    def divided(training: Collection[str]) -> Layout:
+        root = skeleton(names, tensors, every, classes)
+        layout = divide(capture, ops.train, ops.eval, (training, wanted[1]), names, root)
+        prune(root)
+        return layout
+
+    twin = twins(ops.train, ops.eval, interface)
+    layout = divided({twin[name] for name in wanted[1]} if twin else wanted[0])
+    if twin and not fits(layout.train, layout.eval, interface, twin):
+        twin, layout = None, divided(wanted[0])
+    writer = _Writer(capture, interface, route, names, wishes, layout, classes, Imports(), [], twin)
     return writer.write(ops)
 
 
@@ -108,6 +118,7 @@ class _Writer:
     classes: Mapping[str, tuple[str, str]]
     imports: Imports
     class_names: list[str]
+    twin: dict[str, str] | None  # where evaluation returns more (`twins`)
     locations: Locations = field(default_factory=Locations)
     shapes: Sequence[Mapping[str, tuple[Any, ...]]] = ({}, {})  # in comments of the body written
 
@@ -138,7 +149,7 @@ class _Writer:
         return text
 
     def _name_classes(self) -> None:
-        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole"}
+        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole", "i", "_"}
         for mode in (self.interface.train, self.interface.eval):
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         for block in self.layout.blocks:
@@ -184,13 +195,15 @@ class _Writer:
         same = len(train.inputs) == len(evaluation.inputs)
         given = ", ".join(["self", *(names if same else ["*inputs"])])
         lines.append(Line(f"def forward({given}):", depth=1))
+        returned = wider(evaluation.outputs, self.twin) if self.twin else train.outputs
         calls = (
-            _root_call(self.layout.train, train.inputs, train.outputs),
+            _root_call(self.layout.train, train.inputs, returned),
             _root_call(self.layout.eval, evaluation.inputs, evaluation.outputs),
         )
         pairs = pair(*calls)
         if pairs is not None:
-            lines += self._one(calls, pairs, place, names, train.outputs)
+            fewer = [port.value for port in train.outputs] if self.twin else None
+            lines += self._one(calls, pairs, place, names, returned, fewer)
         else:
             for mode, call, signature in zip(
                 ("train", "eval"), calls, (train, evaluation), strict=True
@@ -290,9 +303,10 @@ class _Writer:
         place: Place,
         arguments: Sequence[str],
         ports: Sequence[Port] | None = None,
+        fewer: Sequence[str] | None = None,
     ) -> list[Line]:
         body = self._body("train", calls[0], pairs, place, arguments, ports or (), calls[1])
-        return _finished(body, 2, ports is not None)
+        return _finished(body, 2, ports is not None, fewer)
 
     def _alone(
         self,
@@ -345,15 +359,19 @@ def _root_call(call: Call, inputs: Sequence[Port], outputs: Sequence[Port]) -> C
     )
 
 
-def _finished(body: Body, depth: int, as_tuple: bool = False) -> list[Line]:
-    """The lines of a body at their depth, and the return."""
+def _finished(
+    body: Body, depth: int, as_tuple: bool = False, fewer: Sequence[str] | None = None
+) -> list[Line]:
+    """The lines of a body at their depth, and the return; `fewer`: values, if training differs."""
     lines = body.lines()
     start = next((i for i, line in enumerate(lines) if line.code or line.comment), len(lines))
     lines = lines[start:]
     names = body.returned()
     if as_tuple:  # the results keep the names that the docstring has
-        inner = f"{names[0]}," if len(names) == 1 else ", ".join(names)
-        lines.append(Line(f"return ({inner})"))
+        if fewer is not None:
+            lines.append(Line("if self.training:"))
+            lines.append(Line(f"return {_tuple([body.variables.names[v] for v in fewer])}", "", 1))
+        lines.append(Line(f"return {_tuple(names)}"))
         return [line.deeper(depth) for line in lines]
     comment, last = "", lines[-1] if lines else Line()
     if names and last.depth == 0 and last.code.startswith(f"{names[-1]} = "):  # and no loop
@@ -364,3 +382,7 @@ def _finished(body: Body, depth: int, as_tuple: bool = False) -> list[Line]:
             lines.pop()
     lines.append(Line(f"return {', '.join(names)}".rstrip(), comment))
     return [line.deeper(depth) for line in lines]
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"

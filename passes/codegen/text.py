@@ -94,10 +94,21 @@ def fold(code: str, depth: int, *, inside: bool = False) -> list[str]:
     indent = "    " * depth
     if len(indent) + len(code) <= WIDTH:
         return [indent + code]
-    broken = _break_brackets(code, depth)
+    broken = _break_targets(code, depth) or _break_brackets(code, depth)
     if broken is not None:
         return broken
     return _break_anywhere(code, depth, inside)
+
+
+def _break_targets(code: str, depth: int) -> list[str] | None:
+    """``(a, b, …) = value`` with the targets on lines of their own, where they are long."""
+    indent, assigned = "    " * depth, _assigned(code)
+    targets = _split_commas(code[: max(assigned - 3, 0)])
+    if len(targets) < 2 or len(indent) + assigned <= WIDTH - 24 or code.startswith("("):
+        return None
+    first, *rest = fold(f"_ = {code[assigned:]}", depth)
+    parts = _filled([f"{target}," for target in targets], f"{indent}    ")
+    return [f"{indent}(", *parts, first.replace("_", ")", 1), *rest]
 
 
 def _break_brackets(code: str, depth: int) -> list[str] | None:

@@ -65,7 +65,6 @@ class Stage0(nn.Module):
         x = self.drop(self.wte(ids) + self.wpe(positions))  # f32[b, 16, 32]
         x = self.blocks[0](x)  # f32[b, 16, 32]
         x = self.blocks[1](x)  # f32[b, 16, 32]
-
         # blocks.2 (Block, models.py:30, a part of it)
         part_2, part, part_1 = self.blocks[2].qkv(self.blocks[2].ln_1(x)).split(32, dim=2)
         view = part_2.view(b, 16, 4, 8)  # f32[b, 16, 4, 8]

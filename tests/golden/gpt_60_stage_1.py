@@ -63,7 +63,6 @@ class Stage1(nn.Module):
 
     def forward(self, x, part, part_1, view):
         b = x.shape[0]
-
         # blocks.2 (Block, models.py:30, a part of it)
         transpose = view.transpose(1, 2)  # f32[b, 4, 16, 8]
         transpose_1 = part.view(b, 16, 4, 8).transpose(1, 2)  # f32[b, 4, 16, 8]
