@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import TraceError
+from pdcompile.passes.trace.branches import _mixtures
 from tests.helpers.captures import captured, faithful, make, rows
+from tests.helpers.pipelines import states_equal
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -54,6 +60,28 @@ def _other_parameters(self: nn.Module, x: Tensor) -> Tensor:
     return self.second(one if h.mean() > 0 else two)
 
 
+def _read_in_branches(self: nn.Module, x: Tensor) -> Tensor:
+    """What two branches leave is read inside of two more only."""
+    h = self.lin(x)
+    memory = h
+    for i, layer in enumerate(self.layers[:2]):
+        if memory.norm() > 1.5 * i:
+            continue
+        memory = layer(memory)
+    for i, layer in enumerate(self.layers[2:]):
+        if h.norm() > 2 + i:
+            continue
+        h = h + layer(memory)
+    return self.second(h)
+
+
+def _read_if_taken(self: nn.Module, x: Tensor) -> Tensor:
+    """What one branch leaves is read only if another one is taken."""
+    h = self.lin(x)
+    memory = self.layers[0](h) if h.norm() > 1.5 else h
+    return h + self.layers[1](memory) if h.mean() > 0 else h
+
+
 def _model(forward: Forward) -> nn.Module:
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
     return make(forward, second=nn.Linear(8, 8), layers=layers)
@@ -77,7 +105,7 @@ def _same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> boo
     )
 
 
-FORWARDS = [_clamp, _nested, _early, _skipped, _other_parameters]
+FORWARDS = [_clamp, _nested, _early, _skipped, _other_parameters, _read_in_branches]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -144,11 +172,6 @@ def _counts(self: nn.Module, x: Tensor) -> Tensor:
     return x * 2 if hits == 2 else x
 
 
-def _draws(self: nn.Module, x: Tensor) -> Tensor:
-    h = self.lin(x)
-    return F.dropout(h, 0.5) if h.sum() > 0 else h
-
-
 def _writes(self: nn.Module, x: Tensor) -> Tensor:
     h = self.lin(x)
     if h.sum() > 0:
@@ -182,7 +205,7 @@ def _other_shape(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "forward", [_counts, _draws, _writes, _writes_later, _for_ever, _may_fail, _other_shape]
+    "forward", [_counts, _read_if_taken, _writes, _writes_later, _for_ever, _may_fail, _other_shape]
 )
 def test_what_is_more_than_a_choice_is_refused(forward: Forward) -> None:
     with pytest.raises(TraceError, match="reads the value") as caught:
@@ -199,3 +222,58 @@ def test_a_validation_inside_of_a_branch_is_none() -> None:
 
     with pytest.raises(TraceError, match="reads the value"):
         captured(make(forward))
+
+
+class Block(nn.Module):
+    """A residual block with dropout inside, (b, 8) -> (b, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.drop(self.lin(x)).relu(), 0.1, self.training)
+
+
+def _layer_drop(self: nn.Module, x: Tensor) -> Tensor:
+    h = F.dropout(self.lin(x), 0.2, self.training)
+    for block in self.blocks:
+        if self.training and torch.rand([]) < 0.4:
+            continue
+        h = block(h)
+    return self.second(F.dropout(h, 0.2, self.training))
+
+
+def _one_way_draws(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    h = F.dropout(h, 0.5, self.training) if h.sum() > 0 else h
+    return self.second(F.dropout(h, 0.2, self.training))
+
+
+@pytest.mark.parametrize("forward", [_layer_drop, _one_way_draws])
+def test_layers_are_dropped_as_in_the_reference(forward: Forward) -> None:
+    torch.manual_seed(0)
+    model = make(forward, second=nn.Linear(8, 8), blocks=nn.ModuleList(Block() for _ in range(5)))
+    target = rows(seed=9)
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "microbatches": 2, "seed": 3}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    eager = pdcompile.reference(model, optimizer=optimizer, keep_model=True, **options)
+    pipe = pdcompile.compile(
+        model, (rows(),), example_target=target, stages=2, keep_model=True, costs="estimated",
+        optimizer=optimizer, **options,
+    )  # fmt: skip
+    for step in range(6):
+        x = rows(seed=step)
+        ours, theirs = pipe.step(x, target=target), eager.step(x, target=target)
+        assert float(ours.loss) == float(theirs.loss)
+    assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
+    pipe.close()
+
+
+@given(st.integers(1, 70))
+def test_mixtures_have_every_pair_of_outcomes(count: int) -> None:
+    keys = [("", 0, ("f.py", i), 0) for i in range(count)]
+    tried = [{}, *_mixtures(keys)]
+    for a, b in combinations(keys, 2):
+        seen = {(mixture.get(a, False), mixture.get(b, False)) for mixture in tried}
+        assert len(seen) == 4

@@ -33,7 +33,8 @@ Once = Callable[[Mapping[Key, bool]], "Recording"]
 
 MAX_ALONE = 32  # decisions that are tried one at a time where two groups were not enough
 MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
-MIXTURES = 6  # of outcomes, beside all of the other kind
+MAX_EXHAUSTED = 4  # decisions whose mixtures of outcomes are all tried
+MIXTURES = 6  # more than those that have every pair of outcomes
 
 
 def both_ways(once: Once, reads: Reads | None, training: bool) -> Recording:
@@ -121,12 +122,19 @@ class _Ways:
 
 
 def _mixtures(keys: Sequence[Key]) -> Iterator[dict[Key, bool]]:
-    """Outcomes to try: all True, and some of each kind; with few decisions every mixture."""
-    if len(keys) <= 3:
+    """Outcomes to try: with few decisions every mixture, else every mixture of any two of them.
+
+    Of two numbers some binary digit differs: outcomes by that digit, and their opposites, have
+    each decision True where the other one is False.
+    """
+    if len(keys) <= MAX_EXHAUSTED:
         for number in range(2 ** len(keys)):
             yield {key: bool(number >> i & 1) for i, key in enumerate(keys)}
         return
     yield dict.fromkeys(keys, True)
+    for digit in range((len(keys) - 1).bit_length()):
+        for opposite in (False, True):
+            yield {key: bool(i >> digit & 1) != opposite for i, key in enumerate(keys)}
     chance = random.Random(0)
     for _ in range(MIXTURES):
         yield {key: chance.random() < 0.5 for key in keys}

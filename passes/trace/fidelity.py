@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,14 @@ from pdcompile.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.session import device_of
+from pdcompile.passes.trace.streams import (
+    StreamLookup,
+    announcing,
+    branches_draw,
+    whole_modules,
+)
 from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
-from pdcompile.randomness import preserved_rng
+from pdcompile.randomness import DrawScope, preserved_rng
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
     """Run eager and graph on the microbatch `flat`, in both modes, from equal random state.
 
     Compared bit for bit: outputs, the loss, the gradient of every parameter (train), all
-    buffers, and how far the random generator went.  The model and the generators are left as
+    buffers, and how far the random generator went (where branches draw, each draw has a stream of
+    its own instead).  The model and the generators are left as
     they were.
 
     Raises:
@@ -58,28 +65,32 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
 def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> None:
     start = torch.default_generator.get_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    streams = branches_draw(graph)
 
-    def run(call: Callable[[], tuple[list[Any], torch.Tensor | None]]) -> Outcome:
+    def run(call: Callable[..., tuple[list[Any], torch.Tensor | None]]) -> Outcome:
+        scope = DrawScope(model, 0, 0, 0) if streams else None
         torch.default_generator.set_state(start)
         write_buffers(model, buffers)
         model.zero_grad(set_to_none=True)
         with same_buffers(model):
             with torch.set_grad_enabled(graph.training):
                 with _ambient(graph):
-                    outputs, loss = call()
+                    outputs, loss = call(scope)
                 if graph.training:
-                    _backward(outputs, loss)
+                    _backward(outputs, loss, scope)
+            if streams:  # each draw begins its own: how far a stream went says nothing
+                torch.default_generator.set_state(start)
             return _outcome(model, outputs, loss)
 
     try:
-        eager = run(lambda: _eager(model, graph, flat))
+        eager = run(lambda scope: _eager(model, graph, flat, scope))
     except Exception as error:
         raise VerifyError(
             f"the model itself fails on this microbatch of {layout.size}: {error}",
             where=source_of_traceback(error),
             remedy="run the model once on these inputs without pdcompile",
         ) from error
-    captured = run(lambda: _graph(model, graph, flat, layout))
+    captured = run(lambda scope: _graph(model, graph, flat, layout, scope))
     problem = _difference(eager, captured)
     if problem is None:
         return
@@ -87,7 +98,9 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
     write_buffers(model, buffers)
     what, fqn = problem
     mode = "train" if graph.training else "eval"
-    op = _first_difference(model, graph, flat, layout, buffers, start)
+    op = None
+    if not streams:
+        op = _first_difference(model, graph, flat, layout, buffers, start)
     op = op or _reader(graph, fqn)
     place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
     raise VerifyError(
@@ -102,13 +115,17 @@ def _ambient(graph: OpGraph) -> AbstractContextManager[Any]:
     return autocast_region(graph.origin.autocast if graph.origin is not None else None)
 
 
-def _eager(model: nn.Module, graph: OpGraph, flat: FlatCall) -> tuple[list[Any], Any]:
+def _eager(
+    model: nn.Module, graph: OpGraph, flat: FlatCall, scope: DrawScope | None
+) -> tuple[list[Any], Any]:
     args, kwargs, target = flat.unflatten(_fresh(flat))
-    output = model(*args, **kwargs)
+    with scope or nullcontext():
+        output = model(*args, **kwargs)
     found = output_leaves(output)
     loss_fn = graph.origin.loss_fn if graph.origin is not None else None
     if loss_fn is not None:
-        return found, loss_fn(output, target)
+        with scope or nullcontext(), scope.loss() if scope else nullcontext():
+            return found, loss_fn(output, target)
     for place, leaf in zip(leaves(graph.output), found, strict=True):
         if getattr(place, "name", None) == graph.loss and graph.loss is not None:
             return found, leaf
@@ -116,10 +133,15 @@ def _eager(model: nn.Module, graph: OpGraph, flat: FlatCall) -> tuple[list[Any],
 
 
 def _graph(
-    model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout
+    model: nn.Module,
+    graph: OpGraph,
+    flat: FlatCall,
+    layout: BatchLayout,
+    scope: DrawScope | None,
 ) -> tuple[list[Any], Any]:
-    env = execute(graph, _inputs(graph, flat), _lookup(model, graph, flat, layout))
-    lookup = _lookup(model, graph, flat, layout)
+    lookup = _lookup(model, graph, flat, layout, scope)
+    watch = announcing(graph) if scope is not None else None
+    env = execute(graph, _inputs(graph, flat), lookup, watch=watch)
     outputs = [materialise(leaf, env, lookup) for leaf in leaves(graph.output)]
     return outputs, env[graph.loss] if graph.loss is not None else None
 
@@ -139,15 +161,23 @@ def _inputs(graph: OpGraph, flat: FlatCall) -> dict[str, torch.Tensor]:
     return {entry.name: fresh[entry.path] for entry in graph.inputs}
 
 
-def _lookup(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: BatchLayout) -> Lookup:
-    return Lookup(model, layout.size, device_of(model, flat), graph.tensor_values)
+def _lookup(
+    model: nn.Module,
+    graph: OpGraph,
+    flat: FlatCall,
+    layout: BatchLayout,
+    scope: DrawScope | None = None,
+) -> Lookup:
+    found = (model, layout.size, device_of(model, flat), graph.tensor_values)
+    return StreamLookup(*found, scope, whole_modules(graph)) if scope else Lookup(*found)
 
 
-def _backward(outputs: list[Any], loss: torch.Tensor | None) -> None:
+def _backward(outputs: list[Any], loss: torch.Tensor | None, scope: DrawScope | None) -> None:
     roots = [loss] if loss is not None else outputs
     tensors = [t for t in roots if isinstance(t, torch.Tensor) and t.requires_grad]
     if tensors:
-        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+        back = scope.backward_of if scope and scope.draws else torch.autograd.backward
+        back(tensors, [torch.ones_like(t) for t in tensors])
 
 
 def _outcome(model: nn.Module, outputs: list[Any], loss: torch.Tensor | None) -> Outcome:

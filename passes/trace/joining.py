@@ -185,7 +185,7 @@ class Join:
             last = op.target.rpartition(".")[2]
             by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
             if (
-                op.mutates or op.buffers_written or op.draw is not None or op.opaque or by_tensor
+                op.mutates or op.buffers_written or op.opaque or by_tensor
                 or any(word in op.target for word in _MAY_FAIL)
             ):  # fmt: skip
                 raise CannotJoin(self._decisions)

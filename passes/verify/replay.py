@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.graph import Op, OpGraph, Ref, leaves
-from pdcompile.graph_module import Lookup, execute
+from pdcompile.graph_module import execute
 from pdcompile.passes.trace.session import device_of
+from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
 from pdcompile.passes.verify.runs import Loss, Outcome, Values, copied_leaves, outcome_of
 from pdcompile.passes.verify.watch import Watch, digest
 from pdcompile.randomness import DrawScope, reseed, seed_of
@@ -30,24 +31,6 @@ class Replay:
     everything: set[str]  # what the ops made inside, too
 
 
-@dataclass(frozen=True)
-class _Streams(Lookup):
-    """Finds the model's modules; those that are kept whole run inside a scope of draws."""
-
-    scope: DrawScope | None = None
-    whole: frozenset[str] = frozenset()
-
-    def module(self, path: str) -> Any:
-        module = Lookup.module(self, path)
-        return partial(_inside, self.scope, module) if path in self.whole else module
-
-
-def _inside(scope: DrawScope | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    assert scope is not None
-    with scope:
-        return module(*args, **kwargs)
-
-
 @dataclass(slots=True)
 class _Recorder:
     graph: OpGraph
@@ -61,9 +44,8 @@ class _Recorder:
 
     def announce(self) -> None:
         """Seed the op that comes next."""
-        op = self.graph.ops[self.done] if self.done < len(self.graph.ops) else None
-        if op is not None and op.draw is not None and not op.opaque:
-            reseed(seed_of(*self.seeds, 0, op.module_path, op.draw))
+        if self.done < len(self.graph.ops):
+            announce(self.graph.ops[self.done], *self.seeds)
 
     def ran(self, name: str, value: Any) -> None:
         """An op has run."""
@@ -101,8 +83,9 @@ def replay(
     watch = Watch()
     recorder = _Recorder(graph, (seed, minibatch), watch)
     scope = DrawScope(model, seed, minibatch, 0)
-    whole = frozenset(op.module_path for op in graph.ops if op.opaque)
-    lookup = _Streams(model, layout.size, device_of(model, call), graph.tensor_values, scope, whole)
+    lookup = StreamLookup(
+        model, layout.size, device_of(model, call), graph.tensor_values, scope, whole_modules(graph)
+    )
 
     def run() -> tuple[Values, Loss]:
         given = copied_leaves(call)

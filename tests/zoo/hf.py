@@ -11,7 +11,7 @@ from tests.zoo.case import Case, Entry, LossFn
 
 # How configurations call the probabilities that a user means by "dropout".
 _WORDS = ("dropout", "pdrop", "drop_path", "drop_rate")
-# Skipping whole layers by a random number is control flow that no graph can hold.
+# A layer that is left out leaves a cache of another structure behind, which eager cannot gather.
 _LAYERS = ("layerdrop", "layer_drop")
 
 
