@@ -111,6 +111,8 @@ class Recorder(TorchFunctionMode):
         path = self.table.names.get(id(module))
         if self._inside or path is None:
             return plain(module, *args, **kwargs)
+        if maybe_current_level() is not None:
+            raise refuse.error(refuse.TRANSFORM, path, locate(self.boundary)[0])
         calls = next(self._module_calls[path])
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)

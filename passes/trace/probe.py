@@ -22,9 +22,11 @@ from pdcompile.autocast import autocast_region
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.opaque import describe, tensors_at
+from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import (
     effects,
     is_dense,
+    locate,
     source_of_traceback,
     storage_key,
     written_by,
@@ -262,6 +264,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = [tensor for _, tensor in tensors_at((args, kwargs))]
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
+            inside = refuse.error(refuse.TRANSFORM, key[0], locate(None)[0])
+            inside.module_path = key[0]  # its caller is kept instead
+            raise inside
         before = [tensor.detach().clone() for tensor in inputs]
         own = dict(module.named_buffers(prefix=key[0]))
         buffers = {fqn: buffer.clone() for fqn, buffer in own.items()}

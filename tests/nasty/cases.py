@@ -140,6 +140,11 @@ def vmapped(self: Any, x: Tensor) -> Tensor:
 
 
 @case("kept")
+def vmapped_module(self: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: self.lin(row))(x)
+
+
+@case("kept")
 def func_grad(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) + torch.func.grad(lambda y: (y**3).sum())(x.detach())
 
