@@ -180,8 +180,9 @@ class Branching(nn.Module):
         self.lin = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return self.lin(x)
+        times = int(x.abs().sum()) % 3
+        for _ in range(times):
+            x = self.lin(x)
         return self.lin(-x)
 
 

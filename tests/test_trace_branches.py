@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.branches import _mixtures
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.pipelines import states_equal
 
@@ -172,6 +168,46 @@ def _counts(self: nn.Module, x: Tensor) -> Tensor:
     return x * 2 if hits == 2 else x
 
 
+def _and_then_read(self: nn.Module, x: Tensor) -> Tensor:
+    """Nobody reads what the inner decision leaves unless a third one is True."""
+    h = memory = self.lin(x)
+    if x[:, 0].sum() > 0 and x[:, 1].sum() > 0:
+        memory = h.tanh()
+    if x[:, 2].sum() > 0:
+        h = self.layers[0](memory)
+    return self.second(h)
+
+
+def _flag(self: nn.Module, x: Tensor) -> Tensor:
+    h, flag = self.lin(x), False
+    if x[:, 0].sum() > 0 and x[:, 1].sum() > 0:
+        flag = True
+    if x[:, 2].sum() > 0 and flag:
+        h = self.layers[0](h)
+    return self.second(h)
+
+
+def _five_flags(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    f = [bool(x[:, i].sum() > 0) for i in range(5)]
+    return self.second(h * 2 if f == [False, False, False, True, True] else h)
+
+
+def _eight_flags(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    f = [bool(x[:, i].sum() > 0) for i in range(8)]
+    return self.second(h * 2 if not f[0] and f[1] and f[2] else h)
+
+
+def _random_flags(self: nn.Module, x: Tensor) -> Tensor:
+    h = memory = self.lin(x)
+    if torch.rand([]) < 0.5 and torch.rand([]) < 0.5:
+        memory = self.layers[1](h)
+    if torch.rand([]) < 0.5:
+        h = self.layers[0](memory)
+    return self.second(h)
+
+
 def _writes(self: nn.Module, x: Tensor) -> Tensor:
     h = self.lin(x)
     if h.sum() > 0:
@@ -205,7 +241,21 @@ def _other_shape(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "forward", [_counts, _read_if_taken, _writes, _writes_later, _for_ever, _may_fail, _other_shape]
+    "forward",
+    [
+        _counts,
+        _read_if_taken,
+        _and_then_read,
+        _flag,
+        _five_flags,
+        _eight_flags,
+        _random_flags,
+        _writes,
+        _writes_later,
+        _for_ever,
+        _may_fail,
+        _other_shape,
+    ],
 )
 def test_what_is_more_than_a_choice_is_refused(forward: Forward) -> None:
     with pytest.raises(TraceError, match="reads the value") as caught:
@@ -268,12 +318,3 @@ def test_layers_are_dropped_as_in_the_reference(forward: Forward) -> None:
         assert float(ours.loss) == float(theirs.loss)
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
     pipe.close()
-
-
-@given(st.integers(1, 70))
-def test_mixtures_have_every_pair_of_outcomes(count: int) -> None:
-    keys = [("", 0, ("f.py", i), 0) for i in range(count)]
-    tried = [{}, *_mixtures(keys)]
-    for a, b in combinations(keys, 2):
-        seen = {(mixture.get(a, False), mixture.get(b, False)) for mixture in tried}
-        assert len(seen) == 4

@@ -21,14 +21,15 @@ def of_array(
     if func is torch.ops.aten.lift_fresh.default:  # all that is seen of torch.from_numpy
         made = args[0]
         return made if _is_real(made) else None
-    if func not in _MAKERS or not args or not _is_array(args[0]):
+    if func not in _MAKERS or not args or not is_array(args[0]):
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = func(*args, **kwargs)
     return made if _is_real(made) else None
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numpy's, which need not be installed."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 

@@ -3,14 +3,14 @@
 ``if not torch.isfinite(h).all(): h = h.clamp(…)`` is recorded twice, once for each way.  The
 operators of both ways are entered, and where the ways meet again ``(h, clamped)[decided]`` goes
 on with the one that eager would have: autograd sees only that one.  This is sound for operators
-that write nothing and draw nothing.  Whether one decision changes what another one leads to is
-tried with several mixtures of outcomes: what the graph does then must be what the model does.
+that write nothing; draws have streams of their own.  Python may remember what one decision was
+until another one (a flag, a count): so the model is recorded with every mixture of outcomes, and
+what the graph does with them must be what the model does.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,15 @@ from pdcompile.passes.trace.joining import (
     with_end,
     with_refs,
 )
-from pdcompile.passes.trace.reads import MAX_DECISIONS, Decision, Key, Reads, Undecided
+from pdcompile.passes.trace.reads import Decision, Key, Reads, Undecided
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.session import Recording
 
 Once = Callable[[Mapping[Key, bool]], "Recording"]
 
-MAX_ALONE = 32  # decisions that are tried one at a time where two groups were not enough
+MAX_DECISIONS = 6  # all mixtures of whose outcomes are tried
 MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
-MAX_EXHAUSTED = 4  # decisions whose mixtures of outcomes are all tried
-MIXTURES = 6  # more than those that have every pair of outcomes
 
 
 def both_ways(once: Once, reads: Reads | None, training: bool) -> Recording:
@@ -72,8 +70,7 @@ class _Ways:
         if len(decisions) > MAX_DECISIONS or depth > MAX_NESTED:
             raise CannotJoin(decisions)
         ways = [[decisions[0::2], decisions[1::2]]] if len(decisions) > 2 else []
-        if len(decisions) <= MAX_ALONE:
-            ways.append([(one,) for one in decisions])
+        ways.append([(one,) for one in decisions])
         for groups in ways:
             try:
                 return self._joined(base, decisions, groups, given, depth)
@@ -100,15 +97,29 @@ class _Ways:
             other = self.joined(self._run(outcomes, decisions), known_there, depth + 1)
             waiting += [(decision,) for decision in join.add(other, group)]
         found = join.finished()
-        shape = (self.training, tuple(given.items()), tuple(known), len(groups))
-        if shape not in self.reads.mixed:
-            keys = list(dict.fromkeys([*known, *(key for *_, key in found.choices.values())]))
-            for mixture in _mixtures(keys):
-                outcomes = {**mixture, **given}
-                if not predicts(found, self._run(outcomes, decisions), outcomes):
-                    raise CannotJoin(decisions)
-            self.reads.mixed.add(shape)
+        if depth == 0:
+            self._check(found, decisions, len(groups))
         return found
+
+    def _check(self, found: Joined, decisions: Sequence[Decision], groups: int) -> None:
+        """Every mixture of outcomes: Python may remember one decision until another one.
+
+        Raises:
+            CannotJoin: one of them leads to something else than the graph has.
+        """
+        keys = sorted(found.met, key=repr)
+        if len(keys) > MAX_DECISIONS:
+            raise CannotJoin(decisions)
+        shape = (self.training, tuple(keys), groups)
+        if shape in self.reads.mixed:
+            return
+        for number in range(2 ** len(keys)):
+            outcomes = {key: bool(number >> i & 1) for i, key in enumerate(keys)}
+            actual = self._run(outcomes, decisions)
+            met = {decision.key for decision in actual.decisions}
+            if not met <= found.met or not predicts(found, actual, outcomes):
+                raise CannotJoin(decisions)
+        self.reads.mixed.add(shape)
 
     def _run(self, outcomes: Mapping[Key, bool], decisions: Sequence[Decision]) -> Recording:
         try:
@@ -119,25 +130,6 @@ class _Ways:
             if self.reads.trial is not None:
                 raise
             raise CannotJoin(decisions) from None
-
-
-def _mixtures(keys: Sequence[Key]) -> Iterator[dict[Key, bool]]:
-    """Outcomes to try: with few decisions every mixture, else every mixture of any two of them.
-
-    Of two numbers some binary digit differs: outcomes by that digit, and their opposites, have
-    each decision True where the other one is False.
-    """
-    if len(keys) <= MAX_EXHAUSTED:
-        for number in range(2 ** len(keys)):
-            yield {key: bool(number >> i & 1) for i, key in enumerate(keys)}
-        return
-    yield dict.fromkeys(keys, True)
-    for digit in range((len(keys) - 1).bit_length()):
-        for opposite in (False, True):
-            yield {key: bool(i >> digit & 1) != opposite for i, key in enumerate(keys)}
-    chance = random.Random(0)
-    for _ in range(MIXTURES):
-        yield {key: chance.random() < 0.5 for key in keys}
 
 
 def predicts(joined: Joined, actual: Recording, outcomes: Mapping[Key, bool]) -> bool:

@@ -42,11 +42,13 @@ class Joined:
 
     choices: value -> (value without, value with a decision, that decision).
     when: op -> the outcomes with which the model runs it; all others always run.
+    met: every decision that some way comes to, whether or not anything depends on it.
     """
 
     recording: Recording
     choices: Mapping[str, tuple[str, str, Key]]
     when: Mapping[str, Mapping[Key, bool]]
+    met: frozenset[Key] = frozenset()
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Join:
         self._storages = 1 + max((v.storage for v in base.values.values()), default=0)
         self._selects: dict[tuple[str, str, Key], str] = {}
         self._ops: list[Op] = []
+        self._met = {decision.key for decision in decisions}
 
     # What another recording adds.
 
@@ -85,6 +88,7 @@ class Join:
         Returns those among them that it never came to.
         """
         base, other = self._base, joined.recording
+        self._met |= joined.met
         there = {decision.key: decision.op for decision in other.decisions}
         reached = [decision for decision in flipped if decision.key in there]
         positions = {op.name: i for i, op in enumerate(other.ops)}
@@ -227,7 +231,7 @@ class Join:
             decisions=tuple(d for d in base.decisions if d.key not in mine),
         )
         choices = {made: memo for memo, made in self._selects.items()}
-        return Joined(recording, {**choices, **self._inner}, self._when())
+        return Joined(recording, {**choices, **self._inner}, self._when(), frozenset(self._met))
 
     def _settle(self) -> None:
         """For every decision: what takes the place of a value wherever it is read afterwards."""

@@ -314,9 +314,9 @@ class Reading:
 
     def _kept_whole(self, recorder: Recorder) -> bool:
         """Whether the running module and its like hold so little that they may be one op each."""
-        table = recorder.table
-        path = recorder.path
-        if not path or any(tensor.is_meta for tensor in table.objects.values()):
+        path, table = recorder.path, recorder.table
+        root = not path or path not in table.modules  # or loss_fn
+        if root or any(tensor.is_meta for tensor in table.objects.values()):
             return False
         kind = type(table.modules[path])
         alike = [module for module in table.modules.values() if type(module) is kind]

@@ -13,6 +13,7 @@ from torch import nn
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.arrays import is_array
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.passes.trace.modules import ModuleTable
@@ -142,7 +143,9 @@ def write_rebound(model: nn.Module, fakes: FakeTensors, table: ModuleTable) -> N
 
 
 def _copy(value: Any, depth: int = 4) -> Any:
-    """Containers copied, everything else by reference."""
+    """Containers and numpy's arrays copied, everything else by reference."""
+    if is_array(value):
+        return _Kept(value, value.copy())
     if (depth and type(value) in (dict, list, set)) or _ordered(value):
         if isinstance(value, dict):
             return _Kept(value, {key: _copy(item, depth - 1) for key, item in value.items()})
@@ -172,6 +175,10 @@ def _difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
         return None if _same(kept, value, alike) else path
     if type(kept.container) is not type(value):
         return path
+    if is_array(value):
+        old = kept.content
+        equal = (old.shape, old.dtype, old.tobytes()) == (value.shape, value.dtype, value.tobytes())
+        return None if equal else path
     if _ordered(value) and path.endswith("_hooks"):
         # The keys count all hooks that were ever registered.
         old, new = list(kept.content.values()), list(value.values())
@@ -271,6 +278,9 @@ def _restore(value: Any, kept: Any) -> None:
         container[:] = [_bare(item) for item in kept.content]
         for item in kept.content:
             _restore(None, item)
+    elif is_array(container):
+        if container.flags.writeable:
+            container[...] = kept.content
     else:
         container.clear()
         container.update(kept.content)

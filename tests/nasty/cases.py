@@ -50,7 +50,7 @@ def case(verdict: str) -> Callable[[Forward], Forward]:
 # Values decide.
 
 
-@case("kept")
+@case("exact")
 def branch_on_item(self: Any, x: Tensor) -> Tensor:
     y = self.lin(x)
     return self.drop(y) * 2 if y.mean().item() > 0 else y
@@ -79,7 +79,7 @@ def scale_by_float(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) * float(x.abs().max())
 
 
-@case("kept")
+@case("exact")
 def loop_until(self: Any, x: Tensor) -> Tensor:
     for _ in range(5):
         x = torch.tanh(self.lin(x))
@@ -88,7 +88,7 @@ def loop_until(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-@case("kept")
+@case("exact")
 def layer_drop(self: Any, x: Tensor) -> Tensor:
     if self.training and torch.rand([]) < 0.5:
         return x
@@ -116,7 +116,7 @@ def hook_on_activation(self: Any, x: Tensor) -> Tensor:
     return y * 3
 
 
-@case("kept")
+@case("exact")
 def gradient_inside(self: Any, x: Tensor) -> Tensor:
     y = self.lin(x)
     with torch.enable_grad():
@@ -125,7 +125,7 @@ def gradient_inside(self: Any, x: Tensor) -> Tensor:
     return y + grad
 
 
-@case("kept")
+@case("exact")
 def double_backward(self: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         z = x if x.requires_grad else x.detach().requires_grad_()
@@ -149,7 +149,7 @@ def func_grad(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) + torch.func.grad(lambda y: (y**3).sum())(x.detach())
 
 
-@case("kept")
+@case("exact")
 def requires_grad_in_forward(self: Any, x: Tensor) -> Tensor:
     mask = torch.ones(8).requires_grad_()
     return self.lin(x) * mask
@@ -187,7 +187,7 @@ def checkpoint_plain(self: Any, x: Tensor) -> Any:
     return checkpoint(lambda y: self.drop(torch.tanh(self.lin(y))), x, use_reentrant=False)
 
 
-@case("kept")
+@case("exact")
 def checkpoint_kept(self: Any, x: Tensor) -> Any:
     y = checkpoint(lambda y: self.drop(torch.tanh(self.lin(y))), x, use_reentrant=False)
     return y if x.sum() > 100 else y + F.dropout(x, 0.5, self.training)

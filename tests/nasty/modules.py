@@ -70,7 +70,7 @@ class TiedInside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x))
-        return y if bool(y.sum() > 0) else y * 2
+        return y * (1.0 if float(y.sum()) > 0 else 2.0)
 
 
 def compiled() -> nn.Module:
