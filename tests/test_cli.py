@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdcompile.cli import main
+from pdcompile.cli.options import Flags
 from pdcompile.errors import InfeasibleError, PlanError
 from tests.helpers.report_data import plan
 
@@ -364,3 +366,9 @@ def test_times_are_taken_with_the_threads_of_a_run(
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         call("plan", "nothing.py:build")
         assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+def test_a_plan_says_the_schedule_where_nothing_else_does() -> None:
+    made = replace(plan(), training=replace(plan().training, schedule="2bw"))
+    assert Flags().following(made).schedule == "2bw"
+    assert Flags(schedule="gpipe").following(made).schedule == "gpipe"

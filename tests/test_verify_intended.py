@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.codegen import generate
@@ -91,6 +92,27 @@ def test_dropout_is_off_while_gradients_are_compared():
     notes, hints = told(model, inputs, target, models.token_loss)
     assert hints == ()
     assert [note for note in notes if "random numbers" in note] == list(notes)
+
+
+def test_layers_that_are_dropped_hide_no_wrong_reduction():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            for layer in self.layers:
+                if self.training and torch.rand([]) < 0.5:
+                    continue
+                x = x + layer(x)
+            return x
+
+    inputs, target = torch.randn(4, 6), torch.randn(4, 6)
+    notes, hints = told(Dropping(), inputs, target, summed, "mean")
+    assert not any("not compared" in note for note in notes)
+    assert "loss_reduction='sum' would agree" in hints[0]
+    assert told(Dropping(), inputs, target, mean, "mean")[1] == ()
 
 
 def test_what_cannot_be_asked_is_said():

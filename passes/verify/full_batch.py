@@ -193,11 +193,13 @@ class _Check:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout functions hand their input on; `drawn` names another function that draws."""
+    """Dropout functions hand their input on, single numbers (for layers to drop) are the same in
+    every call; `drawn` names another function that draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn = ""
+        self._draws = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -214,7 +216,12 @@ class _NoDropout(TorchFunctionMode):
         elif name == "multi_head_attention_forward":
             kwargs["training"] = False
         elif is_random_function(func) and not name.endswith(("lstm", "gru", "rnn_tanh")):
-            self.drawn = self.drawn or name
+            torch.manual_seed(self._draws)  # one number for all samples is that of every microbatch
+            self._draws += 1
+            made = func(*args, **kwargs)
+            if not isinstance(made, Tensor) or made.numel() != 1:
+                self.drawn = self.drawn or name
+            return made
         return func(*args, **kwargs)
 
 

@@ -167,6 +167,7 @@ class Flags:
         return replace(
             self,
             stages=len(plan.stages) if here else self.stages,
+            schedule=training.schedule if self.schedule == default.schedule else self.schedule,
             seed=training.seed if self.seed == default.seed else self.seed,
             max_grad_norm=training.max_grad_norm
             if self.max_grad_norm is None
