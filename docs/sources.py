@@ -55,8 +55,8 @@ Change a file, say `p=0.1` into `p=0.2`, and load the folder again:
 
 or `pdcompile run TARGET --sources folder --allow-edited`. Without `allow_edited` a folder must say
 what pdcompile would have written; `pdcompile verify TARGET --sources folder --allow-edited` tells
-where an edited one differs from the model. Keep the class names `Stage0`, `Stage1`, …, what `forward` takes and
-returns, and the names of parameters.
+where an edited one differs from the model. Keep the class names `Stage0`, `Stage1`, …, what
+`forward` takes and returns, and the names of parameters.
 
 A module that decides by the values of tensors is not written out: `KeptWhole` stands in its place,
 and pdcompile puts the model's own module there. `python pipeline.py` then ends with a line that
