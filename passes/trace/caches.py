@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_OTHERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
 _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
@@ -36,6 +37,3 @@ def _is_user(cache: Any) -> bool:
     home = str(getattr(cache, "__module__", "")).split(".")
     # A logging module remembers there which messages the user has seen (warning_once).
     return home[-1] != "logging" and home[0] not in _OTHERS
-
-
-_OTHERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
 from pdcompile.graph import Argument, Op, Ref, Value, walk
 
-_MIXTURES = 8  # of outcomes of branches that are tried, beside each one alone
+MAX_TRIED = 10  # decisions whose mixtures of outcomes are all tried
 
 
 def with_gradients(
@@ -22,9 +22,8 @@ def with_gradients(
     writes depends on that op too: after ``y = x[0]; y.add_(w)`` the gradient of x reaches w.
     """
     needed = _reached(ops, values, loss, output, {})
-    deciding = [op.name for op in ops if op.kind == "method" and op.target == "item"]
     always = needed
-    for taken in _outcomes(deciding):
+    for taken in _outcomes({decider for op in ops if (decider := _decider(op))}):
         always = always & _reached(ops, values, loss, output, taken)
     return {
         name: replace(
@@ -41,9 +40,12 @@ def _reached(
     values: dict[str, Value],
     loss: str | None,
     output: Argument,
-    taken: Mapping[str, bool],
+    taken: Mapping[str, bool | None],
 ) -> set[str]:
-    """Values that get a gradient where decisions have these outcomes, the others any."""
+    """Values that get a gradient with these outcomes of decisions.
+
+    A choice hands it on to both where its decision is not given, to neither where it is None.
+    """
     roots = [loss] if loss is not None else [ref.name for ref in walk(output, Ref)]
     needed = {name for name in roots if _differentiable(values[name])}
     storages = {values[name].storage for name in needed if values[name].is_tensor}
@@ -66,21 +68,24 @@ def _decider(op: Op) -> str:
     return op.args[1].name if isinstance(op.args[1], Ref) else ""
 
 
-def _chosen(op: Op, taken: Mapping[str, bool]) -> tuple[str, ...]:
+def _chosen(op: Op, taken: Mapping[str, bool | None]) -> tuple[str, ...]:
     decider = _decider(op)
     if decider not in taken:
         return op.inputs
-    part = op.args[0][taken[decider]]  # type: ignore[index]
+    outcome = taken[decider]
+    if outcome is None:
+        return ()
+    part = op.args[0][outcome]  # type: ignore[index]
     return (part.name,) if isinstance(part, Ref) else ()
 
 
-def _outcomes(deciding: list[str]) -> Iterator[dict[str, bool]]:
-    for name in deciding:
-        for outcome in (False, True):
-            yield {name: outcome}
-    chance = random.Random(0)
-    for number in range(_MIXTURES if len(deciding) > 1 else 0):
-        yield {name: bool(number) if number < 2 else chance.random() < 0.5 for name in deciding}
+def _outcomes(deciding: set[str]) -> Iterator[dict[str, bool | None]]:
+    """Every mixture; of too many decisions the one in which no choice hands a gradient on."""
+    if len(deciding) > MAX_TRIED:
+        yield dict.fromkeys(deciding)
+        return
+    for outcomes in product((False, True), repeat=len(deciding)):
+        yield dict(zip(sorted(deciding), outcomes, strict=True))
 
 
 def _differentiable(value: Value) -> bool:

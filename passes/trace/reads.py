@@ -47,7 +47,7 @@ Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many
 
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_TEXT = 64  # characters of the model's own words in a check
-MAX_DECISIONS = 64  # on values that only a run can tell, in one call of the model
+MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
@@ -275,7 +275,7 @@ class Reading:
         op, path, call = recorder.decision(tensor)
         visits = sum(decision.key[:3] == (path, call, site) for decision in self.decisions)
         key = (path, call, site, visits)
-        if len(self.decisions) > MAX_DECISIONS:
+        if len(self.decisions) > MAX_BRANCHES:
             raise refuse.error(refuse.READ, "__bool__, again and again", locate(None)[0])
         self.decisions.append(Decision(key, op))
         return self.outcomes.get(key, False)
