@@ -47,20 +47,19 @@ def as_eager(
     """While a model is recorded; `constant` tells whether a tensor depends on constants alone."""
     module: Any = sys.modules.get(ASKED)
     plain = getattr(module, QUESTION, None)
-    if plain is None:
-        with autograd_as_run(training):
+    with autograd_as_run(training):
+        if plain is None:
             yield
-        return
+            return
 
-    def is_fake_tensor(x: Any) -> bool:
-        if not plain(x) or constant(x):
-            return False
-        paths.asked_of_inputs = True
-        return not paths.always
+        def is_fake_tensor(x: Any) -> bool:
+            if not plain(x) or constant(x):
+                return False
+            paths.asked_of_inputs = True
+            return not paths.always
 
-    setattr(module, QUESTION, is_fake_tensor)
-    try:
-        with autograd_as_run(training):
+        setattr(module, QUESTION, is_fake_tensor)
+        try:
             yield
-    finally:
-        setattr(module, QUESTION, plain)
+        finally:
+            setattr(module, QUESTION, plain)
