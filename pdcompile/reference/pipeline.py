@@ -214,10 +214,10 @@ class Reference:
             for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
                 with self._draws(self._num_minibatches, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=True)
+                    loss_leaf = _position(loss, output)
                     loss = scaled_loss(self._differentiable(loss, output), scale)
                     if loss.requires_grad:
                         scope.backward(loss)
-                loss_leaf = _position(own_loss(output), output)
                 losses.append(loss.detach())
                 outputs.append(_detached(output))
         self._num_minibatches += 1
@@ -246,7 +246,7 @@ class Reference:
                         self._options.loss_reduction, flat, layout, self._num_microbatches
                     )
                     losses.append(scaled_loss(loss, scales[index]))
-                    loss_leaf = _position(own_loss(output), output)
+                    loss_leaf = _position(loss, output)
         self._num_evaluations += 1
         total = total_loss(losses) if losses else None
         return losses, self._concatenate(outputs, layout, total, loss_leaf)

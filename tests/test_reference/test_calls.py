@@ -124,6 +124,22 @@ def test_models_with_their_own_loss(kind: type) -> None:
         pipe.step(x, target=y)
 
 
+def test_the_loss_of_the_model_is_an_output_like_others_beside_a_loss_fn() -> None:
+    """It is stacked, one a microbatch: only what was differentiated is summed up."""
+    model = OwnLoss(Output)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    pipe = pdcompile.reference(
+        model, loss_fn=lambda out, _: out.loss + out.logits.mean(), optimizer=None, microbatches=2
+    )
+    result = pipe.step_call((x,), {"target": y}, y)
+    parts = [F.cross_entropy(model.linear(x[i : i + 2]), y[i : i + 2]) for i in (0, 2)]
+    torch.testing.assert_close(result.outputs.loss, torch.stack(parts).detach())
+    assert result.loss is not None
+    assert result.loss.item() == pytest.approx(
+        sum(map(torch.Tensor.item, parts)) / 2 + model.linear(x).mean().item(), rel=1e-5
+    )
+
+
 def test_a_model_that_returns_the_loss() -> None:
     inner = mlp()
     model = returns_loss(copy.deepcopy(inner))
