@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -60,16 +59,8 @@ def choose(
         ConfigError: an option does not fit the minibatch or the machines.
         LaunchError: the number of processes is not the number of stages.
     """
-    schedule = _schedule(options)
-    stages = _num_stages(options, num_ranks)
-    cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
-    cluster = _limited(cluster, options.memory)
-    if len(cluster.devices) < stages or (len(cluster.devices) > stages and not searching):
-        raise ConfigError(
-            f"{stages} stages on a cluster of {len(cluster.devices)} devices",
-            remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
-            "one stage a device",
-        )
+    schedule = chosen_schedule(options)
+    stages, cluster = machines(options, num_ranks, searching=searching)
     microbatches = _num_microbatches(options.microbatches, stages, batch_size, splits)
     return Choices(
         cluster=cluster,
@@ -88,109 +79,24 @@ def choose(
     )
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is no model, before anything asks it for parameters.  Raises ConfigError."""
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+def machines(
+    options: Options, num_ranks: int | None, *, searching: bool = False
+) -> tuple[int, Cluster]:
+    """(number of stages, cluster with the user's limit of memory): see `choose`."""
+    stages = _num_stages(options, num_ranks)
+    cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
+    cluster = _limited(cluster, options.memory)
+    if len(cluster.devices) < stages or (len(cluster.devices) > stages and not searching):
         raise ConfigError(
-            f"the model must be a torch.nn.Module, got {shown}",
-            remedy="pass an instance: pdcompile.compile(MyModel(), ...)",
+            f"{stages} stages on a cluster of {len(cluster.devices)} devices",
+            remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
+            "one stage a device",
         )
+    return stages, cluster
 
 
-def check_options(options: Options) -> None:
-    """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
-    _callable("loss_fn", options.loss_fn, "(output, target) -> scalar, or None")
-    _callable("optimizer", options.optimizer, "partial(torch.optim.AdamW, lr=3e-4), or None")
-    _number("seed", options.seed, integer=True, least=0)
-    if options.seed is None:
-        raise ConfigError("seed=None names no seed", remedy="a number; 0 is the default")
-    _number("time_limit", options.time_limit, least=0)
-    _number("max_grad_norm", options.max_grad_norm)
-    _one_of("refine", options.refine, ("auto", True, False))
-    _one_of("progress", options.progress, ("auto", True, False))
-    _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))
-    _one_of("outputs", options.outputs, ("none", "last", "all"))
-    _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
-    if not callable(options.loss_reduction):
-        _one_of("loss_reduction", options.loss_reduction, ("mean", "sum"))
-    for name in ("keep_model", "allow_edited"):
-        _one_of(name, getattr(options, name), (False, True))
-    if not isinstance(options.constraints, Sequence) or isinstance(options.constraints, str):
-        raise ConfigError(
-            f"constraints={options.constraints!r} is not a list",
-            remedy="a list of Pin, Together, Apart, CutBefore, Forbid and MaxStages; () for none",
-        )
-    if options.allow_edited and options.sources is None:
-        raise ConfigError(
-            "allow_edited=True without sources= would have no effect",
-            remedy="give sources=, the folder that was edited",
-        )
-    clip = options.max_grad_norm
-    if clip is not None and not 0 < clip < float("inf"):
-        raise ConfigError(
-            f"max_grad_norm={clip!r} is not a positive, finite number",
-            remedy="for example 1.0; None for no clipping",
-        )
-    if options.schedule == "stash" and clip is not None:
-        raise ConfigError(
-            "max_grad_norm needs the gradients of all stages at one time, which schedule "
-            "'stash' never has",
-            remedy="use schedule='2bw', or clip per stage in the optimizer",
-        )
-    _group(options.group)
-    autocast_text(options.autocast)
-    if options.grad_scaler is not None:
-        raise ConfigError(
-            f"grad_scaler={options.grad_scaler!r} is not available yet",
-            remedy="leave it out: autocast='bfloat16' needs none",
-        )
-    if options.memory is not None:
-        parse_bytes(options.memory, what="memory")
-    _schedule(options)
-
-
-def _callable(name: str, given: Any, wanted: str) -> None:
-    if given is not None and not callable(given):
-        shown = repr(given) if len(repr(given)) < 60 else f"a {type(given).__name__}"
-        raise ConfigError(f"{name} is {shown}, which cannot be called", remedy=f"give {wanted}")
-
-
-def _group(given: Any) -> None:
-    if given is None:
-        return
-    import torch.distributed as dist
-
-    if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError(
-            "this process is not a member of group", remedy="compile on the group's ranks only"
-        )
-    if not isinstance(given, dist.ProcessGroup):
-        raise ConfigError(
-            f"group={given!r} is not a process group", remedy="torch.distributed.new_group([0, 1])"
-        )
-
-
-def _number(name: str, given: Any, *, integer: bool = False, least: float | None = None) -> None:
-    if given is None:
-        return
-    kinds = (int,) if integer else (int, float)
-    if isinstance(given, bool) or not isinstance(given, kinds):
-        raise ConfigError(f"{name}={given!r} is not a number", remedy=f"give {name} a number")
-    if least is not None and not given >= least:
-        raise ConfigError(f"{name}={given!r} is below {least}", remedy=f"{least} or more")
-
-
-def _one_of(name: str, given: Any, known: tuple[Any, ...]) -> None:
-    if not any(given is one or (type(given) is type(one) and given == one) for one in known):
-        raise ConfigError(
-            f"{name}={given!r} is not known", remedy=f"one of {', '.join(map(repr, known))}"
-        )
-
-
-def _schedule(options: Options) -> str:
+def chosen_schedule(options: Options) -> str:
+    """The schedule by name.  Raises ConfigError for one that is not available."""
     if options.schedule == "auto":
         return "2bw" if options.max_staleness in (1, "any") else "1f1b"
     if options.schedule not in FLUSH_SCHEDULES + STALE_SCHEDULES:
@@ -202,11 +108,8 @@ def _schedule(options: Options) -> str:
 
 
 def _num_stages(options: Options, num_ranks: int | None) -> int:
+    check_count("stages", options.stages, "None: one a device")
     stages = options.stages
-    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int)):
-        raise ConfigError(f"stages={stages!r} is not a number", remedy="for example stages=4")
-    if stages is not None and stages < 1:
-        raise ConfigError(f"stages={stages} is below 1", remedy="1 or more")
     if num_ranks is not None:
         if stages is not None and stages != num_ranks:
             raise LaunchError(
@@ -223,6 +126,19 @@ def _num_stages(options: Options, num_ranks: int | None) -> int:
     return 1
 
 
+def check_count(name: str, given: Any, otherwise: str) -> None:
+    """Raise ConfigError unless it is a number from 1 up, or what `otherwise` says."""
+    if given is None and otherwise.startswith("None"):
+        return
+    whole = isinstance(given, int) and not isinstance(given, bool)
+    if not whole or given < 1:
+        problem = "below 1" if whole else "not a whole number"
+        raise ConfigError(
+            f"{name}={given!r} is {problem}",
+            remedy=f"a whole number from 1 up, such as {name}=4, or {otherwise}",
+        )
+
+
 def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
     if isinstance(given, Cluster):
         return given
@@ -231,9 +147,16 @@ def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
     if isinstance(given, str | Path):
         text = str(given)
         return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
-    raise ConfigError(
+    raise not_a_cluster(given)
+
+
+def not_a_cluster(given: Any) -> ConfigError:
+    """The error for what describes no machines."""
+    hint = f"; for {given} stages: stages={given}" if type(given) is int and given > 0 else ""
+    return ConfigError(
         f"cluster={given!r} is not a cluster",
-        remedy="'auto', Cluster.local(4), '2x4' (hosts x devices), or the path of a cluster.toml",
+        remedy="'auto', Cluster.local(4), '2x4' (hosts x devices), or the path of a cluster.toml"
+        + hint,
     )
 
 
@@ -252,18 +175,13 @@ def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) ->
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)
         return divisor if 2 * divisor > wanted else wanted  # uneven is exact, only less regular
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise ConfigError(
-            f"microbatches={given!r} is neither a number nor 'auto'", remedy="for example 8"
-        )
-    if given < 1:
-        raise ConfigError(f"microbatches={given} is below 1", remedy="1 or more")
+    check_count("microbatches", given, "'auto'")
     if given > batch_size:
         raise ConfigError(
             f"{given} microbatches of a minibatch of {batch_size} samples",
             remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
         )
-    return given
+    return int(given)
 
 
 def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:

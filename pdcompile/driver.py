@@ -10,12 +10,13 @@ from typing import Any, Literal
 from torch import nn
 
 from pdcompile.batch import FlatCall, check_example, example_call, resize, resolve_batch
-from pdcompile.choices import Choices, check_model, check_options, choose
+from pdcompile.choices import Choices, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
 from pdcompile.explored import explored_plan
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.optimizers import default_optimizer
+from pdcompile.option_checks import check_model, check_options
 from pdcompile.options import Options
 from pdcompile.passes import boundaries, codegen
 from pdcompile.passes.assemble import assemble
@@ -27,7 +28,7 @@ from pdcompile.passes.loss_only import loss_only
 from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.passes.optimizer_state import optimizer_factor
 from pdcompile.passes.partition import partition
-from pdcompile.passes.profile import profile
+from pdcompile.passes.profile import check_costs, profile
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.trace import capture
@@ -41,6 +42,7 @@ from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.searching import Open
 from pdcompile.start import (
+    check_given,
     check_memory,
     check_weights,
     chosen_sources,
@@ -317,6 +319,8 @@ def compile(
     options = Options(**given)
     check_model(model)
     check_options(options)
+    check_costs(options.costs)
+    check_given(options)
     check_weights(model, options)
     if example_inputs is not None:
         check_example(example_inputs)

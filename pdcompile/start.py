@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile import weights
-from pdcompile.choices import Choices
+from pdcompile.choices import Choices, machines
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, PlanError, SourceError
@@ -25,7 +25,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.assemble import FINGERPRINT_DIGITS
 from pdcompile.passes.schedules import make_stream
 from pdcompile.plan import Plan, check
-from pdcompile.runtime.launch import from_rank0, num_ranks
+from pdcompile.runtime.launch import from_rank0, is_distributed, num_ranks
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.stage import Sources
 from pdcompile.units import format_bytes, parse_bytes
@@ -66,6 +66,19 @@ def preparation(
         )
 
     return prepare
+
+
+def check_given(options: Options) -> None:
+    """Read the files that the options name, and see whether stages and cluster agree.
+
+    Only in one process: under torchrun rank 0 compiles, and the others need not have them.
+
+    Raises:
+        PdcompileError: a plan or cluster cannot be read, or they contradict each other.
+    """
+    if is_distributed(options):
+        return
+    machines(following(options), None)
 
 
 def check_weights(model: nn.Module, options: Options) -> None:

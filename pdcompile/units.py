@@ -30,16 +30,16 @@ _NUMBER = re.compile(
 _SYNONYMS = {"byte": "B", "bytes": "B", "KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
 
 
-def parse_bytes(value: int | str, *, what: str = "size", where: str | None = None) -> int:
-    """Bytes of ``80 GB``, ``1.5 GiB``, ``4096 B`` or a plain integer (bytes).
+def parse_bytes(value: float | str, *, what: str = "size", where: str | None = None) -> int:
+    """Bytes of ``80 GB``, ``1.5 GiB``, ``4096 B`` or a plain whole number (bytes), also 16e9.
 
     Raises:
         ConfigError: no such unit, negative, not finite, or not a whole number of bytes.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value < 0 or value != value or value // 1 != value:
             raise _wrong(value, what, BYTES, where)
-        return value
+        return int(value)
     number = _parse(value, BYTES, what, where)
     if number.denominator != 1:
         raise ConfigError(f"{what} {value!r} is no whole number of bytes", where=where)

@@ -75,22 +75,24 @@ def profile(
     if costs == "measured":
         found = recalled(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
         return apply(graph, found)
-    if isinstance(costs, str | Path):
-        if isinstance(costs, str) and not costs.endswith(".json"):
-            raise ConfigError(
-                f"costs={costs!r} is not known",
-                remedy="'measured', 'estimated', or the path of a saved profile (*.json)",
-            )
-        costs = Profile.load(costs)
+    check_costs(costs)
     if not isinstance(costs, Profile):
-        raise ConfigError(
-            f"costs={costs!r} is not known",
-            remedy="'measured', 'estimated', a Profile, or the path of a saved one",
-        )
+        costs = Profile.load(costs)
     import torch
 
     costs.check(torch_version=torch.__version__, device=DEVICE, microbatch_size=microbatch_size)
     return apply(graph, costs, complete=True)
+
+
+def check_costs(costs: Any) -> None:
+    """Raise ConfigError for what the option ``costs`` cannot be, before anything is measured."""
+    if costs in ("measured", "estimated") or isinstance(costs, Path | Profile):
+        return
+    if not (isinstance(costs, str) and costs.endswith(".json")):
+        raise ConfigError(
+            f"costs={costs!r} is not known",
+            remedy="'measured', 'estimated', a Profile, or the path of a saved one (*.json)",
+        )
 
 
 def recalled(

@@ -14,7 +14,7 @@ from pdcompile.batch.call import (
     example_call,
     flatten_call,
 )
-from pdcompile.batch.layout import BatchLayout, follow_batch, resolve_batch
+from pdcompile.batch.layout import BatchLayout, check_batch_dims, follow_batch, resolve_batch
 from pdcompile.batch.memory import memory_order
 from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
 from pdcompile.batch.structure import (
@@ -29,6 +29,7 @@ __all__ = [
     "BatchLayout",
     "CallSpec",
     "FlatCall",
+    "check_batch_dims",
     "check_example",
     "concatenate",
     "example_call",

@@ -118,6 +118,30 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
     return BatchLayout(size, dims, layout.orders)
 
 
+def check_batch_dims(batch_dims: Any) -> None:
+    """Raise ConfigError for what fits no call: not made of dimensions in known containers."""
+    triple = isinstance(batch_dims, tuple | list) and len(batch_dims) == 3
+    if not (triple or isinstance(batch_dims, Mapping) or is_dim(batch_dims)):
+        raise _no_meaning(batch_dims)
+    inside = [batch_dims]
+    while inside:
+        part = inside.pop()
+        if isinstance(part, Mapping):
+            inside.extend(part.values())
+        elif isinstance(part, tuple | list):
+            inside.extend(part)
+        elif not is_dim(part):
+            raise _no_meaning(batch_dims)
+
+
+def _no_meaning(batch_dims: Any) -> ConfigError:
+    return ConfigError(
+        f"batch_dims={batch_dims!r} has no meaning",
+        remedy="an int, None, a tuple (args, kwargs, target) of ints, Nones and containers "
+        "of them, or a dict from argument names to these",
+    )
+
+
 def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
     spec = flat.spec
     roots = [*spec.arguments, spec.target]
@@ -136,11 +160,7 @@ def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
         prefixes = [_argument_prefix(one, spec, args, kwargs) for one in spec.arguments]
         prefixes.append(target)
     else:
-        raise ConfigError(
-            f"batch_dims={batch_dims!r} has no meaning",
-            remedy="an int, None, a tuple (args, kwargs, target) of ints, Nones and containers "
-            "of them, or a dict from argument names to these",
-        )
+        raise _no_meaning(batch_dims)
     asked = {}
     for argument, prefix in zip(roots, prefixes, strict=True):
         value = rebuild(argument, flat.leaves)

@@ -1,0 +1,203 @@
+"""What is wrong with an option whatever the model and the minibatch are: refused by `compile`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pdcompile.autocast import autocast_text
+from pdcompile.batch import check_batch_dims
+from pdcompile.choices import check_count, chosen_schedule, not_a_cluster
+from pdcompile.cluster import Cluster
+from pdcompile.constraints import Constraint
+from pdcompile.errors import ConfigError
+from pdcompile.options import Options
+from pdcompile.plan import Plan
+from pdcompile.units import parse_bytes
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model, before anything asks it for parameters.  Raises ConfigError."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        shown = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+        raise ConfigError(
+            f"the model must be a torch.nn.Module, got {shown}",
+            remedy="pass an instance: pdcompile.compile(MyModel(), ...)",
+        )
+
+
+def check_options(options: Options) -> None:
+    """Refuse what is wrong whatever the model and the minibatch are.  Raises ConfigError."""
+    check_loss_fn(options.loss_fn)
+    _optimizer(options.optimizer)
+    _number("seed", options.seed, integer=True, least=0)
+    if options.seed is None:
+        raise ConfigError("seed=None names no seed", remedy="a number; 0 is the default")
+    _number("time_limit", options.time_limit, least=0)
+    _number("max_grad_norm", options.max_grad_norm)
+    _one_of("refine", options.refine, ("auto", True, False))
+    _one_of("progress", options.progress, ("auto", True, False))
+    _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))
+    _one_of("outputs", options.outputs, ("none", "last", "all"))
+    _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
+    if callable(options.loss_reduction):
+        _takes("loss_reduction", options.loss_reduction, ("args", "kwargs", "target"))
+    else:
+        _one_of(
+            "loss_reduction",
+            options.loss_reduction,
+            ("mean", "sum"),
+            or_else=", or a function (args, kwargs, target) -> number of items",
+        )
+    for name in ("keep_model", "allow_edited"):
+        _one_of(name, getattr(options, name), (False, True))
+    _constraints(options.constraints)
+    if options.allow_edited and options.sources is None:
+        raise ConfigError(
+            "allow_edited=True without sources= would have no effect",
+            remedy="give sources=, the folder that was edited",
+        )
+    clip = options.max_grad_norm
+    if clip is not None and not 0 < clip < float("inf"):
+        raise ConfigError(
+            f"max_grad_norm={clip!r} is not a positive, finite number",
+            remedy="for example 1.0; None for no clipping",
+        )
+    if options.schedule == "stash" and clip is not None:
+        raise ConfigError(
+            "max_grad_norm needs the gradients of all stages at one time, which schedule "
+            "'stash' never has",
+            remedy="use schedule='2bw', or clip per stage in the optimizer",
+        )
+    _group(options.group)
+    autocast_text(options.autocast)
+    if options.grad_scaler is not None:
+        raise ConfigError(
+            f"grad_scaler={options.grad_scaler!r} is not available yet",
+            remedy="leave it out: autocast='bfloat16' needs none",
+        )
+    if options.memory is not None:
+        parse_bytes(options.memory, what="memory")
+    chosen_schedule(options)
+    _machines(options)
+    for name, made in (("plan", "a plan.json, or a Plan"), ("sources", "a folder that dump wrote")):
+        given = getattr(options, name)
+        plan = name == "plan" and isinstance(given, Plan)
+        if not (given is None or plan or isinstance(given, str | PathLike)):
+            raise ConfigError(f"{name}={given!r} is no path", remedy=f"the path of {made}")
+
+
+def _constraints(given: Any) -> None:
+    known = "a list of Pin, Together, Apart, CutBefore, Forbid and MaxStages; () for none"
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f"constraints={given!r} is not a list", remedy=known)
+    for one in given:
+        if not isinstance(one, Constraint):
+            raise ConfigError(f"{one!r} in constraints= is no constraint", remedy=known)
+
+
+def _machines(options: Options) -> None:
+    check_count("stages", options.stages, "None: one a device")
+    if options.microbatches != "auto":
+        check_count("microbatches", options.microbatches, "'auto'")
+    check_batch_dims(options.batch_dims)
+    cluster = options.cluster
+    if isinstance(cluster, str | Path):
+        text = str(cluster)
+        if text != "auto" and not text.endswith(".toml"):
+            Cluster.parse(text)
+    elif not isinstance(cluster, Cluster):
+        raise not_a_cluster(cluster)
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise ConfigError unless it can be called as ``loss_fn(output, target)``, or is None."""
+    if loss_fn is None:
+        return
+    form = "give (output, target) -> scalar, or None where the model returns its loss"
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {_shown(loss_fn)}, which cannot be called", remedy=form)
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise ConfigError(
+            f"loss_fn is the class {name}, and calling a class makes an instance, no loss",
+            remedy=f"give an instance: loss_fn={name}()",
+        )
+    _takes("loss_fn", loss_fn, ("output", "target"))
+
+
+def _optimizer(given: Any) -> None:
+    form = "partial(torch.optim.AdamW, lr=3e-4), or None"
+    if given is None:
+        return
+    if hasattr(given, "param_groups"):
+        name = type(given).__name__
+        raise ConfigError(
+            f"optimizer is an instance of {name}, and one is made for each rank's parameters",
+            remedy=f"give what makes it, without parameters: partial(torch.optim.{name}, lr=…)",
+        )
+    if not callable(given):
+        raise ConfigError(
+            f"optimizer is {_shown(given)}, which cannot be called", remedy=f"give {form}"
+        )
+    _takes("optimizer", given, ("parameters",))
+
+
+def _takes(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Refuse a function that cannot be called with these positional arguments."""
+    called = getattr(function, "forward", function)  # of an nn.Module, whose call takes anything
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # not every builtin has one
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        wanted = ", ".join(arguments)
+        raise ConfigError(
+            f"{name} takes {signature}, and is called with ({wanted}): {error}",
+            remedy=f"let it take ({wanted}), used or not: lambda {wanted}: …",
+        ) from None
+
+
+def _shown(given: Any) -> str:
+    return repr(given) if len(repr(given)) < 60 else f"an object of class {type(given).__name__}"
+
+
+def _group(given: Any) -> None:
+    if given is None:
+        return
+    import torch.distributed as dist
+
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "this process is not a member of group", remedy="compile on the group's ranks only"
+        )
+    if not isinstance(given, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={given!r} is not a process group", remedy="torch.distributed.new_group([0, 1])"
+        )
+
+
+def _number(name: str, given: Any, *, integer: bool = False, least: float | None = None) -> None:
+    if given is None:
+        return
+    kinds = (int,) if integer else (int, float)
+    if isinstance(given, bool) or not isinstance(given, kinds):
+        number = "a whole number" if integer else "a number"
+        raise ConfigError(f"{name}={given!r} is not {number}", remedy=f"give {name} {number}")
+    if least is not None and not given >= least:
+        raise ConfigError(f"{name}={given!r} is below {least}", remedy=f"{least} or more")
+
+
+def _one_of(name: str, given: Any, known: tuple[Any, ...], or_else: str = "") -> None:
+    if not any(given is one or (type(given) is type(one) and given == one) for one in known):
+        raise ConfigError(
+            f"{name}={given!r} is not known",
+            remedy=f"one of {', '.join(map(repr, known))}{or_else}",
+        )
