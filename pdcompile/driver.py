@@ -51,6 +51,7 @@ from pdcompile.start import (
     preparation,
 )
 from pdcompile.steps import Steps
+from pdcompile.trained import check_loss
 from pdcompile.warn import each_once
 
 
@@ -95,6 +96,7 @@ def build(
             model, flat, layout, options.loss_fn, microbatch_size=size, autocast=chosen.autocast
         ),
     )
+    check_loss(captured.train)
     if options.outputs == "none":
         captured = loss_only(captured)
     if options.costs == "estimated":

@@ -231,6 +231,8 @@ def _python_of(target: str) -> str:
 def _as_workload(value: Any, target: str) -> Workload:
     from torch import nn
 
+    from pdcompile.option_checks import check_loss_fn
+
     if isinstance(value, nn.Module):
         raise ConfigError(
             f"the target returned only a model ({type(value).__name__}), without example inputs",
@@ -262,6 +264,7 @@ def _as_workload(value: Any, target: str) -> Workload:
                 if field == "batches"
                 else "loss_fn is a function (output, target) -> scalar",
             )
+    check_loss_fn(value.loss_fn)
     return value
 
 

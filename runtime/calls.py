@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.batch import FlatCall, follow_batch, microbatch_sizes, split, weights
+from pdcompile.batch import (
+    FlatCall,
+    as_one_argument,
+    follow_batch,
+    microbatch_sizes,
+    split,
+    weights,
+)
 from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.graph import OpGraph, size_at
 from pdcompile.options import Options
@@ -107,6 +114,7 @@ def check_call(
                 "the target is missing" if target else "an input is missing",
                 where=path,
                 remedy="pass target=... to step: loss_fn needs it" if target else
+                _passed_whole(flat) or
                 "pass it: a stage on this rank reads it (pipe.needs lists what this rank needs)",
             )  # fmt: skip
     refuse_modes()
@@ -196,6 +204,12 @@ def refuse_modes() -> None:
             "torch.autocast is on around this call, and was not captured",
             remedy="put the autocast region inside the model's forward",
         )
+
+
+def _passed_whole(flat: FlatCall) -> str:
+    """The remedy where one container was passed for all of forward's arguments, or ""."""
+    given, _, _ = flat.unflatten()
+    return as_one_argument(given[0]) if len(given) == 1 else ""
 
 
 def _default(flat: FlatCall, path: str) -> Any:

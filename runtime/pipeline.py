@@ -26,6 +26,7 @@ from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import check_max_norm
 from pdcompile.runtime.session import UPDATES, Session, flush_before_state, num_versions
+from pdcompile.trained import check_trained
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -171,12 +172,7 @@ class Pipeline:
             )
         updates = kind == "step" and session.optimizer is not None
         graph, number = prepared.capture.train, self._num_minibatches
-        if graph.loss is None:
-            raise ConfigError(
-                "the model's output has no loss in it",
-                remedy="give loss_fn=(output, target) -> scalar, or return a scalar, an output "
-                "with .loss or a dict with 'loss'",
-            )
+        check_trained(graph)
         feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
         self._num_minibatches += 1
         with session.guard():

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.copied import copy_of
-from pdcompile.errors import InputError
 from pdcompile.runtime.contract import Channel, Expected, Kind
+from pdcompile.runtime.given_state import check_state
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.transport import Transport
 from pdcompile.runtime.weights import StageWeights
@@ -116,14 +116,7 @@ class State:
 
         Raises InputError, before anything is changed, for a name or shape of another model.
         """
-        for name, value in state.items():
-            if name not in self._keys:
-                raise InputError(
-                    f"the model has nothing called {name}", remedy="load a state of this model"
-                )
-            shape = self._infos[self._canonical[name]].shape
-            if tuple(value.shape) != shape:
-                raise InputError(f"{name} is {tuple(value.shape)}, in the model it is {shape}")
+        check_state(state, {key: self._infos[self._canonical[key]].shape for key in self._keys})
         for name, value in state.items():
             fqn = self._canonical[name]
             held = [stage.load(fqn, value) for stage in stages]

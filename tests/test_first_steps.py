@@ -102,3 +102,106 @@ def test_a_model_that_keeps_tensors_from_call_to_call(stacks: bool) -> None:
         pipe.step(torch.ones(4, 8), target=torch.ones(4, 8))
     assert "test_first_steps.py:" in str(caught.value.where)
     assert "registered buffer" in str(caught.value.remedy)
+
+
+class Choosing(nn.Module):
+    """Takes a second argument that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if mask is None else out * mask
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("whole", "remedy"),
+    [(lambda x: {"x": x}, r"step\(\*\*batch\)"), (lambda x: (x, x), "target=y")],
+)
+def test_a_batch_passed_whole(whole: Any, remedy: str, first: bool) -> None:
+    x = torch.ones(4, 8)
+    pipe = pdcompile.compile(Choosing(), loss_fn=nn.functional.mse_loss, costs="estimated")
+    if not first:
+        pipe.step(x=x, target=x)
+    with pytest.raises(PdcompileError, match=remedy):
+        pipe.step(whole(x), target=x)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message", "remedy"),
+    [
+        (lambda out, y: (out - y).sum().item(), "returned a Python number", "without item()"),
+        (
+            lambda out, y: float((out - y).sum()),
+            r"loss_fn reads .* \(__float__\)",
+            "without item()",
+        ),
+        (lambda out, y: out - y, r"a tensor of shape \(4, 8\)", "loss.mean()"),
+        (lambda out, y: None, "returned None", "return the loss"),
+        (lambda out, y: ((out - y).sum(), out), "returned a tuple", "the loss alone"),
+        (lambda out, y: torch.tensor(1.0), "the loss is a constant", "from the model's output"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated(loss_fn: Any, message: str, remedy: str) -> None:
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=loss_fn, costs="estimated")
+    with pytest.raises(PdcompileError, match=message) as caught:
+        pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
+    assert remedy in str(caught.value.remedy)
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(8, 8).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "message"),
+    [
+        (frozen, nn.functional.mse_loss, "no parameter required a gradient"),
+        (Plain, nn.functional.mse_loss, "no parameters"),
+        (lambda: nn.Linear(8, 8), lambda out, y: (out.detach() - y).mean(), "any parameter"),
+    ],
+)
+def test_training_that_trains_nothing_is_refused_and_evaluation_is_not(
+    model: Any, loss_fn: Any, message: str
+) -> None:
+    x = torch.ones(4, 8)
+    pipe = pdcompile.compile(model(), loss_fn=loss_fn, costs="estimated", microbatches=2)
+    for train in (pipe.step, pipe.forward_backward):
+        with pytest.raises(ConfigError, match=message) as caught:
+            train(x, target=x)
+        assert "eval_step" in str(caught.value.remedy)
+    if "any parameter" in message:
+        assert "test_first_steps.py:" in str(caught.value.where)
+    assert float(pipe.eval_step(x, target=x).loss) == float(loss_fn(pipe.predict(x), x))
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "remedy"),
+    [
+        ("x.pt", "of type str", "torch.load('x.pt')"),
+        (nn.Linear(8, 8), "of type Linear", "model.state_dict()"),
+        (None, "of type NoneType", "state_dict()"),
+        ({"weight": torch.ones(3, 3)}, r"is \(3, 3\), in the model it is \(8, 8\)", "same sizes"),
+        ({"weight": 3}, "of type int", "state_dict()"),
+        ({"model": {"weight": torch.ones(8, 8)}}, "nothing called model", "['model']"),
+        ({"module.weight": torch.ones(8, 8)}, "module.weight", "removeprefix('module.')"),
+        ({"wieght": torch.ones(8, 8)}, r"wieght \(1 of 1 names\)", "nearest name is weight"),
+    ],
+)
+def test_states_that_cannot_be_loaded(state: Any, message: str, remedy: str) -> None:
+    model = nn.Linear(8, 8)
+    pipe = pdcompile.compile(model, loss_fn=nn.functional.mse_loss, costs="estimated")
+    pipe.prepare(torch.ones(4, 8), target=torch.ones(4, 8))
+    before = model.weight.detach().clone()
+    with pytest.raises(InputError, match=message) as caught:
+        pipe.load_state_dict(state)
+    assert remedy in str(caught.value.remedy)
+    assert torch.equal(model.weight, before)

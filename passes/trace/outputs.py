@@ -10,6 +10,7 @@ import torch
 from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
 from pdcompile.graph import Argument, DictOf, ListOf, Ref
+from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR
 
 
 def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Tree]:
@@ -80,11 +81,11 @@ def find_loss(
     """
     if given:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            what, remedy = _no_scalar(loss)
             raise TraceError(
                 f"loss_fn returned {what} instead of a scalar tensor",
                 where="loss_fn",
-                remedy="reduce it: loss.mean() or loss.sum()",
+                remedy=remedy,
             )
     else:
         loss = _loss_in(output)
@@ -94,6 +95,20 @@ def find_loss(
     if not isinstance(found, Ref):
         raise TraceError("the loss is a tensor of the model itself", where="loss_fn")
     return found.name
+
+
+def _no_scalar(loss: Any) -> tuple[str, str]:
+    """(what loss_fn returned, what to do about it)."""
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}", "reduce it: loss.mean() or loss.sum()"
+    if isinstance(loss, int | float):
+        return "a Python number", LOSS_AS_TENSOR
+    if loss is None:
+        return "None", "let it return the loss"
+    return (
+        f"a {type(loss).__name__}",
+        "return the loss alone; what else is of interest may be among the model's outputs",
+    )
 
 
 def _loss_in(output: Any) -> torch.Tensor | None:

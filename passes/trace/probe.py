@@ -41,6 +41,7 @@ from pdcompile.passes.trace.outcomes import (
     made_by,
     same_values,
 )
+from pdcompile.passes.trace.remedies import remedy
 from pdcompile.passes.trace.sentinel import Sentinel
 from pdcompile.passes.trace.state import settled
 from pdcompile.randomness import is_leaf, is_random_function, is_random_module
@@ -140,7 +141,7 @@ def _run_once(
         raise TraceError(
             f"the model's forward raised {type(error).__name__}: {error}",
             where=source_of_traceback(error),
-            remedy="run the model once on the example inputs without pdcompile",
+            remedy=remedy(args, kwargs),
         ) from error
     finally:
         sentinel.restore()

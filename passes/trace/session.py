@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.reads import Decision, Key, Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR, remedy, remedy_of_loss
 from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded
 from pdcompile.passes.trace.state import State, settled, write_rebound
@@ -227,6 +229,10 @@ def run(
             recorder.enter_loss()
             loss = loss_fn(output, target)
         recorder.finish()
+    except TraceError as refusal:
+        if recorder.region == "loss":
+            _tell_of_loss(refusal)
+        raise
     except PdcompileError:
         raise
     except Exception as error:
@@ -234,33 +240,19 @@ def run(
             raise recorder.reads.handed_out from error  # it is no number for torch
         what = "loss_fn" if recorder.region == "loss" else "the model's forward"
         said = f"{what} raised {type(error).__name__}: {error}"
-        remedy = _remedy(args, kwargs, target, lost=recorder.region == "loss")
+        lost = recorder.region == "loss"
+        hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
         if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
-            said, remedy = f"{what} uses a tensor that it kept from an earlier call", KEEP
-        raise ForwardRaised(said, where=source_of_traceback(error), remedy=remedy) from error
+            said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
+        raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
     return output, loss
 
 
-def _numbers(given: Any) -> bool:
-    """Whether it is a list of numbers, or of such lists."""
-    if not isinstance(given, list) or not given:
-        return False
-    return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)
-
-
-def _remedy(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, lost: bool) -> str:
-    """What to try where the user's Python raised."""
-    if lost and target is None:
-        return "there was no target: pass target=… to step (example_target= to compile)"
-    if lost and _numbers(target):
-        return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
-    if not kwargs and len(args) == 1 and isinstance(args[0], dict):
-        return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
-    for name, given in (*enumerate(args), *kwargs.items()):
-        if not lost and _numbers(given):
-            which = f"argument {name}" if isinstance(name, int) else f"{name}="
-            return f"{which} is a list of numbers: pass a tensor, torch.tensor(…)"
-    return "run the model once on the example inputs without pdcompile"
+def _tell_of_loss(refusal: TraceError) -> None:
+    """What was said of forward is said of loss_fn, where that was running."""
+    refusal.message = re.sub("^forward ", "loss_fn ", refusal.message)
+    if refusal.message.endswith(("(item)", "(__float__)")):
+        refusal.remedy = LOSS_AS_TENSOR
 
 
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:

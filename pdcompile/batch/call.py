@@ -131,6 +131,18 @@ def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> F
     return flatten_call(model, example_inputs, {}, target)
 
 
+def as_one_argument(given: Any) -> str:
+    """The remedy where a batch was perhaps passed whole, as the one argument of forward, or ""."""
+    if isinstance(given, Mapping):
+        return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
+    if isinstance(given, tuple | list) and any(isinstance(one, Tensor) for one in given):
+        return (
+            f"one {type(given).__name__} was passed as the one argument of forward: step(*batch) "
+            "passes its parts one by one; for (x, y) with y for loss_fn: step(x, target=y)"
+        )
+    return ""
+
+
 def check_example(example_inputs: Any) -> None:
     """Raise InputError unless it is a tensor, a tuple or a dict."""
     if isinstance(example_inputs, Tensor | Mapping) or type(example_inputs) is tuple:

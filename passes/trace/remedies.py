@@ -1,0 +1,40 @@
+"""What to try where the user's Python raised, by what it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcompile.batch import as_one_argument
+
+LOSS_AS_TENSOR = (
+    "return the loss as the tensor that it is, without item() or float(): gradients need it"
+)
+
+
+def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What to try where forward raised."""
+    if len(args) == 1 and not kwargs:
+        hint = as_one_argument(args[0])
+        if hint:
+            return hint
+    for name, given in (*enumerate(args), *kwargs.items()):
+        if _numbers(given):
+            which = f"argument {name}" if isinstance(name, int) else f"{name}="
+            return f"{which} is a list of numbers: pass a tensor, torch.tensor(…)"
+    return "run the model once on the example inputs without pdcompile"
+
+
+def remedy_of_loss(target: Any) -> str:
+    """What to try where loss_fn raised."""
+    if target is None:
+        return "there was no target: pass target=… to step (example_target= to compile)"
+    if _numbers(target):
+        return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
+    return "run model and loss_fn once on the example inputs and target without pdcompile"
+
+
+def _numbers(given: Any) -> bool:
+    """Whether it is a list of numbers, or of such lists."""
+    if not isinstance(given, list) or not given:
+        return False
+    return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)
