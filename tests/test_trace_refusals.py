@@ -47,6 +47,10 @@ def _seed(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x)
 
 
+def _asks_for_the_seed(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) * (torch.initial_seed() % 7)
+
+
 def _rebound_buffer(self: nn.Module, x: Tensor) -> Tensor:
     self.ema = self.ema * 0.9 + self.lin(x).mean(0)
     return self.lin(x)
@@ -129,6 +133,7 @@ CASES: dict[Callable[..., Any], str] = {
     _python_random: "Python's random module",
     _numpy_random: "numpy.random",
     _seed: "torch's default generator",
+    _asks_for_the_seed: "asks for the seed",
     _rebound_buffer: "rebinds ema",
     _counter: "Python attribute calls",
     _sum_over_calls: "Python attribute last",

@@ -77,6 +77,10 @@ OUTSIDE_RANDOM: Refusal = (
     "forward draws from or seeds {}",
     "draw with torch functions (torch.rand, F.dropout); seed outside of forward",
 )
+SEED: Refusal = (
+    "forward asks for the seed (torch.initial_seed), which every step changes",
+    "draw with torch functions (torch.rand, F.dropout), or keep the number in an attribute",
+)
 WRITTEN: dict[str, Refusal] = {
     "parameter": (
         "forward writes the parameter {} in place",

@@ -10,12 +10,13 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.facts import locate
 
 
 class OutsideDraw(TraceError):
@@ -66,14 +67,25 @@ class Sentinel:
 
 @contextmanager
 def guarded() -> Iterator[Sentinel]:
-    """A sentinel whose generators are put back at the end; enter it outside of all modes."""
+    """A sentinel whose generators are put back at the end; enter it outside of all modes.
+
+    Nobody is told the seed inside: it would become a number of the graph.
+    """
     sentinel = Sentinel()
+    told = torch.random.initial_seed
     try:
+        torch.initial_seed = torch.random.initial_seed = _untold
         yield sentinel
         sentinel.check("forward, after its last operator")
         sentinel.check_torch("forward")
     finally:
+        torch.initial_seed = torch.random.initial_seed = told
         sentinel.restore()
+
+
+def _untold() -> NoReturn:
+    message, remedy = refuse.SEED
+    raise OutsideDraw(message, where=locate(None)[0], remedy=remedy)
 
 
 def _numpy_state() -> Any:
