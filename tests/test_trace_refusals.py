@@ -245,7 +245,7 @@ def test_a_parameter_from_outside() -> None:
 
 
 def test_loss_that_is_no_scalar() -> None:
-    with pytest.raises(TraceError, match=r"loss_fn returned \(4, 8\)"):
+    with pytest.raises(TraceError, match=r"loss_fn returned a tensor of shape \(4, 8\)"):
         captured(make(lambda self, x: self.lin(x)), loss_fn=lambda y, t: y, target=rows())
 
 
