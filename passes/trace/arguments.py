@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, DictOf, ListOf, Slice
+from pdcompile.graph import Argument, DictOf, ListOf, Ref, Slice
 from pdcompile.targets import literal
 
 
@@ -34,6 +34,8 @@ def to_argument(
         return value
     if isinstance(value, torch.Tensor):
         return tensor(value)
+    if isinstance(value, Ref):
+        return value
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return literal(value, device)
     if isinstance(value, tuple | list | range):

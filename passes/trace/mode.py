@@ -33,12 +33,13 @@ from pdcompile.passes.trace.calls import (
     unchecked,
 )
 from pdcompile.passes.trace.constants import evaluate
+from pdcompile.passes.trace.example_sizes import ExampleSizes
 from pdcompile.passes.trace.facts import Observer, locate, storage_key
 from pdcompile.passes.trace.hits import Hits
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.outcomes import CallKey, Outcome
-from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
+from pdcompile.passes.trace.ragged import Ragged
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.results import Results
 from pdcompile.passes.trace.surroundings import Surroundings
@@ -75,6 +76,7 @@ class Recorder(TorchFunctionMode):
         self._surroundings = Surroundings()
         self.reads = Reading()  # what may be known of values
         self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
+        self._sizes = ExampleSizes(self, self._ragged)
         self.hits = Hits(self)
         self._training = table.modules[""].training
         self._inside = 0  # in a leaf module or another call that is one op
@@ -177,15 +179,24 @@ class Recorder(TorchFunctionMode):
         if not holds:
             tensor = self._call(torch.logical_not, (tensor,), {})
         self._begin()
-        self._record("function", CHECK, "check", (tensor, message), {}, None, None)
+        self.require(tensor, message)
+
+    def require(self, condition: torch.Tensor | Ref, message: str) -> None:
+        """An op that raises where a value is false."""
+        self._record("function", CHECK, "check", (condition, message), {}, None, None)
+
+    def number(self, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
+        """An op whose result is a Python number or bool, or a tuple of them."""
+        self._begin()
+        base = base or target.rpartition(".")[2]
+        self._record(kind, target, base, args, {}, None, None)
+        return Ref(self.ops[-1].name)
 
     def decision(self, tensor: torch.Tensor) -> tuple[str, str, int]:
         """(an op that reads a value as a Python bool, the running module, which call of it)."""
         if tensor.dtype is not torch.bool:
             tensor = self._call(torch.ne, (tensor, 0), {})
-        self._begin()
-        self._record("method", "item", "decided", (tensor,), {}, None, None)
-        return self.ops[-1].name, *self._stack[-1]
+        return self.number("method", "item", (tensor,), "decided").name, *self._stack[-1]
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """An op that the capture needs and the model does not make."""
@@ -207,8 +218,7 @@ class Recorder(TorchFunctionMode):
         given = self.fakes.stand_in(args)
         result = func(*given)
         if not isinstance(result, torch.Tensor):
-            if self._ragged.among(given) and name not in SHAPELESS:
-                raise refuse.error(refuse.BY_VALUE, name, locate(self.boundary)[0])
+            self._sizes.asked(given, name)
             self.hits.property(given, name)
             return result
         return self._record("getattr", name, "", (args[0],), {}, result, None)
@@ -242,11 +252,7 @@ class Recorder(TorchFunctionMode):
             return made
         draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
-        with self._whole(), refuse.reads(func, self.boundary):
-            given = self.fakes.stand_in(args), self.fakes.stand_in(kwargs)
-            result = self._ragged.run(func, *given)
-        if self._ragged.among(given) and not tensors_in(result):
-            raise refuse.error(refuse.BY_VALUE, refuse.name_of(func), locate(self.boundary)[0])
+        result = self._sizes.result(func, args, kwargs)
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
@@ -272,7 +278,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         draw = next(self._draws[path]) if is_random_module(module) else None
         self._begin()
-        with self._whole(), refuse.reads(module, self.boundary):
+        with self.inside(), refuse.reads(module, self.boundary):
             result = self._ragged.run(
                 partial(plain, module),
                 self.fakes.stand_in(args),
@@ -296,7 +302,7 @@ class Recorder(TorchFunctionMode):
                 where=locate(self.boundary)[0],
             )
         self._begin()
-        with self._whole(), torch._C.DisableTorchFunction():
+        with self.inside(), torch._C.DisableTorchFunction():
             result = replay(outcome, self.fakes, args, kwargs)
             buffers = [self.table.objects[fqn] for fqn in outcome.buffers]
             self.observer.clear()
@@ -376,7 +382,7 @@ class Recorder(TorchFunctionMode):
         return to_argument(value, self.fakes.name, self.fakes.device)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
         """Calls in here are part of the op that is being recorded.
 
         The mode itself stays on, because the model's tensors still have to be replaced.

@@ -49,12 +49,21 @@ class Ragged:
         Raises what the call raises on fakes where no real run can tell the result.
         """
         unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
-        if not self.among((args, kwargs)):
+        among, of_example = self.among((args, kwargs)), self._reading().sizes_of_example
+        if not among:
             try:
+                if of_example:
+                    return call(*args, **kwargs)
                 return fallback.run(call, args, kwargs, whole=whole)
             except DynamicOutputShapeException as error:
                 unknown = error
-        found = self._really(call, args, kwargs)
+            except Exception:
+                if not of_example:
+                    raise
+                return fallback.run(call, args, kwargs, whole=whole)
+        found = self._really(call, args, kwargs, known=of_example and not among)
+        if found is None and of_example and not among:
+            return fallback.run(call, args, kwargs, whole=whole)
         if found is None:
             raise unknown
         result, sized = found
@@ -65,11 +74,15 @@ class Ragged:
         return made
 
     def _really(
-        self, call: Callable[..., Any], args: Any, kwargs: Any
+        self, call: Callable[..., Any], args: Any, kwargs: Any, *, known: bool
     ) -> tuple[Tensor, bool] | None:
-        """(the result on the example's integers, whether other integers give the same shape)."""
+        """(the result on the example's integers, whether other integers give the same shape).
+
+        `known`: the shape depends on values even where all of these agree (of one sample).
+        """
         found: list[tuple[Any, Tensor]] = []
-        for given in self._reading().variants():
+        examples = self._reading().examples
+        for given in examples.variants() if examples is not None else ():
             reals = self._reals((args, kwargs), given)
             if reals is None:
                 return None
@@ -86,8 +99,10 @@ class Ragged:
                 return None
             shapes = [tuple(real.shape) for real in reals.values()]
             found.append((shapes, result))
+        if not found:
+            return None
         first = found[0][1]
-        sized = all(result.shape == first.shape for _, result in found)
+        sized = not known and all(result.shape == first.shape for _, result in found)
         varied = any(shapes != found[0][0] for shapes, _ in found)
         if (sized and not varied) or (
             not sized and (first.requires_grad or first.is_floating_point())

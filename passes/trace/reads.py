@@ -18,9 +18,8 @@ capture that holds for one value of an activation would fail in the middle of a 
 from __future__ import annotations
 
 import dis
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from pdcompile.errors import TraceError
 from pdcompile.graph import GraphInput, Ref
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import evaluate, read
+from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.scalars import Scalar
 from pdcompile.value_checks import CAPTURED
@@ -48,7 +48,6 @@ Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_TEXT = 64  # characters of the model's own words in a check
 MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
-MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
@@ -116,6 +115,8 @@ class Reads:
     loops: set[Site] = field(default_factory=set)  # choices that forward loops through
     one_way: set[Site] = field(default_factory=set)  # branches whose ways do not fit together
     mixed: set[Any] = field(default_factory=set)  # (training, keys) tried in mixtures of outcomes
+    sizes_of_example: bool = False  # whether sizes that depend on integers are the example's
+    sized: dict[str, None] = field(default_factory=dict)  # lines where they are
 
     def decide(self, undecided: Undecided, run: Callable[[], Any]) -> None:
         """Find out by two runs of the model what comes of a read."""
@@ -147,6 +148,11 @@ class Reads:
                 f"forward decides by a value of the inputs ({where}): it is {value} in the "
                 "example, and calls with another one are refused"
             )
+        for where in self.sized:
+            warn(
+                f"a size depends on values of the inputs ({where}): calls in which it is not as "
+                "in the example are refused"
+            )
 
 
 class Reading:
@@ -165,12 +171,21 @@ class Reading:
         flat: FlatCall | None = None,
     ) -> None:
         self._reads = reads
-        self._inputs = inputs
-        self._flat = flat
+        self.examples = Examples(reads.flat, reads.layout, inputs, flat) if reads and flat else None
         self._visits: dict[Site, int] = {}
         self.handed_out: TraceError | None = None  # for a number that Python holds unknown
         self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
         self.decisions: list[Decision] = []
+
+    @property
+    def known(self) -> Reads | None:
+        """What is known of the reads of the model, if anybody keeps count."""
+        return self._reads
+
+    @property
+    def sizes_of_example(self) -> bool:
+        """Whether sizes that depend on integer inputs are taken as the example has them."""
+        return self._reads is not None and self._reads.sizes_of_example
 
     def recorded(self) -> None:
         """An operator was recorded: a trial ends when nothing is raised soon."""
@@ -283,10 +298,10 @@ class Reading:
     def _specialised(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> Any:
         """The value on the example; raises the refusal where it may vary, or need not be known."""
         name = recorder.fakes.name(tensor)
-        if not isinstance(name, Ref) or self._kept_whole(recorder):
+        if not isinstance(name, Ref) or kept_whole(recorder):
             raise refusal
         values = []
-        for given in self._examples():
+        for given in self.examples.calls() if self.examples is not None else ():
             found = evaluate(name.name, recorder.ops, recorder.fakes, given)
             if found is None:
                 raise refusal
@@ -297,63 +312,18 @@ class Reading:
             raise refusal
         return values[0]
 
-    def variants(self) -> Iterator[Mapping[str, Tensor]]:
-        """Integer inputs of the recorded call by name: the example's, then made-up ones."""
-        for given in itertools.islice(self._examples(), 1):
-            yield given
-            with _disable_current_modes():
-                zeros = {name: torch.zeros_like(leaf) for name, leaf in given.items()}
-                ones = {name: torch.ones_like(leaf) for name, leaf in given.items()}
-                mixed = {
-                    name: (torch.arange(leaf.numel(), device=leaf.device) % 2)
-                    .view(leaf.shape)
-                    .to(leaf.dtype)
-                    for name, leaf in given.items()
-                }
-            yield from (zeros, ones, mixed)
 
-    def _kept_whole(self, recorder: Recorder) -> bool:
-        """Whether the running module and its like hold so little that they may be one op each."""
-        path, table = recorder.path, recorder.table
-        root = not path or path not in table.modules  # or loss_fn
-        if root or any(tensor.is_meta for tensor in table.objects.values()):
-            return False
-        kind = type(table.modules[path])
-        alike = [module for module in table.modules.values() if type(module) is kind]
-        held = {p: p.numel() for module in alike for p in module.parameters()}
-        total = {p: p.numel() for p in table.modules[""].parameters()}
-        return sum(held.values()) <= KEPT_WHOLE_SHARE * sum(total.values())
-
-    def _examples(self) -> Iterator[Mapping[str, Tensor]]:
-        """Real inputs of the recorded shapes by name: the call itself, then the minibatch in
-        pieces of this size, and every sample of it alone, as often as there are rows.
-
-        Of integers and bools only: of others the value is not known beforehand.
-        """
-        if self._reads is None or self._flat is None:
-            return
-        known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
-        for entry in self._inputs:
-            leaf = self._flat.leaves[entry.path]
-            if not leaf.is_floating_point() and not leaf.is_complex() and not leaf.is_meta:
-                known[entry.name] = (leaf, self._reads.flat.leaves[entry.path], entry.batch_dim)
-        yield {name: leaf for name, (leaf, _, _) in known.items()}
-        rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
-        total = self._reads.layout.size
-        if len(rows) != 1 or not self._reads.layout.splits:
-            return
-        size = rows.pop()
-        pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
-        starts = range(0, total, size)
-        pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
-        for piece in pieces:
-            with _disable_current_modes():
-                index = torch.tensor(piece)
-                given = {
-                    name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
-                    for name, (leaf, whole, dim) in known.items()
-                }
-            yield given
+def kept_whole(recorder: Recorder) -> bool:
+    """Whether the running module and its like hold so little that they may be one op each."""
+    path, table = recorder.path, recorder.table
+    root = not path or path not in table.modules  # or loss_fn
+    if root or any(tensor.is_meta for tensor in table.objects.values()):
+        return False
+    kind = type(table.modules[path])
+    alike = [module for module in table.modules.values() if type(module) is kind]
+    held = {p: p.numel() for module in alike for p in module.parameters()}
+    total = {p: p.numel() for p in table.modules[""].parameters()}
+    return sum(held.values()) <= KEPT_WHOLE_SHARE * sum(total.values())
 
 
 def site_of(boundary: CodeType | None) -> Site:

@@ -7,6 +7,7 @@ with the same arguments.  Only then are the results entered, with the dims that 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import locate, storage_key
 
 Policy = Callable[[int, int], int]  # (how many selections before, elements of the mask) -> size
+Key = tuple[Any, ...]
 
 _aten = torch.ops.aten
 _INDEX = (_aten.index.Tensor,)
@@ -30,36 +32,47 @@ class Selections:
     """Runs the ATen ops that choose by values, with made-up sizes.
 
     Args:
-        policy: how many elements each choice finds.
+        policy: how many elements each choice finds; None where only `fixed` ones are known.
         place: the path of the module that is running.
     """
 
-    def __init__(self, policy: Policy, place: Callable[[], str]) -> None:
+    def __init__(self, policy: Policy | None, place: Callable[[], str]) -> None:
         self._policy = policy
         self._place = place
         self._sizes: dict[int, int] = {}  # storage of a mask -> elements found
+        self.fixed: dict[Key, int] = {}  # sizes that are the example's, by `mask_key`
         self._kept: list[Tensor] = []
         self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
         self.allows: Callable[[Tensor], bool] = lambda mask: True  # choices in loops (`hits`)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result; None where it does not choose by values."""
+        masks = _masks(func, args)
+        if not masks or (
+            self._policy is None and any(mask_key(m) not in self.fixed for m in masks)
+        ):
+            return None
+        if func is _aten.repeat_interleave.Tensor:
+            return args[0].new_empty((self._size(args[0]),))
         if func is _aten.nonzero.default:
             return self._indices(args[0])
         if func is _aten.masked_select.default:
-            mask, tensor = args[1], args[0]
-            return tensor.new_empty((self._size(mask),))
-        if func in _INDEX + _PUT and any(is_mask(index) for index in args[1]):
-            indices: list[Any] = []
-            for index in args[1]:
-                indices += self._indices(index).unbind(1) if is_mask(index) else [index]
-            return func(args[0], indices, *args[2:], **kwargs)
-        return None
+            tensor, mask = args
+            elements = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+            times = math.prod(elements) // max(mask.numel(), 1)
+            return tensor.new_empty((self._size(mask) * times,))
+        indices: list[Any] = []
+        for index in args[1]:
+            indices += self._indices(index).unbind(1) if is_mask(index) else [index]
+        return func(args[0], indices, *args[2:], **kwargs)
 
     def _indices(self, mask: Tensor) -> Tensor:
         return mask.new_empty((self._size(mask), mask.dim()), dtype=torch.int64)
 
     def _size(self, mask: Tensor) -> int:
+        if mask_key(mask) in self.fixed:
+            return self.fixed[mask_key(mask)]
+        assert self._policy is not None
         key = storage_key(mask)
         if not self.allows(mask):
             raise refuse.error(refuse.BY_VALUE, "a choice in a loop", locate(None)[0])
@@ -74,6 +87,20 @@ class Selections:
         divide the elements among them, as experts divide tokens."""
         counts = Counter(place for place, _ in self.found)
         return [max(-(-elements // counts[place]), 2) for place, elements in self.found]
+
+
+def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors whose values tell how large the result of an ATen op is."""
+    if func in (_aten.nonzero.default, _aten.repeat_interleave.Tensor):
+        return [args[0]]
+    if func is _aten.masked_select.default:
+        return [args[1]]
+    return [index for index in args[1] if is_mask(index)] if func in _INDEX + _PUT else []
+
+
+def mask_key(mask: Tensor) -> Key:
+    """Equal for tensors that are the same part of the same memory."""
+    return storage_key(mask), mask.storage_offset(), tuple(mask.shape), mask.stride()
 
 
 def is_mask(index: Any) -> bool:

@@ -21,6 +21,7 @@ from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.as_eager import as_eager
 from pdcompile.passes.trace.branches import both_ways
 from pdcompile.passes.trace.caches import emptied
+from pdcompile.passes.trace.example_sizes import with_sizes_of_example
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.lists import with_whole_lists
 from pdcompile.passes.trace.meaning import Meanings
@@ -105,13 +106,16 @@ def record(
             recording = both_ways(once, table.reads, training)
             return recording, chosen[0]
 
-        try:
-            return run()[0]
-        except SizeByValues:
-            found = with_sizes_that_vary(run, table, training)
-            if found is None:
-                raise
-            return found
+        def sized() -> Recording:
+            try:
+                return run()[0]
+            except SizeByValues:
+                found = with_sizes_that_vary(run, table, training)
+                if found is None:
+                    raise
+                return found
+
+        return sized() if table.reads is None else with_sizes_of_example(sized, table.reads)
 
     with emptied(table.caches):
         if not settle:
@@ -144,7 +148,7 @@ def _record(
     observer = Observer()
     recorder = Recorder(table, fakes, observer)
     recorder.boundary = run.__code__
-    if policy is not None:
+    if policy is not None or (table.reads is not None and table.reads.sizes_of_example):
         observer.selections = Selections(policy, lambda: recorder.path)
         observer.selections.allows = recorder.hits.allows
     recorder.hits.sites = table.reads.loops if table.reads is not None else set()

@@ -1,0 +1,179 @@
+"""Sizes that depend on the integers of the inputs, taken as the example has them.
+
+``hidden[input_ids == end].view(b, -1, d)`` needs to know how many there are.  Where no operator
+of the rest can do without such a size, the capture is made for the one that the example's
+integers give, which has to be the same for every sample, and a check before it refuses calls in
+which there are more or fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import TraceError
+from pdcompile.graph import Ref
+from pdcompile.opaque import tensors_at
+from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.constants import evaluate
+from pdcompile.passes.trace.facts import locate
+from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
+from pdcompile.passes.trace.reads import Reads, Undecided, kept_whole
+from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
+from pdcompile.value_checks import CAPTURED
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.mode import Recorder
+
+T = TypeVar("T")
+
+_CHOICES = frozenset(
+    ("__getitem__", "__setitem__", "masked_select", "nonzero", "where", "argwhere")
+)
+_REPEATS = "repeat_interleave"
+
+
+def with_sizes_of_example(record: Callable[[], T], reads: Reads) -> T:
+    """What `record` gives, if need be with the sizes that the example has.
+
+    Raises:
+        SizeByValues: nor does it go with those.
+    """
+    try:
+        return record()
+    except refuse.SizeByValues as error:
+        if reads.sizes_of_example:
+            raise
+        first = error
+    reads.sizes_of_example = True
+    try:
+        return record()
+    except Undecided:
+        raise
+    except TraceError as error:
+        reads.sizes_of_example = False
+        # A module inside of which it was, rather than the model itself, can be kept whole.
+        told = error.module_path or isinstance(error, refuse.SizeByValues)
+        raise (error if told else first) from None
+
+
+class ExampleSizes:
+    """The sizes of one recording that depend on values.
+
+    Args:
+        ragged: the values whose shape is not known.
+    """
+
+    def __init__(self, recorder: Recorder, ragged: Ragged) -> None:
+        self._recorder = recorder
+        self._ragged = ragged
+        self._differs = False  # between samples of the example
+
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)`` on fakes, as part of the op that is recorded next.
+
+        Raises:
+            SizeByValues: the size of the result depends on values, and nothing can be known of
+                it; or Python asks for such a size.
+        """
+        while True:
+            try:
+                return self._once(func, args, kwargs)
+            except refuse.SizeByValues as error:
+                self._differs = False
+                if not self._settled(func, args, kwargs):
+                    if self._differs:
+                        error.message += "; it is not the same for all samples of the example"
+                    raise
+
+    def asked(self, tensors: Any, name: str) -> None:
+        """Before a property is read that is no tensor."""
+        among = self._ragged.among(tensors) and name not in SHAPELESS
+        if among and not self._settled(None, tensors, {}):
+            raise self._refusal(name)
+
+    def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self._recorder
+        with recorder.inside(), refuse.reads(func, recorder.boundary):
+            given = recorder.fakes.stand_in(args), recorder.fakes.stand_in(kwargs)
+            result = self._ragged.run(func, *given)
+        if self._ragged.among(given) and not tensors_at(result):
+            raise self._refusal(refuse.name_of(func))
+        return result
+
+    def _settled(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a size is known now that was not known before."""
+        recorder = self._recorder
+        reads = recorder.reads.known
+        if reads is None or not reads.sizes_of_example or kept_whole(recorder):
+            return False
+        name = str(getattr(func, "__name__", ""))
+        given = recorder.fakes.stand_in((args, kwargs))
+        before = len(recorder.ops)
+        tensors = [tensor for _, tensor in tensors_at(given)]
+        found = [self._shape(t) for t in tensors if id(t) in recorder.fakes.unsized]
+        if not any(found) and name in _CHOICES:
+            found = [self._count(t, torch.count_nonzero) for t in tensors if is_mask(t)]
+        elif not any(found) and name == _REPEATS:
+            found = [self._count(t, torch.sum) for t in tensors if not t.is_floating_point()]
+        # What the line's result is stored in is not the name of these.
+        recorder.ops[before:] = [replace(op, variable="") for op in recorder.ops[before:]]
+        if any(found):
+            reads.sized[locate(recorder.boundary)[0]] = None
+        return any(found)
+
+    def _shape(self, tensor: Tensor) -> bool:
+        """Let a value have the shape that it has in the example, with a check."""
+        if self._same(tensor, lambda value: tuple(value.shape)) != tuple(tensor.shape):
+            return False
+        recorder = self._recorder
+        size = recorder.number("method", "size", (tensor,))
+        same = recorder.number("function", "operator.eq", (size, tuple(tensor.shape)))
+        recorder.fakes.unsized.discard(id(tensor))
+        recorder.require(same, self._words("this shape"))
+        return True
+
+    def _count(self, tensor: Tensor, counted: Callable[..., Any]) -> bool:
+        """Let a mask choose as many as it does in the example, with a check."""
+        recorder = self._recorder
+        selections = recorder.observer.selections
+        count = self._same(tensor, lambda value: int(counted(value)))
+        key = mask_key(tensor)
+        if count is None or not isinstance(selections, Selections):
+            return False
+        if selections.fixed.get(key) == count:
+            return False
+        found = recorder.call(counted, (tensor,))
+        recorder.check(recorder.call(torch.eq, (found, count)), self._words("this number of rows"))
+        selections.fixed[key] = count
+        return True
+
+    def _same(self, tensor: Tensor, of: Callable[[Tensor], Any]) -> Any:
+        """What all of the example's samples agree upon; None where they do not."""
+        recorder = self._recorder
+        name = recorder.fakes.name(tensor)
+        examples = recorder.reads.examples
+        if not isinstance(name, Ref) or examples is None:
+            return None
+        found: list[Any] = []
+        for given in examples.calls():
+            value = evaluate(name.name, recorder.ops, recorder.fakes, given)
+            if value is None:
+                return None
+            with torch.utils._python_dispatch._disable_current_modes():
+                found.append(of(value))
+            if found[-1] != found[0]:
+                self._differs = True
+                return None
+        return found[0]
+
+    def _words(self, what: str) -> str:
+        place = (locate(self._recorder.boundary)[0]).replace("\\", "/").rpartition("/")[2]
+        return f"{place}: {CAPTURED} {what} is that of the example"
+
+    def _refusal(self, what: str) -> Exception:
+        return refuse.error(refuse.BY_VALUE, what, locate(self._recorder.boundary)[0])

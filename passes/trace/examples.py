@@ -1,0 +1,85 @@
+"""The integers that the example gives to one call, and others that a later call may give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.graph import GraphInput
+
+MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
+
+
+class Examples:
+    """Values of the integer and bool inputs of one recorded call.
+
+    Of other inputs the value is not known beforehand.
+
+    Args:
+        flat: the example minibatch.
+        layout: which dims of it count samples.
+        inputs: the graph's inputs.
+        call: the recorded call, which has as many rows as it was resized to.
+    """
+
+    def __init__(
+        self,
+        flat: FlatCall,
+        layout: BatchLayout,
+        inputs: tuple[GraphInput, ...],
+        call: FlatCall,
+    ) -> None:
+        self._layout = layout
+        self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
+        for entry in inputs:
+            leaf = call.leaves[entry.path]
+            if not leaf.is_floating_point() and not leaf.is_complex() and not leaf.is_meta:
+                self._known[entry.name] = (leaf, flat.leaves[entry.path], entry.batch_dim)
+
+    def calls(self) -> Iterator[Mapping[str, Tensor]]:
+        """Real inputs of the recorded shapes by name: the call itself, then the minibatch in
+        pieces of this size, and every sample of it alone, as often as there are rows."""
+        yield {name: leaf for name, (leaf, _, _) in self._known.items()}
+        rows = {leaf.shape[dim] for leaf, _, dim in self._known.values() if dim is not None}
+        total = self._layout.size
+        if len(rows) != 1 or not self._layout.splits:
+            return
+        size = rows.pop()
+        pieces = [[i] * size for i in range(total)][:MAX_SAMPLES]
+        starts = range(0, total, size)
+        pieces += [[min(s + i, total - 1) for i in range(size)] for s in starts][:MAX_SAMPLES]
+        for piece in pieces:
+            with _disable_current_modes():
+                index = torch.tensor(piece)
+                given = {
+                    name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
+                    for name, (leaf, whole, dim) in self._known.items()
+                }
+            yield given
+
+    def variants(self) -> Iterator[Mapping[str, Tensor]]:
+        """The inputs of the recorded call, then made-up ones of the same shapes: its values in
+        another order, and numbers that a model of integers mostly tells apart."""
+        for given in itertools.islice(self.calls(), 1):
+            yield given
+            with _disable_current_modes():
+                shuffled = {name: _shuffled(leaf) for name, leaf in given.items()}
+                zeros = {name: torch.zeros_like(leaf) for name, leaf in given.items()}
+                ones = {name: torch.ones_like(leaf) for name, leaf in given.items()}
+                mixed = {
+                    name: (torch.arange(leaf.numel(), device=leaf.device) % 2)
+                    .view(leaf.shape)
+                    .to(leaf.dtype)
+                    for name, leaf in given.items()
+                }
+            yield from (shuffled, zeros, ones, mixed)
+
+
+def _shuffled(leaf: Tensor) -> Tensor:
+    order = torch.randperm(leaf.numel(), generator=torch.Generator().manual_seed(0))
+    return leaf.reshape(-1)[order.to(leaf.device)].reshape(leaf.shape)
