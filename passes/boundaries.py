@@ -10,7 +10,7 @@ from the stage that makes it, however many stages lie between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from pdcompile.errors import PlanError
 from pdcompile.graph import Capture, Op, OpGraph, Ref, Value, walk
@@ -96,12 +96,18 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
 def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
     """What a cut would make stale in evaluation, on the last of its stages, and its readers after.
 
-    The planner knows the spans of training only; in-place writes may be in evaluation alone.
+    The planner knows the spans of training only; in-place writes, and numbers that are read off
+    tensors, may be in evaluation alone.
     """
-    spans = _stale(graph)
-    while spans:
+    spans = [
+        (value.producer, *value.consumers)
+        for value in graph.values.values()
+        if value.producer is not None and value.consumers and not value.is_tensor
+    ]
+    writes = list(_writes(graph))
+    while spans or writes:
         before = dict(placed)
-        for span in spans:
+        for span in (*spans, *_stale(writes, placed)):
             placed.update(dict.fromkeys(span, max(placed[name] for name in span)))
         for op in graph.ops:
             placed[op.name] = max(placed[name] for name in (op.name, *op.inputs) if name in placed)
@@ -110,21 +116,42 @@ def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
     return placed
 
 
-def _stale(graph: OpGraph) -> list[tuple[str, ...]]:
-    """A value, an op that writes into its memory, and one that reads the value afterwards."""
+_Write = tuple[str | None, str, list[str], list[str]]
+
+
+def _writes(graph: OpGraph) -> Iterator[_Write]:
+    """For each value and op that writes into its memory later: who makes the value, the op, who
+    reads the value before and who afterwards."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     writers: dict[int, list[str]] = {}  # storage -> ops, in order
     for op in graph.ops:
         for storage in {graph.values[name].storage for name in op.mutates}:
             writers.setdefault(storage, []).append(op.name)
-    found = []
     for value in graph.values.values():
         made = -1 if value.producer is None else position[value.producer]
         for writer in writers.get(value.storage, ()):
-            later = [name for name in value.consumers if position[name] > position[writer]]
-            if position[writer] > made and later:
-                found.append((*((value.producer,) if value.producer else ()), writer, *later))
-    return found
+            at = position[writer]
+            if at > made:
+                readers = [name for name in value.consumers if name != writer]
+                earlier = [name for name in readers if position[name] < at]
+                later = [name for name in readers if position[name] > at]
+                yield value.producer, writer, earlier, later
+
+
+def _stale(writes: list[_Write], placed: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Ops that would read what they should not.
+
+    A stage sends a value as it is at its end.  So readers after a write may be anywhere if the
+    stage that makes the value writes it, and readers before it may not.  Inputs of the model each
+    stage takes from the caller.
+    """
+    for producer, writer, earlier, later in writes:
+        if producer is None:
+            yield (writer, *earlier, *later)
+        elif later:
+            yield (producer, writer)
+        if producer is not None and placed[producer] == placed[writer]:
+            yield (producer, writer, *(r for r in earlier if placed[r] > placed[writer]))
 
 
 def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) -> tuple[Edge, ...]:

@@ -276,6 +276,30 @@ def test_what_only_evaluation_writes_in_place_stays_with_its_later_readers():
     assert place_eval(fine, {"a": 0, "c": 1}) == {"a_": 0, "write": 1, "c_": 1}
 
 
+def test_readers_of_what_evaluation_wrote_may_be_later_and_those_before_not():
+    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
+    write = op("write", "a_", module_path="f", mutates=("a_",))
+    after = [op("a_", "x", module_path="f"), write, op("c_", "a_", module_path="g")]
+    placed = place_eval(both(train, graph(after)), {"a": 0, "c": 1})
+    assert placed == {"a_": 0, "write": 0, "c_": 1}
+    placed = place_eval(both(train, graph([after[0], after[2], write])), {"a": 0, "c": 1})
+    assert placed == {"a_": 1, "c_": 1, "write": 1}
+
+
+def test_a_number_is_read_in_evaluation_where_it_is_used():
+    """An early exit that only evaluation has: the choice between both ways is on a later stage."""
+    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
+    ops = [
+        op("a_", "x", module_path="f"),
+        op("decided", "a_", module_path="f", target="item"),
+        op("c_", "a_", module_path="g"),
+        op("choose", "decided", "c_", module_path="f"),
+    ]
+    capture = both(train, graph(ops, dtypes={"decided": "container"}))
+    placed = place_eval(capture, {"a": 0, "c": 1})
+    assert placed == {"a_": 0, "decided": 1, "c_": 1, "choose": 1}
+
+
 def test_evaluation_is_repaired_to_be_monotone():
     train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
     evaluation = graph([op("c_", "x", module_path="g"), op("a_", "c_", module_path="f")])
