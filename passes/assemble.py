@@ -7,7 +7,7 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
@@ -81,7 +81,7 @@ def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
 
     The parts are apart because a plan stays valid for a model whose costs were measured anew.
     """
-    costs = jsonio.canonical([None if op.cost is None else asdict(op.cost) for op in graph.ops])
+    costs = jsonio.canonical([op.cost for op in graph.ops])
     parts = (
         graph_fingerprint(graph),
         hashlib.sha256(costs).hexdigest(),

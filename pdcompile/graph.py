@@ -122,8 +122,17 @@ class OpCost:
     origin: Literal["measured", "estimated", "imported"] = "estimated"
 
 
+class _Remembered:
+    """Room for what passes ask of ops and graphs again and again; no field, never compared."""
+
+    __slots__ = ("_attributes", "_fingerprint", "_inputs")
+    _attributes: tuple[str, ...]
+    _fingerprint: str
+    _inputs: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class Op:
+class Op(_Remembered):
     """One operator.
 
     kind and target: ``function`` (target ``torch.nn.functional.linear``, ``operator.add``),
@@ -170,7 +179,12 @@ class Op:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the op reads, each once, in order of appearance."""
-        return tuple(dict.fromkeys(ref.name for ref in walk((self.args, self.kwargs), Ref)))
+        try:
+            return self._inputs
+        except AttributeError:
+            refs = walk((self.args, self.kwargs), Ref)
+            object.__setattr__(self, "_inputs", tuple(dict.fromkeys(ref.name for ref in refs)))
+            return self._inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -179,7 +193,12 @@ class Op:
     @property
     def attributes(self) -> tuple[str, ...]:
         """FQNs that the op reads as arguments (leaf modules' own tensors not among them)."""
-        return tuple(dict.fromkeys(attr.fqn for attr in walk((self.args, self.kwargs), Attr)))
+        try:
+            return self._attributes
+        except AttributeError:
+            found = walk((self.args, self.kwargs), Attr)
+            object.__setattr__(self, "_attributes", tuple(dict.fromkeys(a.fqn for a in found)))
+            return self._attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +293,7 @@ class SizeRange:
 
 
 @dataclass(frozen=True, slots=True)
-class OpGraph:
+class OpGraph(_Remembered):
     """One capture of a model in one mode (training or not), ops in topological order.
 
     `output` is the model's output with Refs for tensors; `output_spec` is what
@@ -340,6 +359,9 @@ class Capture:
     eval: OpGraph
 
 
+_PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument
+
+
 def walk(argument: Any, kind: type[Any]) -> list[Any]:
     """All parts of an argument that are of the given class, in order of appearance."""
     found: list[Any] = []
@@ -348,6 +370,8 @@ def walk(argument: Any, kind: type[Any]) -> list[Any]:
         part = stack.pop()
         if isinstance(part, kind):
             found.append(part)
+        elif type(part) in _PLAIN:
+            continue
         elif isinstance(part, tuple):
             stack.extend(reversed(part))
         elif isinstance(part, ListOf | DictOf):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from types import EllipsisType
 from typing import Any, get_type_hints
 
@@ -55,10 +56,16 @@ def fingerprint(graph: OpGraph) -> str:
     Names, shapes, dtypes, arguments and the mode count; source lines, costs and the microbatch
     size of the capture do not.
     """
+    try:
+        return graph._fingerprint
+    except AttributeError:
+        pass
     # The words of a check name a line of the model's text.
     ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
     record = _record(replace(graph, ops=ops), frozenset(_NOT_MEANT))
-    return hashlib.sha256(jsonio.canonical(record)).hexdigest()
+    digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
+    object.__setattr__(graph, "_fingerprint", digest)
+    return digest
 
 
 def from_json(text: str | bytes, *, where: str = "graph.json") -> OpGraph:
@@ -84,24 +91,34 @@ def from_json(text: str | bytes, *, where: str = "graph.json") -> OpGraph:
 
 def _record(value: Any, without: frozenset[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for entry in fields(value):
-        if entry.name in _NOT_WRITTEN or entry.name in without:
-            continue
-        part = getattr(value, entry.name)
-        if entry.name in _KINDS:
+    kind: Any = type(value)
+    for name, default in _written(kind, without):
+        part = getattr(value, name)
+        if name in _KINDS:
             if isinstance(part, dict):
-                found[entry.name] = [_record(item, without) for item in part.values()]
+                found[name] = [_record(item, without) for item in part.values()]
             else:
-                found[entry.name] = [_record(item, without) for item in part]
-        elif entry.name in _ARGUMENT_FIELDS:
-            found[entry.name] = encode(part)
-        elif entry.default is MISSING or part != entry.default:
-            found[entry.name] = jsonio.encode(part)
+                found[name] = [_record(item, without) for item in part]
+        elif name in _ARGUMENT_FIELDS:
+            found[name] = encode(part)
+        elif default is MISSING or part != default:
+            found[name] = jsonio.encode(part)
     return found
+
+
+@cache
+def _written(kind: Any, without: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    """Name and default of each field that is written."""
+    left_out = _NOT_WRITTEN | without
+    return tuple((f.name, f.default) for f in fields(kind) if f.name not in left_out)
 
 
 def encode(argument: Argument) -> Any:
     """JSON for an argument: plain scalars, and one-key objects for everything else."""
+    if type(argument) is str or argument is None:
+        return argument
+    if type(argument) is Ref:
+        return {"ref": argument.name}
     match argument:
         case float() if not math.isfinite(argument):
             return {"float": repr(argument)}
@@ -115,8 +132,6 @@ def encode(argument: Argument) -> Any:
             return {"ellipsis": True}
         case Affine(scale, offset):
             return {"affine": [scale, offset]}
-        case Ref(name):
-            return {"ref": name}
         case Attr(fqn):
             return {"attr": fqn}
         case TorchLiteral(kind, text):

@@ -20,6 +20,7 @@ MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 64
 #: metadata of a dataclass field that is written without defaults, its rows on one line each
 COMPACT = {"compact": True}
+_PLAIN = frozenset((str, int, float, bool, type(None)))  # written as it is
 T = TypeVar("T")
 
 
@@ -85,20 +86,31 @@ def encode(value: Any) -> Any:
     A field with the metadata `COMPACT` is left out where it has its default, and so are the
     fields below it: an infinite default, which JSON has no number for, is never written.
     """
-    if is_dataclass(value) and not isinstance(value, type):
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if (own := _fields_of(kind)) is not None:
         result = {}
-        for field in fields(value):
-            part = getattr(value, field.name)
-            if not field.metadata.get("compact"):
-                result[field.name] = encode(part)
-            elif part != field.default:
-                result[field.name] = _compact(part, dict)
+        for name, compact, default in own:
+            part = getattr(value, name)
+            if not compact:
+                result[name] = encode(part)
+            elif part != default:
+                result[name] = _compact(part, dict)
         return result
     if isinstance(value, tuple | list):
         return [encode(part) for part in value]
     if isinstance(value, dict):
         return {key: encode(part) for key, part in value.items()}
     return value
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[tuple[str, bool, Any], ...] | None:
+    """(name, whether it is written compactly, default) of each field; None: no dataclass."""
+    if not is_dataclass(kind):
+        return None
+    return tuple((f.name, bool(f.metadata.get("compact")), f.default) for f in fields(kind))
 
 
 def dumps(value: Any) -> str:
@@ -108,14 +120,22 @@ def dumps(value: Any) -> str:
 
 def canonical(value: Any) -> bytes:
     """One line, keys sorted: what hashes are taken of."""
-    text = json.dumps(encode(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return canonical_tree(encode(value))
+
+
+def canonical_tree(tree: Any) -> bytes:
+    """`canonical` of what is dicts, lists and plain values already."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8")
 
 
 def _compact(value: Any, kind: type[dict[str, Any]] = _Row) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        own = ((field, getattr(value, field.name)) for field in fields(value))
-        return kind({f.name: _compact(part) for f, part in own if part != f.default})
+    if type(value) in _PLAIN:
+        return value
+    of: Any = type(value)
+    if (own := _fields_of(of)) is not None:
+        parts = ((name, getattr(value, name), default) for name, _, default in own)
+        return kind({name: _compact(part) for name, part, default in parts if part != default})
     return [_compact(part) for part in value] if isinstance(value, tuple | list) else value
 
 

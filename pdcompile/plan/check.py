@@ -65,6 +65,7 @@ def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
     """Stage of every op; ops of an outside loss are on the last stage, listed or not."""
     last = len(plan.stages) - 1
     ops = {op.name: op for op in graph.ops}
+    position = {op.name: i for i, op in enumerate(graph.ops)}
     placed = {}
     for s, stage in enumerate(plan.stages):
         for i, name in enumerate(stage.ops):
@@ -75,7 +76,7 @@ def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
                 remedy = f"move it to stage {last}"
                 raise PlanError(f"op {name!r} of the loss", where=where, remedy=remedy)
             placed[name] = s
-        _in_order(stage, s, graph)
+        _in_order(stage, s, position)
     for op in graph.ops:
         if op.region == "loss":
             placed.setdefault(op.name, last)
@@ -88,8 +89,7 @@ def _stage_of(plan: Plan, graph: OpGraph) -> dict[str, int]:
     return placed
 
 
-def _in_order(stage: StagePlan, s: int, graph: OpGraph) -> None:
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+def _in_order(stage: StagePlan, s: int, position: Mapping[str, int]) -> None:
     for i, (before, name) in enumerate(pairwise(stage.ops), 1):
         if position[before] > position[name]:
             raise PlanError(
@@ -229,10 +229,12 @@ def _stages(
     plan: Plan, graph: OpGraph, stage_of: Mapping[str, int], cluster: Cluster
 ) -> Iterator[Finding]:
     ranks = ranks_of(plan.stages)
-    for s, stage in enumerate(plan.stages):
-        ops = [op for op in graph.ops if stage_of[op.name] == s]
+    costed = any(op.cost is not None for op in graph.ops)
+    placed: list[list[Op]] = [[] for _ in plan.stages]
+    for op in graph.ops:
+        placed[stage_of[op.name]].append(op)
+    for s, (stage, ops) in enumerate(zip(plan.stages, placed, strict=True)):
         speed = min(cluster.devices[rank].speed for rank in ranks[s])
-        costed = any(op.cost is not None for op in graph.ops)
         for name, found in zip(("forward_seconds", "backward_seconds"), _seconds(ops), strict=True):
             if costed and not math.isclose(
                 getattr(stage, name), found / speed, rel_tol=TOLERANCE, abs_tol=1e-300

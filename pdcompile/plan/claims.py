@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 
 from pdcompile import jsonio
@@ -56,8 +56,8 @@ def _fingerprint(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Findi
     parts = plan.fingerprint.split(".")
     given = [("another model", fingerprint(graph))]
     if any(op.cost is not None for op in graph.ops):
-        costs = [None if op.cost is None else asdict(op.cost) for op in graph.ops]
-        given.append(("other costs", hashlib.sha256(jsonio.canonical(costs)).hexdigest()))
+        costs = jsonio.canonical([op.cost for op in graph.ops])
+        given.append(("other costs", hashlib.sha256(costs).hexdigest()))
     else:
         given.append(("", parts[1] if len(parts) > 1 else ""))
     machines = hashlib.sha256(cluster.to_toml().encode()).hexdigest()
