@@ -221,7 +221,7 @@ def make_plan(
     plan = planned(graph, step)
     reason = why_not(plan, options, model)
     if reason is not None:
-        note = (f"stages not timed: {reason}; refine=True does it",) if reason else ()
+        note = (f"stages not timed: {reason}; refine=True (--refine on) does it",) if reason else ()
         return replace(plan, notes=(*plan.notes, *note))
     again = partial(planned, step=Steps(folder=""))
     return step(

@@ -46,8 +46,8 @@ def check_refine(options: Options, *, searching: bool) -> None:
         )
     if searching:
         raise ConfigError(
-            "refine=True mends the costs of one cut, and here the planner also decides replicas, "
-            "schedule or microbatches",
+            "refine=True (--refine on) mends the costs of one cut, and here the planner also "
+            "decides replicas, schedule or microbatches",
             where="refine",
             remedy="leave refine out; then plan again with what was chosen, and refine that",
         )
@@ -79,7 +79,7 @@ def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
 def _impossible(options: Options, reason: str) -> str:
     if options.refine is True:
         raise ConfigError(
-            f"refine=True times the planned stages on this machine, but {reason}",
+            f"refine=True (--refine on) times the planned stages on this machine, but {reason}",
             where="refine",
             remedy="leave refine out, or plan a model with memory and measured costs",
         )

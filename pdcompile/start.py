@@ -196,8 +196,8 @@ def chosen_sources(options: Options, generated: Sources) -> Sources:
         raise SourceError(
             f"{', '.join(sources.edited)} is not what this plan and model generate",
             where=str(options.sources),
-            remedy="allow_edited=True runs it as it is, and explain() reports how it differs "
-            "from the model; or dump the folder anew",
+            remedy="allow_edited=True (--allow-edited) runs it as it is, and explain() reports how "
+            "it differs from the model; or dump the folder anew",
         )
     return sources
 

@@ -93,6 +93,8 @@ def check_call(
     the captured one.
     """
     for path, text in graph.constants:
+        if _of_target(path) and flat.leaves.get("target", flat) is None:
+            continue  # none was given: predict needs none, and `needed` says who does
         if path in flat.leaves and repr(flat.leaves[path]) != text:
             raise InputError(
                 f"this input is {flat.leaves[path]!r} now, and was {text} when the model was "
@@ -109,13 +111,13 @@ def check_call(
             )
     for path in needed:
         if flat.leaves.get(path) is None:
-            target = path == "target" or path.startswith(("target[", "target."))
+            target = _of_target(path)
             raise InputError(
                 "the target is missing" if target else "an input is missing",
                 where=path,
                 remedy="pass target=... to step: loss_fn needs it" if target else
                 _passed_whole(flat) or
-                "pass it: a stage on this rank reads it (pipe.needs lists what this rank needs)",
+                "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
             )  # fmt: skip
     refuse_modes()
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
@@ -138,12 +140,17 @@ def check_call(
             _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
     if not prepared.layout.splits:
         return prepared.layout.size
-    present = FlatCall({p: tensors.get(p) for p in flat.leaves}, flat.spec)
+    known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
+    present = FlatCall(known, flat.spec)
     layout = follow_batch(present, prepared.layout)
     if all(layout.dims[path] is None for path in tensors):
         return None
     _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
     return layout.size
+
+
+def _of_target(path: str) -> bool:
+    return path == "target" or path.startswith(("target[", "target."))
 
 
 def check_values(prepared: Prepared, graph: OpGraph, flat: FlatCall, size: int | None) -> None:

@@ -273,8 +273,8 @@ class Pipeline:
         def outputs() -> Any:
             if not self._has_outputs or (feed.wiring.training and chosen == "none"):
                 raise ConfigError(
-                    f"this rank does not get outputs of this call under outputs={chosen!r}",
-                    remedy='compile(..., outputs="all"), or read them on the last rank',
+                    f"under outputs={chosen!r} this process gets no outputs of this call",
+                    remedy='compile(..., outputs="last") gives them to the last rank, "all" to all',
                 )
             total = None if lazy is None else lazy.wait()
             return join(graph, feed, prepared.layout, total, session.state.tensors)

@@ -28,11 +28,11 @@ def printed(costs: SymbolicCosts, width: int) -> list[str]:
 
 def test_formulas_that_do_not_fit_a_line_are_not_cut() -> None:
     assert printed(COSTS, 80) == [
-        "scores  [b, 12, s, s]",
+        "scores  b x 12 x s x s",
         f"    forward {FORMULA} FLOP",
         "    output 48*b*s**2 bytes",
         "    saved for backward 98304*b*s bytes",
-        "view  [b, s, 768]  concrete",
+        "view  b x s x 768  concrete",
         "    forward 0 FLOP",
         "    output 0 B",
         "    saved for backward 0 B",
@@ -43,7 +43,7 @@ def test_formulas_that_do_not_fit_a_line_are_not_cut() -> None:
 def test_numbers_have_units_and_fit() -> None:
     lines = printed(COSTS.at(8, 512), 80)
     scores = next(line for line in lines if "scores" in line)
-    for cell in ("[8, 12, 512, 512]", "26.6 TFLOP", "101 MB", "403 MB"):
+    for cell in ("8 x 12 x 512 x 512", "26.6 TFLOP", "101 MB", "403 MB"):
         assert cell in scores
     assert max(map(len, lines)) <= 80
     assert "outputs: 101 MB" in COSTS.at(8, 512).summary()

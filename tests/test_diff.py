@@ -78,10 +78,14 @@ def test_every_op_on_another_stage_is_listed_once(a: int, b: int, numbers: set[i
 def test_plans_of_different_models_say_so() -> None:
     found = diff(planned(chain(6), TWO), planned(residual(3), TWO))
     assert found.prints == ("model", "costs")
-    assert {(one.source is None) for one in found.moved} == {True, False}
-    assert all(None in (one.source, one.target) for one in found.moved)
+    assert found.unlike
+    assert found.moved == ()
     odd = replace(planned(chain(6), TWO), fingerprint="abc")
     assert diff(planned(chain(6), TWO), odd).prints == ("all",)
+    longer = diff(planned(chain(6), TWO), planned(chain(7), TWO))
+    assert longer.prints[0] == "model"
+    assert not longer.unlike
+    assert {None in (one.source, one.target) for one in longer.moved} == {True, False}
 
 
 def test_clusters_are_compared_part_by_part() -> None:

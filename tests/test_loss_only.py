@@ -108,7 +108,7 @@ def test_gradients_and_buffers_are_the_same_with_less_traffic() -> None:
         grads = {name: p.grad for name, p in pipe.named_parameters()}
         found[outputs] = float(result.loss), grads, model.seen.clone()
         if outputs == "none":
-            with pytest.raises(ConfigError, match="does not get outputs of this call"):
+            with pytest.raises(ConfigError, match="gets no outputs of this call"):
                 _ = result.outputs
             assert set(pipe.predict(torch.ones(4, 4))) == {"loss", "aside", "hidden"}
             assert result.loss is not None

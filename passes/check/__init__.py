@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Proof:
     num_programs: int
     num_instructions: int
     seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One sentence that names what the statements are about."""
+        about = ", ".join(re.split("[:,]", statement)[0] for statement in self.statements)
+        return (
+            f"schedule {self.schedule}: proved on {self.num_programs} programs, "
+            f"{self.num_instructions:,} instructions: {about}"
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -156,7 +166,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     ]
     if not forward_only:
         statements += [
-            f"weights: {directions} of minibatch t on {lag}, {layout.versions} live versions, "
+            f"weights: {directions} of minibatch t on {lag}, {layout.versions} live "
+            f"version{'s' if layout.versions > 1 else ''}, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
             f"in flight: at most {_listed(peaks)} microbatches per stage, "
             f"planned {_listed(planned)}",

@@ -85,7 +85,7 @@ def _rows(found: SymbolicCosts) -> list[tuple[str, ...]]:
 
     return [
         (
-            op.name, f"[{', '.join(map(str, op.shape))}]", shown_flops(op.flops),
+            op.name, " x ".join(map(str, op.shape)), shown_flops(op.flops),
             shown_bytes(op.output_bytes), shown_bytes(op.saved_bytes),
             "" if op.symbolic else "concrete",
         )
@@ -98,10 +98,16 @@ def _print(console: Console, found: SymbolicCosts) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("op", "shape", "forward", "output", "saved", "")
     rows = _rows(found)
+    heads = ("op", "shape", "forward", "output", "saved", "")
+    heads = heads if any(row[-1] for row in rows) else heads[:-1]
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(
+            head, justify="right" if head in ("forward", "output", "saved") else "left"
+        )
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row[: len(heads)]))
     unbounded = console.options.update(width=10_000)
     if console.measure(table, options=unbounded).maximum <= console.width:
         console.print(table)

@@ -84,8 +84,8 @@ def plan(
         return
     console = stdout()
     console.print(plan_report(result.plan))
-    console.print(str(result.proof), markup=False, soft_wrap=True)
+    console.print(result.proof.summary, markup=False)
     if result.verification is None or not result.verification.unverified:  # a note says that
-        console.print(str(result.verification), markup=False, soft_wrap=True)
+        console.print(str(result.verification), markup=False)
     if output is not None:
         stderr().print(f"written: {output}", soft_wrap=True)

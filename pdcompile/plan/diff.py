@@ -41,9 +41,11 @@ class PlanDiff:
 
     `prints`: which parts of the fingerprint (model, costs, cluster) differ; "all" where they
     have another form.  `identical`: nothing but the planner's own running time differs.
+    `unlike`: the models differ so much that `moved` is left empty.
     """
 
     identical: bool
+    unlike: bool
     prints: tuple[str, ...]
     training: tuple[Changed, ...]
     cluster: tuple[Changed, ...]
@@ -64,13 +66,16 @@ class PlanDiff:
 
 def diff(a: Plan, b: Plan) -> PlanDiff:
     """Compare two plans, whatever they are of."""
+    prints = _prints(a.fingerprint, b.fingerprint)
+    unlike = prints[:1] in (("model",), ("all",)) and not _alike(a, b)
     return PlanDiff(
         identical=_without_time(a) == _without_time(b),
-        prints=_prints(a.fingerprint, b.fingerprint),
+        unlike=unlike,
+        prints=prints,
         training=_fields(a.training, b.training),
         cluster=_clusters(a, b),
         stages=_stages(a, b),
-        moved=_moved(a, b),
+        moved=() if unlike else _moved(a, b),
         edges=_edges(a, b),
         forecast=_forecasts(a, b),
         memory=_memory(a, b),
@@ -79,6 +84,12 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
         ),
         notes=_notes(a, b),
     )
+
+
+def _alike(a: Plan, b: Plan) -> bool:
+    """Whether half of the smaller model's ops are in the other one, by name."""
+    ours, theirs = ({op for stage in plan.stages for op in stage.ops} for plan in (a, b))
+    return 2 * len(ours & theirs) >= min(len(ours), len(theirs))
 
 
 def _without_time(plan: Plan) -> Plan:

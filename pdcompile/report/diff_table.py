@@ -39,6 +39,8 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
         return Group(Text("the plans are identical (the planner's own running time apart)"))
     parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}")]
     parts += [Text(PRINTS[part], style="yellow") for part in found.prints]
+    if found.unlike:
+        parts.append(Text("few of their ops have the same names: where they are is not compared"))
     if found.moved:
         parts += [Text(""), moved_table(found.moved)]
     rows = [
@@ -105,7 +107,7 @@ def _reader(one: Changed) -> Callable[[Any], str]:
     name = one.what
     formats: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("bytes_per_second", format_rate),
-        ("samples_per_second", lambda x: f"{x:,.4g}"),
+        ("samples_per_second", lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"),
         ("seconds", format_seconds),
         ("bytes", format_bytes),
         ("bubble", lambda x: f"{100 * x:.1f} %"),

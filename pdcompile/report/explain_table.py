@@ -173,9 +173,11 @@ def _price(found: Explanation, move: Move) -> str:
 
 
 def change_text(after: float, before: float) -> str:
-    """``+1.2 %``; what is too small to see is said to be nothing."""
+    """``+1.2 %``, ``x 25``; what is too small to see is said to be nothing."""
     if before <= 0 or abs(after / before - 1) < 5e-6:
         return "±0 %"
+    if after >= 10 * before:
+        return f"x {after / before:,.0f}"
     percent = 100 * (after / before - 1)
     return f"{percent:+.2g} %" if abs(percent) < 10 else f"{percent:+.0f} %"
 
