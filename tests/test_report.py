@@ -42,6 +42,21 @@ def test_text_timeline_keeps_its_width_and_order(stages: int, num: int, width: i
         assert labels == sorted(labels)
 
 
+def test_text_timeline_goes_on_below_where_that_shows_the_numbers() -> None:
+    events = one_f_one_b(2, 12)
+    wide = timeline.text(events, width=7 + 120, bands=4).plain.splitlines()
+    assert len(wide) == 2
+    lines = timeline.text(events, width=7 + 30, bands=4).plain.split("\n\n")
+    assert len(lines) > 1
+    for rank in range(2):
+        whole = "".join(band.splitlines()[rank][7:] for band in lines)
+        numbers = [int(i) for i in re.findall(r"F(\d+)", whole)]
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) >= 9
+        assert len(whole) == 30 * len(lines)
+    assert len(timeline.text(events, width=7 + 30).plain.splitlines()) == 2
+
+
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_idle_fraction_of_1f1b(stages: int, num: int) -> None:
     """Without updates the bubble of equal stages is (S − 1) / (M + S − 1)."""

@@ -12,6 +12,8 @@ import typer
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
 
+MOST_LINES = 32  # of the timeline, where numbers need the room
+
 
 @app.command()
 def simulate(
@@ -76,7 +78,8 @@ def simulate(
         emit_json(document)
         return
     console = stdout()
-    console.print(timeline.text(events, width=console.width))
+    bands = max(1, MOST_LINES // max(1, len(loaded.stages)))
+    console.print(timeline.text(events, width=console.width, bands=bands))
     console.print("F forward, B backward, U update, dots idle; the number is the microbatch")
     console.print(memory_table(loaded))
     console.print(forecast_line(loaded))

@@ -99,11 +99,12 @@ def idle(shown: Sequence[Bar]) -> float:
     return 1.0 - sum(bar.end - bar.start for bar in shown) / total if total else 0.0
 
 
-def text(events: Iterable[Event], *, width: int = 96) -> Text:
+def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2, ``B2====`` its backward, ``U`` an
     update, dots where the rank is idle; colours tell minibatches apart.
 
-    `width` is the number of characters of a line, the rank's name included.
+    `width` is the number of characters of a line, the rank's name included.  The timeline goes
+    on in a further band of lines, up to `bands` of them, where that gives most bars their number.
     """
     shown = bars(events)
     ranks = sorted({bar.rank for bar in shown})
@@ -111,20 +112,44 @@ def text(events: Iterable[Event], *, width: int = 96) -> Text:
     margin = max((len(name) for name in names.values()), default=0)
     columns = max(width - margin, 10)
     total = duration(shown)
+    count = _bands(shown, columns, bands)
     drawing = Text(no_wrap=True)
-    for rank in ranks:
-        drawing.append(names[rank].rjust(margin), style="bold")
-        drawing.append_text(_line([bar for bar in shown if bar.rank == rank], total, columns))
-        drawing.append("\n")
+    for band in range(count):
+        if band:
+            drawing.append("\n")
+        window = (band * columns, (band + 1) * columns)
+        for rank in ranks:
+            drawing.append(names[rank].rjust(margin), style="bold")
+            row = [bar for bar in shown if bar.rank == rank]
+            drawing.append_text(_line(row, total, count * columns, window))
+            drawing.append("\n")
     return drawing
 
 
-def _line(row: Sequence[Bar], total: float, columns: int) -> Text:
+def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
+    """The fewest bands in which nine of ten bars have room for their label; else one."""
+    total = duration(shown)
+    for count in range(1, most + 1 if total else 1):
+        room = [
+            len(bar.label) <= int((bar.end - bar.start) / total * columns * count)
+            for bar in shown
+            if bar.kind != "step"
+        ]
+        if sum(room) >= 0.9 * len(room):
+            return count
+    return 1
+
+
+def _line(
+    row: Sequence[Bar], total: float, columns: int, window: tuple[int, int] | None = None
+) -> Text:
+    """The characters of one rank that lie in the window of all columns."""
+    first, last = window or (0, columns)
     line = Text(no_wrap=True)
-    at = 0
+    at = first
     for bar in row:
-        start = max(at, round(bar.start / total * columns)) if total else at
-        end = min(columns, max(start, round(bar.end / total * columns))) if total else at
+        start = min(last, max(at, round(bar.start / total * columns))) if total else at
+        end = min(last, max(start, round(bar.end / total * columns))) if total else at
         if end == start:
             # Too short for a character: better left out than drawn over its neighbour.
             continue
@@ -134,5 +159,5 @@ def _line(row: Sequence[Bar], total: float, columns: int) -> Text:
         label = bar.label if len(bar.label) <= length else LETTERS[bar.kind]
         line.append(label.ljust(length, FILL[bar.kind]), style=STYLES[bar.kind][bar.minibatch % 2])
         at = end
-    line.append("·" * (columns - at), style="dim")
+    line.append("·" * (last - at), style="dim")
     return line
