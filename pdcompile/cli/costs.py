@@ -102,10 +102,8 @@ def _print(console: Console, found: SymbolicCosts) -> None:
     heads = ("op", "shape", "forward", "output", "saved", "")
     heads = heads if any(row[-1] for row in rows) else heads[:-1]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(
-            head, justify="right" if head in ("forward", "output", "saved") else "left"
-        )
+    for column, title in enumerate(heads):
+        table.add_column(title, justify="right" if 2 <= column < 5 else "left")
     for row in rows:
         table.add_row(*map(Text, row[: len(heads)]))
     unbounded = console.options.update(width=10_000)
