@@ -99,7 +99,7 @@ def _print(console: Console, found: SymbolicCosts) -> None:
     from rich.text import Text
 
     rows = _rows(found)
-    heads = ("op", "shape", "forward", "output", "saved", "")
+    heads: tuple[str, ...] = ("op", "shape", "forward", "output", "saved", "")
     heads = heads if any(row[-1] for row in rows) else heads[:-1]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column, title in enumerate(heads):
