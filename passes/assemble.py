@@ -19,6 +19,7 @@ from pdcompile.passes.coarsen.items import held_by
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.written import written_inputs
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
 
@@ -63,16 +64,10 @@ def assemble(
 
 def _written(graph: OpGraph) -> list[str]:
     """Notes on inputs that forward writes: the caller's tensors stay as they are."""
-    paths = {graph.values[entry.name].storage: entry.path for entry in graph.inputs}
-    writers: dict[str, Op] = {}
-    for op in graph.ops:
-        for name in op.mutates:
-            if path := paths.get(graph.values[name].storage):
-                writers.setdefault(path, op)
     return [
         f"forward writes its input {path!r} in place ({op.source}); stages write copies, so that "
         "the caller's tensor keeps its values, unlike in eager"
-        for path, op in writers.items()
+        for path, op in written_inputs(graph).items()
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import Session
 from pdcompile.value_checks import check_inputs
+from pdcompile.written import written_inputs
 
 
 def begin_call(
@@ -135,6 +137,8 @@ def check_call(
                 where=path,
                 remedy="detach() it, or make that computation a part of the model",
             )
+    several = prepared.layout.splits and prepared.plan.training.num_microbatches > 1
+    _check_written(graph, tensors, several=several)
     for item in graph.inputs:
         if item.path in tensors:
             _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
@@ -147,6 +151,31 @@ def check_call(
         return None
     _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
     return layout.size
+
+
+def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bool) -> None:
+    """Stages write copies of their inputs: what eager would see in another input, or in the next
+    of `several` microbatches, they would not."""
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}  # of the same memory
+    for path, tensor in tensors.items():
+        other = first.setdefault(tensor.untyped_storage().data_ptr(), path)
+        if other != path and tensor.numel():
+            others[path], others[other] = other, path
+    shared = {item.path for item in graph.inputs if item.batch_dim is None and several}
+    if not others and not shared:
+        return
+    for path, op in written_inputs(graph).items():
+        if path in others or path in shared:
+            raise InputError(
+                f"forward writes this input in place ({op.source}), and "
+                + (f"{others[path]!r} is in the same memory" if path in others else
+                   "every microbatch takes all of it"),
+                where=path,
+                remedy="write into a new tensor in forward (a clone() of the input), or pass a "
+                "clone()" if path in others else "write into a new tensor in forward (a clone() "
+                "of the input); state belongs into a registered buffer",
+            )  # fmt: skip
 
 
 def _of_target(path: str) -> bool:

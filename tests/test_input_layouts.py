@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.errors import InputError
 from tests.helpers.pipelines import by_hand, states_equal
 
 
@@ -80,3 +83,70 @@ def test_an_input_that_forward_writes_is_noted_and_left_alone() -> None:
     first = float(pipe.step(x, target=y).loss)
     assert torch.equal(x, torch.ones(4, 4))
     assert float(pipe.step(x, target=y).loss) == first
+
+
+class Two(Doubling):
+    """Writes one of its inputs, and reads the other one afterwards."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) + other.mean(-1, keepdim=True)
+        return result
+
+
+def _two(other: Tensor) -> pdcompile.Pipeline:
+    return pdcompile.compile(
+        Two(), (torch.ones(4, 4), other), example_target=torch.ones(4, 1),
+        loss_fn=nn.functional.mse_loss, optimizer=None, microbatches=2,
+        cluster=pdcompile.Cluster.local(2), costs="estimated",
+    )  # fmt: skip
+
+
+def test_an_input_that_is_written_and_given_twice_is_refused() -> None:
+    """Eager would read in the other one what forward wrote."""
+    pipe, x, y = _two(torch.ones(4, 4)), torch.ones(4, 4), torch.ones(4, 1)
+    assert pipe.step(x, x.clone(), target=y).loss
+    for other in (x, x[:]):
+        with pytest.raises(InputError, match="'other' is in the same memory") as caught:
+            pipe.step(x, other, target=y)
+        assert caught.value.where == "x"
+
+
+class Counting(Two):
+    """Writes an input of which every microbatch takes all."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        other.add_(1)
+        result: Tensor = self.layers(x) * other
+        return result
+
+
+@pytest.mark.parametrize("other", [torch.ones(1, 1), torch.tensor(1.0)])
+def test_an_input_that_is_written_for_the_next_microbatch_is_refused(other: Tensor) -> None:
+    options: dict[str, Any] = {
+        "example_target": torch.ones(4, 1), "loss_fn": nn.functional.mse_loss, "optimizer": None,
+        "cluster": pdcompile.Cluster.local(2), "costs": "estimated",
+    }  # fmt: skip
+    x, y = torch.ones(4, 4), torch.ones(4, 1)
+    pipe = pdcompile.compile(Counting(), (x, other), microbatches=2, **options)
+    with pytest.raises(InputError, match="every microbatch takes all of it"):
+        pipe.step(x, other, target=y)
+    whole = pdcompile.compile(Counting(), (x, other), microbatches=1, **options)
+    assert float(whole.step(x, other, target=y).loss) == float(whole.step(x, other, target=y).loss)
+
+
+TARGETS: list[Any] = [{"y": torch.ones(4, 1), "none": None}, [torch.ones(4, 1), (torch.ones(4),)]]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_of_several_parts_is_not_needed_for_predictions(target: Any) -> None:
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        return (output - (target["y"] if isinstance(target, dict) else target[0])).square().mean()
+
+    model, x = Doubling().layers, torch.ones(4, 4)
+    pipe = pdcompile.compile(
+        model, x, example_target=target, loss_fn=loss_fn, microbatches=2,
+        cluster=pdcompile.Cluster.local(2), costs="estimated",
+    )  # fmt: skip
+    assert torch.equal(pipe.predict(x), model(x))
+    with pytest.raises(InputError, match="the target is missing"):
+        pipe.step(x)
