@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,12 @@ RESERVED = frozenset(
     {"self", "torch", "nn", "F", "math", "operator", "draw", "super", "range", "float", "complex"}
     | {"slice", "getattr", "setattr", "str", "print", "len", "sum", "abs", "sorted", "tuple"}
 )
+
+# What an op's result is called, where the op's own name says little of it.
+_WORDS = {
+    "getitem": "part", "item": "number", "requires_grad_": "tracked", "truediv": "quotient",
+    "floordiv": "quotient", "where": "chosen",
+}  # fmt: skip
 
 # Three letters that look like numbers (linters refuse them), and classes that a file defines.
 _TAKEN = re.compile(r"[lOI]|Stage\d+|KeptWhole")
@@ -130,4 +137,5 @@ def _after_op(op: Op) -> str:
         word = op.target.split(".")[3]
     if word == "apply":
         word = op.target.split(".")[-2].lower()
-    return identifier({"getitem": "part"}.get(word, word))
+    name = identifier(_WORDS.get(word, word))
+    return f"{name}_" if hasattr(builtins, name) else name  # such as min: as PEP 8 has it

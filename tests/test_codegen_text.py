@@ -73,3 +73,21 @@ def test_comments_cannot_end_early(text):
     assert shown.isprintable()
     assert not set(shown) & set("\"'\\")
     assert render([Line("x = 1", shown)]).count("\n") == 1
+
+
+def test_a_call_that_no_line_can_begin_moves_below_its_targets():
+    call = 'self.decoder.block[0].layer["1"].EncDecAttention'
+    code = f"keys_3, values_4, position_bias, attn_output = {call}(hidden_states, attention_mask)"
+    assert fold(code, 2) == [
+        "        keys_3, values_4, position_bias, attn_output = (",
+        f"            {call}(hidden_states, attention_mask)",
+        "        )",
+    ]
+    many = ", ".join(f"hidden_states_{number}" for number in range(4))
+    assert fold(code.replace("hidden_states", many), 2) == [
+        "        keys_3, values_4, position_bias, attn_output = (",
+        f"            {call}(",
+        f"                {many}, attention_mask",
+        "            )",
+        "        )",
+    ]

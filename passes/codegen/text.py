@@ -124,6 +124,9 @@ def _break_brackets(code: str, depth: int) -> list[str] | None:
         whole = code[assigned:]  # the brackets are not the end of it: all of it moves
         if len(whole) + len(indent) + 4 <= WIDTH:
             return [indent + code[:assigned] + "(", f"{indent}    {whole}", indent + ")"]
+    if inner and 0 < assigned < start and len(head) + len(indent) > WIDTH >= assigned + len(indent):
+        inside = fold(code[assigned:], depth + 1, inside=True)
+        return [indent + code[:assigned] + "(", *inside, indent + ")"]
     if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
         return None
     if len(inner) + len(indent) + 4 <= WIDTH:
