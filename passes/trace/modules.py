@@ -71,6 +71,7 @@ class ModuleTable:
             for path, module in self.modules.items()
             if path and _kept_whole(module, model.training)
         }
+        self._attributes = {path: _attributes(self.modules[path]) for path in self._constructors}
 
     def _add(self, fqn: str, tensor: torch.Tensor, kind: Any, persistent: bool) -> None:
         if id(tensor) in self.fqns:
@@ -110,10 +111,13 @@ class ModuleTable:
     def constructor(self, path: str, training: bool) -> tuple[tuple[str, Argument], ...] | None:
         """Arguments that rebuild the leaf at `path`; None when it has to be captured inside.
 
-        So must a leaf that forward has switched to another mode than the model was called in.
+        So must a leaf that forward has switched to another mode than the model was called in, or
+        given other attributes (``self.drop.p = …``).
         """
         module = self.modules[path]
         if module.training != training or _hooked(module) or self._lent(module):
+            return None
+        if path in self._constructors and _attributes(module) != self._attributes[path]:
             return None
         return self._constructors.get(path)
 
@@ -236,13 +240,25 @@ def _equal(module: nn.Module, twin: nn.Module) -> bool:
         return False
     if any(mine[n].shape != theirs[n].shape or mine[n].dtype != theirs[n].dtype for n in mine):
         return False
-    plain = (bool, int, float, str, tuple, list, type(None))
-    for name, value in vars(module).items():
-        if name == "training" or name.startswith("_") or not isinstance(value, plain):
-            continue
-        if name not in vars(twin) or not _same(value, vars(twin)[name]):
-            return False
-    return True
+    return all(
+        name in vars(twin) and _same(value, vars(twin)[name])
+        for name, value in _attributes(module).items()
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What it keeps of its constructor's arguments, apart from tensors."""
+    return {
+        name: value[:] if isinstance(value, list) else value
+        for name, value in vars(module).items()
+        if name != "training" and not name.startswith("_") and _plain(value)
+    }
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

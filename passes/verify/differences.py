@@ -41,6 +41,7 @@ def differences(
     rows += [
         ("buffer", name, home.get(name, 0), value, got.buffers[name])
         for name, value in expected.buffers.items()
+        if name in home or name in got.buffers  # else forward makes it anew where it is missing
     ]
     found = []
     for what, name, stage, one, other in rows:

@@ -281,6 +281,21 @@ def rebinds_a_buffer(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) + self.ema
 
 
+@case("exact")
+def sets_the_dropout(self: Any, x: Tensor) -> Tensor:
+    self.drop.p = 0.1 if self.training else 0.0
+    result: Tensor = self.drop(self.lin(x))
+    return result
+
+
+@case("exact")
+def exits_early_in_evaluation(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.lin(x)
+    if not self.training and y.max() > 0.5:
+        return y
+    return self.drop(y[:, [1, 0, 2, 3, 4, 5, 6, 7]])
+
+
 @case("refused")
 def counts_in_python(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
