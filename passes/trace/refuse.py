@@ -51,6 +51,11 @@ CHANGED_STATE: Refusal = (
     "forward changes the Python attribute {}",
     "keep state that changes per call in a registered buffer and write it in place (add_, copy_)",
 )
+CHANGED_ELSEWHERE: Refusal = (
+    "forward leaves something in {} that another call may find",
+    "keep state that changes per call in a registered buffer and write it in place (add_, copy_); "
+    "count and log outside of forward",
+)
 REBOUND: Refusal = (
     "forward rebinds {} to a new tensor",
     "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
@@ -75,7 +80,8 @@ _UNREPEATABLE: Refusal = (
 )
 OUTSIDE_RANDOM: Refusal = (
     "forward draws from or seeds {}",
-    "draw with torch functions (torch.rand, F.dropout); seed outside of forward",
+    "draw with torch functions (torch.rand, F.dropout) or before forward is called, seed outside; "
+    "transformers switch SpecAugment off by config.apply_spec_augment = False",
 )
 SEED: Refusal = (
     "forward asks for the seed (torch.initial_seed), which every step changes",

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from tests.zoo.check import MAX_OPAQUE_FLOPS, RESULTS, Report
 from tests.zoo.models import ENTRIES
 
+WHOLE = "too much kept whole"  # an exact result that does not count
 Peers = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
 def summary(reports: Sequence[Report], peers: Peers) -> str:
     """How many pass, by result, and how other front ends do on the same models."""
     passed = sum(report.passed for report in reports)
-    counts = {name: sum(report.result == name for report in reports) for name in RESULTS}
+    results = [_result(report) for report in reports]
+    counts = {name: results.count(name) for name in (RESULTS[0], WHOLE, *RESULTS[1:])}
     lines = [
         f"{passed} of {len(reports)} models pass ({passed / max(len(reports), 1):.1%}): "
         + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -80,8 +82,11 @@ def _cells(report: Report) -> list[str]:
         whole = f"{report.opaque_flops:.0%} of FLOPs, {report.opaque_parameters:.0%} of parameters"
     ops = f"{report.train_ops} / {report.eval_ops}" if report.train_ops else ""
     cuts = f"{exact} of {len(report.cuts)}" if report.cuts else ""
-    result = report.result if report.passed or report.result != "exact" else "too much kept whole"
-    return [report.name, result, ops, whole, cuts]
+    return [report.name, _result(report), ops, whole, cuts]
+
+
+def _result(report: Report) -> str:
+    return report.result if report.passed or report.result != "exact" else WHOLE
 
 
 def _why(report: Report) -> str:
