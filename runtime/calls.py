@@ -206,9 +206,10 @@ def _check_sizes(graph: OpGraph, size: int, count: int) -> None:
         wrong, reason = largest, known.above or "larger ones were not tried when it was captured"
     else:
         return
+    to = f" to {known.largest}" if known.largest != known.smallest else " alone"
     raise InputError(
         f"a minibatch of {size} samples in {len(sizes)} microbatches makes one of {wrong}, and "
-        f"the captured model is right for {known.smallest} to {known.largest}: {reason}",
+        f"the captured model is right for {known.smallest}{to}: {reason}",
         where="the batch size",
         remedy=remedy,
     )

@@ -72,19 +72,6 @@ def test_a_list_of_all_samples_is_one_value_at_every_batch_size() -> None:
     assert cat.args[0] == Ref("unbind")
 
 
-@pytest.mark.parametrize(
-    "pick",
-    [lambda parts: parts[::-1], lambda parts: parts[1:], lambda parts: [*parts, parts[0]]],
-    ids=["reversed", "rest", "twice"],
-)
-def test_other_lists_of_samples_stay_refused(pick: Callable[[list[Tensor]], Any]) -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return self.lin(torch.cat(pick(list(x)), dim=0))
-
-    with pytest.raises(TraceError, match="other operators for other batch sizes"):
-        captured(make(forward), X)
-
-
 def test_a_list_of_parts_that_are_used_one_by_one_too() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         parts = x.unbind(1)

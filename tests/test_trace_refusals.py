@@ -94,18 +94,6 @@ def _vmap(self: nn.Module, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: row * 2)(self.lin(x))
 
 
-def _rows_in_a_loop(self: nn.Module, x: Tensor) -> Tensor:
-    return torch.stack([self.lin(row) for row in x])
-
-
-def _batch_as_float(self: nn.Module, x: Tensor) -> Tensor:
-    return self.lin(x) + x.shape[0] * 0.5
-
-
-def _batch_squared(self: nn.Module, x: Tensor) -> Tensor:
-    return self.lin(x) * torch.zeros(x.shape[0] ** 2).sum()
-
-
 def _new_generator(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) + torch.rand(8, generator=torch.Generator())
 
@@ -142,9 +130,6 @@ CASES: dict[Callable[..., Any], str] = {
     _data: "tensor.data",
     _parameter_written: "parameter lin.weight in place",
     _vmap: "torch.func transform",
-    _rows_in_a_loop: "other operators for other batch sizes",
-    _batch_as_float: "not linearly: 2.0 at 4",
-    _batch_squared: "not linearly: 16 at 4",
     _new_generator: "Generator",
     _numpy_array: "capture cannot see",
     _hidden_write: "capture cannot see writes tensors",

@@ -31,8 +31,13 @@ from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.reads import Reads, Undecided
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
-from pdcompile.passes.trace.size_range import few_sizes, only_one, size_range
-from pdcompile.passes.trace.sizes import Fit, probe_sizes
+from pdcompile.passes.trace.size_range import (
+    alone,
+    few_sizes,
+    size_range,
+    warn_of_one_size,
+)
+from pdcompile.passes.trace.sizes import Fit, OtherBySize, probe_sizes
 from pdcompile.passes.trace.training_flag import watched_flag
 from pdcompile.passes.trace.whole import Whole
 
@@ -110,6 +115,7 @@ def capture(
             found = Capture(*(_noted(graph) for graph in (found.train, found.eval)))
     whole.warn()
     table.reads.warn()
+    warn_of_one_size(found)
     origin.train, origin.eval = found.train, found.eval
     return found
 
@@ -123,8 +129,9 @@ def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayo
     call, single = (resize(flat, layout, 1), replace(layout, size=1)) if layout.splits else (
         flat, layout,
     )  # fmt: skip
-    if not found.train.sizes.smallest <= 1 and layout.splits:
-        call, single = flat, layout
+    smallest, size = found.train.sizes.smallest, found.train.batch_size
+    if layout.splits and smallest > 1:
+        call, single = resize(flat, layout, size), replace(layout, size=size)
     try:
         compare(model, found, call, single)
     except VerifyError:
@@ -143,10 +150,19 @@ def _capture(
 ) -> tuple[Capture, Whole]:
     """Both modes, and what had to be kept whole for that."""
     whole = Whole(model, table)
+    one_size = layout.splits and size == 1
 
     def graph_of(training: bool) -> OpGraph:
         return _capture_mode(
-            model, table, flat, layout, loss_fn, size, training=training, whole=whole
+            model,
+            table,
+            flat,
+            layout,
+            loss_fn,
+            size,
+            training=training,
+            whole=whole,
+            one_size=one_size,
         )
 
     def from_here(kind: Kind) -> Recording:
@@ -165,6 +181,10 @@ def _capture(
             check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
             break
         except TraceError as error:
+            if isinstance(error, OtherBySize) and layout.splits and not one_size:
+                one_size = not whole.spares(error)
+                if one_size:
+                    continue
             whole.enlarge(error)
     train, evaluation = (replace(graph, origin=origin) for graph in (found.train, found.eval))
     return Capture(train, evaluation), whole
@@ -174,7 +194,7 @@ def _kinds(found: Capture, flat: FlatCall, layout: BatchLayout, size: int) -> li
     """The calls that may follow one another: both modes, the usual size and another one."""
     sizes = [size]
     many = len(found.train.ops) > MANY_OPS
-    if layout.splits and found.train.sizes.largest != 1 and not many:
+    if layout.splits and found.train.sizes.largest != found.train.sizes.smallest and not many:
         tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
         dims = [layout.dims.get(path) for path in tensors]
         sizes = [size, *(s for s in probe_sizes(size, list(tensors.values()), dims) if s != size)]
@@ -192,7 +212,9 @@ def _capture_mode(
     *,
     training: bool,
     whole: Whole,
+    one_size: bool,
 ) -> OpGraph:
+    """A graph for many batch sizes; with `one_size` for this one if need be."""
     tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
     dims = [layout.dims.get(path) for path in tensors]
     sizes: tuple[int, ...] = (microbatch_size,) * 2  # twice: a call must not change the next
@@ -210,11 +232,10 @@ def _capture_mode(
         return graph
 
     first = recorded(sizes[0])
-    single = layout.splits and microbatch_size == 1
     attempts = [sizes]
     if layout.splits and len(first.ops) > MANY_OPS:
         # Where these do not fit, the usual ones may, or may say better what is wrong.
-        attempts = [few_sizes(microbatch_size), *([] if single else [sizes])]
+        attempts = [few_sizes(microbatch_size), *([] if one_size else [sizes])]
     for tried in attempts:
         try:
             second = recorded(tried[1])
@@ -222,10 +243,11 @@ def _capture_mode(
             return fitted(tried, [first, second, *map(recorded, tried[2:])])
         except TraceError as error:
             failure = error
-    if single:
+    if one_size:
         with suppress(TraceError):
-            graph = assemble(model, [first, recorded(1)], (1, 1), training=training)
-            return replace(graph, sizes=only_one(failure))
+            again = [first, recorded(microbatch_size)]
+            graph = assemble(model, again, (microbatch_size,) * 2, training=training)
+            return replace(graph, sizes=alone(microbatch_size, failure))
     raise failure
 
 

@@ -36,6 +36,7 @@ from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.scalars import Scalar
+from pdcompile.passes.trace.whole import KEPT_WHOLE_SHARE, held_share
 from pdcompile.value_checks import CAPTURED
 from pdcompile.warn import warn
 
@@ -48,7 +49,6 @@ Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_TEXT = 64  # characters of the model's own words in a check
 MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
-KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
 
@@ -321,9 +321,7 @@ def kept_whole(recorder: Recorder) -> bool:
         return False
     kind = type(table.modules[path])
     alike = [module for module in table.modules.values() if type(module) is kind]
-    held = {p: p.numel() for module in alike for p in module.parameters()}
-    total = {p: p.numel() for p in table.modules[""].parameters()}
-    return sum(held.values()) <= KEPT_WHOLE_SHARE * sum(total.values())
+    return held_share(alike, table.modules[""]) <= KEPT_WHOLE_SHARE
 
 
 def site_of(boundary: CodeType | None) -> Site:

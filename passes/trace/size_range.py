@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Affine, SizeRange
+from pdcompile.graph import Affine, Capture, SizeRange
 from pdcompile.passes.trace.session import Recording
 from pdcompile.passes.trace.sizes import Fit
+from pdcompile.warn import warn
 
 _FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
 
@@ -53,12 +54,25 @@ def size_range(
     return SizeRange(smallest, max(sizes), below, above)
 
 
-def only_one(error: TraceError) -> SizeRange:
-    """The range of a model that is something else as soon as there are two samples.
+def alone(size: int, error: TraceError) -> SizeRange:
+    """The range of a model that is something else at every other size.
 
-    `x.expand(len(x), -1)` is often left out for one sample; large models run with one.
+    It goes through its samples one by one, or asks for their number in ways that limits do not
+    tell; or `x.expand(len(x), -1)` is left out for one sample, and large models run with one.
     """
-    return SizeRange(1, 1, above=_told(error))
+    return SizeRange(size, size, below=_told(error), above=_told(error))
+
+
+def warn_of_one_size(found: Capture) -> None:
+    """Tell that later minibatches have to be as the first one is, where that is so."""
+    graph = next((g for g in (found.train, found.eval) if _single(g.sizes)), None)
+    if graph is not None:
+        count = f"{graph.batch_size} samples" if graph.batch_size > 1 else "one sample"
+        warn(f"every microbatch has to be of {count}: {graph.sizes.above}")
+
+
+def _single(sizes: SizeRange) -> bool:
+    return sizes.smallest == sizes.largest
 
 
 def _misfit(

@@ -46,6 +46,10 @@ def probe_sizes(
 _MEASURED = ("flops", "saved_bytes")
 
 
+class OtherBySize(TraceError):
+    """At another batch size the model is another computation."""
+
+
 class Fit:
     """Merges what was captured at several batch sizes into one, number by number."""
 
@@ -163,7 +167,7 @@ class Fit:
         shown = ", ".join(
             f"{part!r} at {size}" for part, size in zip(parts, self.sizes, strict=True)
         )
-        return TraceError(
+        return OtherBySize(
             f"{what} depends on the batch size or on the call, and not linearly: {shown}",
             where=where,
             remedy="compute it from tensors, or make it independent of the number of samples",
@@ -171,7 +175,7 @@ class Fit:
 
     def _diverged(self, op: Op, other: Op | None, size: int) -> TraceError:
         instead = f" where a batch of {size} runs {other.target}" if other is not None else ""
-        error = TraceError(
+        error = OtherBySize(
             f"forward runs other operators for other batch sizes: {op.target}{instead}",
             where=op.source,
             remedy="decide in forward by something else than the number of samples, "

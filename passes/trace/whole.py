@@ -26,6 +26,8 @@ from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.tensors import FakeTensors
 from pdcompile.warn import warn
 
+KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
+
 
 class Whole:
     """The modules to keep whole, by path, and the refusal that each is kept for."""
@@ -51,6 +53,14 @@ class Whole:
         if not path:
             raise first from (error if first is not error else None)
         self._keep([path, *self._alike(path)], first, error)
+
+    def spares(self, error: TraceError) -> bool:
+        """Whether `enlarge` would keep whole so little that the model can still be cut."""
+        path = error.module_path
+        if not path or _covered(path, self.paths):
+            return False
+        kept = [self._table.modules[p] for p in (path, *self._alike(path))]
+        return held_share(kept, self._model) <= KEPT_WHOLE_SHARE
 
     def _keep(self, chosen: list[str], reason: TraceError, error: TraceError | None = None) -> None:
         error = error or reason
@@ -93,6 +103,13 @@ class Whole:
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             place = f" ({error.where})" if error.where else ""
             warn(f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}")
+
+
+def held_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
+    """How much of the model's parameters these modules hold, 0 to 1."""
+    total = {p: p.numel() for p in model.parameters()}
+    held = {p for module in modules for p in module.parameters()}
+    return sum(total[p] for p in held) / max(sum(total.values()), 1)
 
 
 def _below(path: str, ancestor: str) -> bool:
