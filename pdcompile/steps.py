@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdcompile.collector import collecting_seldom
 from pdcompile.errors import ConfigError
 
 Form = TypeVar("Form")
+#: passes that run no real tensors, or few
+ON_PAPER = frozenset(("graph", "problem", "plan", "proof", "forecast", "sources"))
 
 
 class Listener:
@@ -50,7 +54,8 @@ class Steps:
     def __call__(self, name: str, run: Callable[[], Form]) -> Form:
         self.listener.starts(name)
         began = time.perf_counter()
-        form = run()
+        with collecting_seldom() if name in ON_PAPER else nullcontext():
+            form = run()
         self.seconds[name] = time.perf_counter() - began
         self.listener.ended(name, self.seconds[name])
         if self.folder:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdcompile.collector import collecting_seldom
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
@@ -38,16 +39,17 @@ def compiled(
     # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
     # torch is imported, which the target does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    workload = load_target(target)
-    options: Options = flags.to_options(workload, **more)
-    inputs, wanted = workload.example()
+    with collecting_seldom():
+        workload = load_target(target)
+        options: Options = flags.to_options(workload, **more)
+        inputs, wanted = workload.example()
 
-    # The compiler is imported last: a mistake in the target is told at once.
-    from pdcompile import driver
-    from pdcompile.batch import example_call
-    from pdcompile.report.progress import compiling
-    from pdcompile.steps import Steps
-    from pdcompile.warn import each_once
+        # The compiler is imported last: a mistake in the target is told at once.
+        from pdcompile import driver
+        from pdcompile.batch import example_call
+        from pdcompile.report.progress import compiling
+        from pdcompile.steps import Steps
+        from pdcompile.warn import each_once
 
     with each_once(), compiling(lines=True) as listener:
         flat = example_call(workload.model, inputs, wanted)

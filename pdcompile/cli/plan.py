@@ -11,6 +11,7 @@ import typer
 from pdcompile.cli import import_options as imports
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
+from pdcompile.collector import collecting_seldom
 
 
 @app.command()
@@ -73,14 +74,11 @@ def plan(
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:
-        answer = answer_of(result.plan).to_json()
-        emit_json(
-            answer
-            | {
-                "plan": json.loads(result.plan.to_json()),
-                "verification": result.verification and json.loads(result.verification.to_json()),
-            }
-        )
+        verification = result.verification and json.loads(result.verification.to_json())
+        with collecting_seldom():
+            answer = answer_of(result.plan).to_json()
+            plan_json = json.loads(result.plan.to_json())
+            emit_json(answer | {"plan": plan_json, "verification": verification})
         return
     console = stdout()
     console.print(plan_report(result.plan))

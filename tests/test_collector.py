@@ -1,0 +1,19 @@
+"""The collector's pace is changed for a pass, and only where a user left it as it was."""
+
+import gc
+
+import pytest
+
+from pdcompile.collector import ALLOCATIONS, collecting_seldom
+
+
+@pytest.mark.parametrize("first", [0, 700, 2 * ALLOCATIONS])
+def test_collecting_seldom_gives_the_thresholds_back(first: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(first, 9, 8)
+    try:
+        with collecting_seldom():
+            assert gc.get_threshold() == (ALLOCATIONS if first == 700 else first, 9, 8)
+        assert gc.get_threshold() == (first, 9, 8)
+    finally:
+        gc.set_threshold(*before)
