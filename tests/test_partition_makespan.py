@@ -16,6 +16,7 @@ from pdcompile.passes.partition.ideals import all_ideals
 from pdcompile.passes.partition.makespan import (
     Path,
     Timing,
+    _Run,
     critical_path,
     makespan,
     program,
@@ -110,6 +111,43 @@ def test_a_path_of_one_timing_bounds_every_other() -> None:
         alone = replace(other, forward_hops={})
         assert path.seconds(alone) == (0 if any(k == "forward" for _, k, _ in path.hops)
                                        else pytest.approx(sum_of(path, alone)))  # fmt: skip
+
+
+def random_timing(r: random.Random, num_stages: int) -> Timing:
+    """Hops that skip stages, some of them missing, and new weights of tied parameters."""
+
+    def seconds() -> float:
+        return r.choice((0.0, 0.25, r.random(), 3 * r.random()))
+
+    far = [(a, b) for b in range(num_stages) for a in range(b)]
+    pairs = [(a, b) for a, b in far if b == a + 1 or r.random() < 0.3]
+    return Timing(
+        tuple(seconds() for _ in range(num_stages)),
+        tuple(seconds() for _ in range(num_stages)),
+        {pair: seconds() for pair in pairs if r.random() < 0.9},
+        {(b, a): seconds() for a, b in pairs if r.random() < 0.9},
+        {pair: seconds() for pair in pairs if r.random() < 0.2},
+    )
+
+
+def test_the_recurrence_is_the_walk_in_order_of_time() -> None:
+    compared = endless = 0
+    for seed in range(400):
+        r = random.Random(seed)
+        n, m = r.randint(1, 6), r.randint(1, 9)
+        timing = random_timing(r, n)
+        depth = warmup_of(tuple(n - s + r.randint(-1, 2) for s in range(n)), n, m)
+        try:
+            expected = _Run(timing, depth, m).end
+        except ValueError:
+            endless += 1
+            with pytest.raises(ValueError, match="never ends"):
+                makespan(timing, depth, m)
+            continue
+        compared += 1
+        assert makespan(timing, depth, m) == expected
+    assert compared > 250
+    assert endless > 5
 
 
 def flush_problem(seed: int) -> PartitionProblem | None:

@@ -157,7 +157,11 @@ class Transfers:
         self.num_microbatches = problem.num_microbatches
         for value in problem.traffic:
             source = stage_of[value.producer]
-            targets = sorted({stage_of[c] for c in value.consumers} - {source})
+            found = {stage_of[c] for c in value.consumers}
+            found.discard(source)
+            if not found:
+                continue
+            targets = sorted(found)
             for target in targets:
                 self.forward[source, target] += self._hop(source, target, value.forward_bytes)
             if value.backward_bytes:

@@ -18,9 +18,13 @@ import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 from typing import Literal, TypeAlias
 
+from pdcompile.passes.partition.full_duplex import Recurrence
+
+_ENDLESS = "warm-up {} never ends: stages wait for each other"
 GRADIENT_SLOTS = 2  # the number that `passes.layout` gives every schedule
 
 Hop: TypeAlias = tuple[int, int]  # sending and receiving stage
@@ -93,13 +97,29 @@ def program(warmup: int, num_microbatches: int) -> list[tuple[bool, int]]:
     return steps + [(False, k) for k in range(num_microbatches - warmup, num_microbatches)]
 
 
+_program = lru_cache(maxsize=256)(program)
+
+
 def makespan(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> float:
     """Seconds from the first forward to the last backward (or final hop) of one minibatch.
 
     Raises:
         ValueError: the stages wait for each other for ever (warm-up too small for the hops).
     """
-    return _Run(timing, warmup, num_microbatches).end
+    hops = {
+        "forward": timing.forward_hops,
+        "backward": timing.backward_hops,
+        "final": timing.final_hops,
+    }
+    if not (timing.full_duplex and Recurrence.applies(hops)):
+        return _Run(timing, warmup, num_microbatches).end
+    programs = [_program(depth, num_microbatches) for depth in warmup]
+    seconds = Recurrence(
+        timing.forward, timing.backward, hops, programs, warmup, num_microbatches, GRADIENT_SLOTS
+    ).seconds()
+    if seconds is None:
+        raise ValueError(_ENDLESS.format(list(warmup)))
+    return seconds
 
 
 def critical_path(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> Path:
@@ -258,7 +278,7 @@ class _Run:
             else:
                 running -= self._advance(stage)
         if running:
-            raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
+            raise ValueError(_ENDLESS.format(list(self.warmup)))
 
     def _advance(self, stage: int) -> bool:
         """Go on until the stage computes or waits; True when it is finished."""
