@@ -30,7 +30,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         chosen = (x[:, 0] > 0).nonzero().flatten()
-        self.count += chosen.numel()
+        self.count += chosen.numel() % 3
         some = torch.zeros_like(x).index_add(0, chosen, self.drop(self.few(x[chosen])))
         every = checkpoint(self._every, x, use_reentrant=False)
         return some + every + torch.rand_like(x), {"sums": x.sum(1), "aux": None}

@@ -21,6 +21,7 @@ from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import locate
+from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
 from pdcompile.passes.trace.reads import Reads, Undecided, kept_whole
 from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
@@ -71,6 +72,7 @@ class ExampleSizes:
     def __init__(self, recorder: Recorder, ragged: Ragged) -> None:
         self._recorder = recorder
         self._ragged = ragged
+        self._packed = Packed()
         self._differs = False  # between samples of the example
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -100,7 +102,13 @@ class ExampleSizes:
         recorder = self._recorder
         with recorder.inside(), refuse.reads(func, recorder.boundary):
             given = recorder.fakes.stand_in(args), recorder.fakes.stand_in(kwargs)
-            result = self._ragged.run(func, *given)
+            result = None
+            if recorder.fakes.mode is not None:
+                module = recorder.table.modules.get(recorder.path)
+                result = self._packed.result(func, given[0], module)
+            if result is None:
+                result = self._ragged.run(func, *given)
+                self._packed.made(func, given[0], result)
         if self._ragged.among(given) and not tensors_at(result):
             raise self._refusal(refuse.name_of(func))
         return result

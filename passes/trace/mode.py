@@ -39,6 +39,7 @@ from pdcompile.passes.trace.hits import Hits
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.outcomes import CallKey, Outcome
+from pdcompile.passes.trace.packed import takes_packed
 from pdcompile.passes.trace.ragged import Ragged
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.results import Results
@@ -119,7 +120,8 @@ class Recorder(TorchFunctionMode):
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)
         refuse_parts(path, self.whole, locate(self.boundary)[0])
-        if self.region == "forward" and path and self._constructor(path) is not None:
+        leaf = self.region == "forward" and path and self._constructor(path) is not None
+        if leaf and not takes_packed(module, args, kwargs):
             try:
                 return self._leaf(plain, module, path, calls, args, kwargs)
             except Exception:
@@ -188,8 +190,7 @@ class Recorder(TorchFunctionMode):
     def number(self, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
         """An op whose result is a Python number or bool, or a tuple of them."""
         self._begin()
-        base = base or target.rpartition(".")[2]
-        self._record(kind, target, base, args, {}, None, None)
+        self._record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
         return Ref(self.ops[-1].name)
 
     def decision(self, tensor: torch.Tensor) -> tuple[str, str, int]:

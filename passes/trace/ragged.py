@@ -83,7 +83,7 @@ class Ragged:
         found: list[tuple[Any, Tensor]] = []
         examples = self._reading().examples
         for given in examples.variants() if examples is not None else ():
-            reals = self._reals((args, kwargs), given)
+            reals = self._reals((args, kwargs), given, zeros=not known)
             if reals is None:
                 return None
             with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -110,8 +110,8 @@ class Ragged:
             return None
         return first, sized
 
-    def _reals(self, arguments: Any, given: Any) -> dict[int, Tensor] | None:
-        """Real tensors for the fakes: what they are for these integers, zeros for floats."""
+    def _reals(self, arguments: Any, given: Any, *, zeros: bool) -> dict[int, Tensor] | None:
+        """Real tensors for the fakes: what they are for these integers, `zeros` for floats."""
         reals: dict[int, Tensor] = {}
         for fake in _flat(arguments):
             name = self._fakes.name(fake)
@@ -119,7 +119,8 @@ class Ragged:
             if isinstance(name, Ref):
                 found = evaluate(name.name, self._ops, self._fakes, given)
             if found is None:
-                if id(fake) in self._fakes.unsized or not fake.is_floating_point():
+                unsized = id(fake) in self._fakes.unsized
+                if unsized or not zeros or not fake.is_floating_point():
                     return None
                 with _disable_current_modes():
                     found = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)

@@ -24,6 +24,7 @@ Policy = Callable[[int, int], int]  # (how many selections before, elements of t
 Key = tuple[Any, ...]
 
 _aten = torch.ops.aten
+_PACK = _aten._pack_padded_sequence.default
 _INDEX = (_aten.index.Tensor,)
 _PUT = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
@@ -52,6 +53,8 @@ class Selections:
             self._policy is None and any(mask_key(m) not in self.fixed for m in masks)
         ):
             return None
+        if func is _PACK:
+            return self._packed(*args)
         if func is _aten.repeat_interleave.Tensor:
             return args[0].new_empty((self._size(args[0]),))
         if func is _aten.nonzero.default:
@@ -68,6 +71,16 @@ class Selections:
 
     def _indices(self, mask: Tensor) -> Tensor:
         return mask.new_empty((self._size(mask), mask.dim()), dtype=torch.int64)
+
+    def _packed(self, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """Steps of all samples one after the other, and how many are at work in each step."""
+        assert self._policy is not None
+        found = []
+        for elements in (padded.shape[0] * padded.shape[1], padded.shape[1 if batch_first else 0]):
+            found.append(max(self._policy(len(self.found), elements), 1))
+            self.found.append((f"{self._place()} {len(self.found)}", elements))
+        steps, longest = found
+        return padded.new_empty((steps, *padded.shape[2:])), lengths.new_empty((longest,))
 
     def _size(self, mask: Tensor) -> int:
         if mask_key(mask) in self.fixed:
@@ -93,6 +106,8 @@ def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """The tensors whose values tell how large the result of an ATen op is."""
     if func in (_aten.nonzero.default, _aten.repeat_interleave.Tensor):
         return [args[0]]
+    if func is _PACK:
+        return [args[1]]
     if func is _aten.masked_select.default:
         return [args[1]]
     return [index for index in args[1] if is_mask(index)] if func in _INDEX + _PUT else []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pdcompile.errors import TraceError
 from pdcompile.graph import Ref
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.open_sizes import with_open_sizes
 from pdcompile.passes.trace.reads import Undecided
 from pdcompile.passes.trace.selections import Selections, same_ops, varied
 from pdcompile.passes.trace.skips import left_out, renamed, with_gates
@@ -48,13 +49,22 @@ def with_sizes_that_vary(
 
         usual, _ = run(as_usual)
         nothing, one = run(lambda index, elements: 0, _none)[0], run(lambda index, elements: 1)[0]
+        some = usual
+        if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
+            # Others for every choice, so that the size of one is not taken for that of another.
+            some, _ = run(lambda index, elements: elements // 2 + 1 + index)
         loops = table.reads is not None and bool(table.reads.loops)
         parts = [run(as_usual, every_other)[0] for every_other in (_even, _odd) if loops]
     except Undecided:
         raise
     except TraceError:
         return None
-    if not all(same_ops(usual.ops, other.ops) for other in (everything, one)):
+    if some is not usual:
+        opened = with_open_sizes((usual, everything, one, some, nothing))
+        if opened is None:
+            return None
+        usual, everything, one, some, nothing = opened
+    if not all(same_ops(usual.ops, other.ops) for other in (everything, one, some)):
         return None
     if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
         return None

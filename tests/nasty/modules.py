@@ -84,7 +84,7 @@ def scripted() -> nn.Module:
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sequences": (Sequences, "kept"),
+    "sequences": (Sequences, "exact"),
     "hooks_on_modules": (Hooked, "kept"),
     "shared_norm": (SharedNorm, "kept"),
     "unused_parameters": (Unused, "exact"),

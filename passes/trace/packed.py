@@ -1,0 +1,74 @@
+"""Packed sequences: recurrent layers on samples of different lengths.
+
+`pack_padded_sequence` is Python around one operator, whose results have sizes that depend on the
+lengths (`selections` makes them up).  A recurrent layer that gets them is looked into, down to
+the operator that torch calls with its weights; of this operator and of the one that pads again
+torch has no shape rule for tensors without values, so that the rules are here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
+_MEMBERS = 9  # arguments of such a call with batch sizes, all positional
+
+
+def takes_packed(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether it is a recurrent layer that is called with a packed sequence."""
+    given = args[0] if args else kwargs.get("input")
+    return isinstance(module, nn.RNNBase) and isinstance(given, PackedSequence)
+
+
+class Packed:
+    """The packed sequences of one recording."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, int] = {}  # id of batch sizes -> samples that were packed
+        self._kept: list[Tensor] = []
+
+    def made(self, func: Any, args: Any, result: Any) -> None:
+        """After a call of the model: remember how many samples it packed."""
+        if getattr(func, "__name__", "") == "_pack_padded_sequence" and len(args) == 3:
+            self._kept.append(result[1])
+            self._samples[id(result[1])] = args[0].shape[0 if args[2] else 1]
+
+    def result(self, func: Any, args: Any, module: nn.Module | None) -> Any:
+        """What a call gives on fakes, made in the forward of `module`; None for most calls."""
+        name = getattr(func, "__name__", "")
+        if name in _STATES and len(args) == _MEMBERS and isinstance(args[1], Tensor):
+            return _recurrent(name, args)
+        if name == "_pad_packed_sequence" and id(args[1]) in self._samples:
+            return self._padded(args)
+        if name == "__getitem__" and isinstance(module, nn.RNNBase) and args[1:] == (0,):
+            # So many are at work in the first step: all, for no length is zero.
+            return self._samples.get(id(args[0]))
+        return None
+
+    def _padded(self, args: Any) -> tuple[Tensor, Tensor]:
+        data, batch_sizes, batch_first, _, longest = args
+        samples = self._samples[id(batch_sizes)]
+        dims = (samples, longest) if batch_first else (longest, samples)
+        return _like(data, (*dims, *data.shape[1:]), [data]), batch_sizes.new_empty((samples,))
+
+
+def _recurrent(name: str, args: Any) -> tuple[Tensor, ...]:
+    data, _, states, weights, *_, both_ways = args
+    states = list(states) if isinstance(states, tuple | list) else [states]
+    sources = [data, *states, *weights]
+    width = states[0].shape[-1] * (2 if both_ways else 1)
+    return (
+        _like(data, (data.shape[0], width), sources),
+        *(_like(state, state.shape, sources) for state in states[: _STATES[name]]),
+    )
+
+
+def _like(tensor: Tensor, shape: Any, sources: list[Tensor]) -> Tensor:
+    made = tensor.detach().new_empty(tuple(shape))
+    needed = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
+    # A result is no leaf: the model may write into it.
+    return made.requires_grad_().clone() if needed else made

@@ -1,0 +1,106 @@
+"""Packed sequences and other sizes that depend on values, as arguments of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import pdcompile
+from pdcompile.errors import TraceError
+from tests.helpers.captures import captured, faithful, make
+
+X = torch.randn(4, 7, 8, generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([7, 2, 5, 1])
+
+
+def _encoded(self: nn.Module, x: Tensor, lengths: Tensor) -> tuple[PackedSequence, Any]:
+    packed = pack_padded_sequence(self.lin(x), lengths.cpu(), True, enforce_sorted=False)
+    return self.rnn(packed)  # type: ignore[no-any-return]
+
+
+def _last(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    _, state = _encoded(self, x, lengths)
+    return (state[0] if isinstance(state, tuple) else state)[-1]
+
+
+def _whole_length(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    out, _ = _encoded(self, x, lengths)
+    return pad_packed_sequence(out, True, total_length=x.size(1))[0]
+
+
+def _mean(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    out, found = pad_packed_sequence(_encoded(self, x, lengths)[0], True)
+    mask = torch.arange(out.size(1))[None] < found[:, None]
+    return (out * mask.unsqueeze(-1)).sum(1) / lengths[:, None]
+
+
+def _attention(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    out, _ = pad_packed_sequence(_encoded(self, x, lengths)[0], True, padding_value=-1.0)
+    late = torch.arange(out.shape[1]).expand(len(x), out.shape[1]) >= lengths[:, None]
+    weights = out.sum(-1).masked_fill(late, float("-inf")).softmax(1)
+    return (weights.unsqueeze(-1) * out).sum(1)
+
+
+CASES: list[tuple[Callable[..., Any], Callable[[], nn.Module]]] = [
+    (_last, lambda: nn.LSTM(8, 8, 2, dropout=0.1, bidirectional=True)),
+    (_whole_length, lambda: nn.GRU(8, 8)),
+    (_mean, lambda: nn.RNN(8, 8, nonlinearity="relu")),
+    (_attention, lambda: nn.LSTM(8, 12, proj_size=8)),
+]
+
+
+@pytest.mark.parametrize(("forward", "rnn"), CASES)
+def test_packed_sequences_at_the_root(
+    forward: Callable[..., Any], rnn: Callable[[], nn.Module]
+) -> None:
+    graph = faithful(make(forward, rnn=rnn()), X, LENGTHS, sizes=(1, 4)).train
+    assert not any(op.opaque for op in graph.ops)
+    assert graph.sizes.smallest == 1
+
+
+def test_samples_of_all_lengths_on_two_stages() -> None:
+    model = make(_mean, rnn=nn.LSTM(8, 8, 2, dropout=0.5, bidirectional=True), drop=nn.Dropout())
+    options: dict[str, Any] = {"microbatches": 2, "optimizer": None}
+    pipe = pdcompile.compile(
+        model, (X, LENGTHS), loss_fn=nn.MSELoss(), example_target=X[:, 0].repeat(1, 2), stages=2,
+        costs="estimated", **options,
+    )  # fmt: skip
+    reference = pdcompile.reference(model, loss_fn=nn.MSELoss(), **options)
+    for lengths in (LENGTHS, torch.tensor([1, 1, 1, 1]), torch.tensor([3, 7, 7, 2])):
+        losses = [float(p.step(X, lengths, target=X[:, 0].repeat(1, 2)).loss)
+                  for p in (pipe, reference)]  # fmt: skip
+        assert losses[0] == losses[1]
+
+
+def _ones_of_the_second(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    first, second = h[h[..., 0] > 0], h[h[..., 0] <= 0]
+    return first.sum() + (second * torch.ones(second.shape[0], 1)).square().sum()
+
+
+def test_the_size_of_one_choice_is_not_taken_for_that_of_another() -> None:
+    graph = faithful(make(_ones_of_the_second), X).train
+    ops = {op.name: op for op in graph.ops}
+    (ones,) = [op for op in graph.ops if op.target == "torch.ones"]
+    (size,) = [ops[name] for name in ones.inputs]
+    second = [op.name for op in graph.ops if op.target == "operator.getitem"][-1]
+    assert (size.target, size.inputs) == ("size", (second,))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda n: 2 * n, lambda n: min(n, 5), lambda n: max(n, 1), lambda n: 1 if n > 20 else 2],
+    ids=["doubled", "at_most", "at_least", "compared"],
+)
+def test_what_python_computes_from_such_a_size_is_refused(of: Callable[[int], int]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return h * torch.ones(of(h[h[..., 0] > 0].shape[0])).sum()
+
+    with pytest.raises(TraceError, match="depends on values"):
+        captured(make(forward), X)
