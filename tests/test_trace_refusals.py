@@ -27,7 +27,7 @@ def _item(self: nn.Module, x: Tensor) -> Tensor:
 
 def _mask(self: nn.Module, x: Tensor) -> Tensor:
     y = self.lin(x)[x > 0]
-    return y.sum() / len(y)
+    return y.sum() / (len(y) + 1)
 
 
 def _parameter_value(self: nn.Module, x: Tensor) -> Tensor:
