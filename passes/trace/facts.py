@@ -41,7 +41,7 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
     while frame is not None and frame.f_code is not boundary:
         code = frame.f_code
         file = code.co_filename
-        if _is_user(file):
+        if is_user(file):
             return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
         if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
             fallback = f"{_shorten(file)}:{frame.f_lineno}"
@@ -55,7 +55,7 @@ def source_of_traceback(error: BaseException) -> str | None:
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if _is_user(file):
+        if is_user(file):
             found = f"{_shorten(file)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found
@@ -69,13 +69,18 @@ def source_of_class(cls: type) -> str:
     except ValueError:  # it wraps itself
         return NO_SOURCE
     code = getattr(forward, "__code__", None)
-    if code is None or code.co_filename.startswith("<"):
+    return NO_SOURCE if code is None else source_of_code(code)
+
+
+def source_of_code(code: CodeType) -> str:
+    """``file.py:12`` of the first line of a function, or `NO_SOURCE`."""
+    if code.co_filename.startswith("<"):
         return NO_SOURCE
     return f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_user(file: str) -> bool:
+def is_user(file: str) -> bool:
     """Not torch's, not ours, not Python's own (contextlib, functools), not made on the fly."""
     if file.startswith((_TORCH, *_OURS, "<")):
         return False

@@ -100,6 +100,18 @@ class Leftovers:
         return mine is not None and theirs is not None and mine.meaning == theirs.meaning
 
 
+def is_memo(
+    names: Mapping[int, str],
+    ops: Sequence[Op],
+    values: Mapping[str, Value],
+    tensors: Mapping[str, TensorInfo],
+    tensor: torch.Tensor,
+) -> bool:
+    """Whether a tensor that a recording made depends on nothing that changes between calls."""
+    closure = _closure(names.get(id(tensor), ""), {op.name: op for op in ops}, values)
+    return closure is not None and all(_fixed(op, ops, tensors) for op in closure)
+
+
 def _closure(name: str, by_name: Mapping[str, Op], values: Mapping[str, Value]) -> list[Op] | None:
     """The ops that a value is computed by; None where inputs, chance or writes are in it."""
     found: dict[str, Op] = {}

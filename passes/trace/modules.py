@@ -15,6 +15,7 @@ from pdcompile.graph import Argument, TensorInfo
 from pdcompile.passes.trace.arguments import literal_argument
 from pdcompile.passes.trace.as_eager import EagerPaths
 from pdcompile.passes.trace.caches import caches
+from pdcompile.passes.trace.elsewhere import Elsewhere
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.randomness import is_leaf
@@ -45,6 +46,7 @@ class ModuleTable:
         self.caches = caches()
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
+        self.elsewhere = Elsewhere(model)
         self.eager_paths = EagerPaths()
         self.autocast: str | None = None  # the region around model and loss_fn
         self.expected: dict[bool, list[int]] = {}  # mode -> sizes of results that vary

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pdcompile.passes.trace.branches import both_ways
 from pdcompile.passes.trace.caches import emptied
 from pdcompile.passes.trace.example_sizes import with_sizes_of_example
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
+from pdcompile.passes.trace.leftovers import is_memo
 from pdcompile.passes.trace.lists import with_whole_lists
 from pdcompile.passes.trace.meaning import Meanings
 from pdcompile.passes.trace.mode import Recorder
@@ -96,10 +98,11 @@ def record(
 
             def once(decided: Mapping[Key, bool]) -> Recording:
                 before.restore()
-                recording, found = _record(
-                    model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
-                    policy=selections, decided=decided, turns=turns,
-                )  # fmt: skip
+                with table.elsewhere.as_before():
+                    recording, found = _record(
+                        model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
+                        policy=selections, decided=decided, turns=turns,
+                    )  # fmt: skip
                 chosen.append(found)
                 return recording
 
@@ -192,6 +195,7 @@ def _record(
     meanings = Meanings(recorder.ops, values, fakes.memos)
     names = fakes.value_names()
     table.leftovers.note(model, names, recorder.ops, values, table.tensors, meanings)
+    table.elsewhere.check(partial(is_memo, names, recorder.ops, values, table.tensors))
     returned = (output_argument, Ref(found_loss) if found_loss else None)
     recording = Recording(
         ops=tuple(recorder.ops),
