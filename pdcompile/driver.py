@@ -212,7 +212,7 @@ def make_plan(
                 progress=step.listener.found,
             )
             plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
-            return replace(plan, forecast=simulate(plan).forecast), answer
+            return replace(plan, forecast=simulate(plan, timeline=False).forecast), answer
 
         plan = step("plan", lambda: replace(fit(problem, solve), problem=problem))
         check_plan(plan, graph, chosen.cluster)
@@ -322,6 +322,7 @@ def compile(
     check_model(model)
     check_options(options)
     check_costs(options.costs)
+    check_refine(options, searching=False)
     check_given(options)
     check_weights(model, options)
     if example_inputs is not None:

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 
     from pdcompile.steps import Listener
 
+ESTIMATED = "costs are estimated, not measured on this machine"
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
 def check_refine(options: Options, *, searching: bool) -> None:
-    """Refuse refine=True where no stages would be timed.
+    """Refuse refine=True where no stages would be timed, before anything is captured.
 
     Args:
         searching: the planner decides more than the cut.
 
     Raises:
-        ConfigError: a plan is given, or the planner also decides replicas or microbatches.
+        ConfigError: costs are estimated, a plan is given, or the planner also decides replicas or
+            microbatches.
     """
     if options.refine is not True:
         return
@@ -44,6 +46,8 @@ def check_refine(options: Options, *, searching: bool) -> None:
             where="refine",
             remedy="leave refine out, or plan again with it",
         )
+    if options.costs == "estimated":
+        _impossible(options, ESTIMATED)
     if searching:
         raise ConfigError(
             "refine=True (--refine on) mends the costs of one cut, and here the planner also "
@@ -62,7 +66,7 @@ def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
     if options.refine is False:
         return ""
     if options.costs == "estimated":
-        return _impossible(options, "costs are estimated, not measured on this machine")
+        return _impossible(options, ESTIMATED)
     if any(parameter.is_meta for parameter in model.parameters()):
         return _impossible(options, "the model's parameters have no memory (meta device)")
     if options.refine is True:

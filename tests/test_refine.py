@@ -228,8 +228,8 @@ def test_refining_is_left_out_where_it_cannot_be() -> None:
 
     assert "measured" not in notes(costs="estimated")
     assert "measured" not in notes(refine=False)
-    with pytest.raises(ConfigError, match="estimated"):
-        notes(costs="estimated", refine=True)
+    with pytest.raises(ConfigError, match="estimated"):  # before there is an example
+        pdcompile.compile(model, loss_fn=models.loss_for(model), costs="estimated", refine=True)
     with pytest.raises(ConfigError, match="refine='often'"):
         notes(refine="often")
     pipe = pdcompile.compile(model, x, example_target=y, loss_fn=models.loss_for(model), stages=2,
