@@ -251,7 +251,7 @@ class Explorer:
             )
         )
         plan = replace(plan, stages=stages)
-        return replace(plan, forecast=simulate(plan).forecast)
+        return replace(plan, forecast=simulate(plan, timeline=False).forecast)
 
     def _fits(self, plan: Plan) -> bool:
         assert plan.forecast is not None

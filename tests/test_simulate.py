@@ -123,6 +123,13 @@ def test_timeline_is_what_the_ranks_did() -> None:
     assert found.forecast.samples_per_second == pytest.approx(2 / 10.25)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_forecast_does_not_need_the_timeline(schedule: str) -> None:
+    plan = make_plan(schedule, 4, 8, clip=1.0)
+    alone = simulate(plan, links=links(0.5), timeline=False)
+    assert alone == replace(simulate(plan, links=links(0.5)), timeline=())
+
+
 def test_half_duplex_links_carry_one_transfer() -> None:
     plan = make_plan("1f1b", 2, 4, extra=1)
     full = simulate(plan, links=links(4.0)).forecast.step_seconds

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdcompile.cluster import Cluster, Level
 from pdcompile.passes.layout import layout_of
 from pdcompile.passes.schedules.stream import make_stream
-from pdcompile.passes.simulate.clock import Clock, Link, Links, TimelineEvent
+from pdcompile.passes.simulate.clock import COMPUTE, Clock, Link, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
 from pdcompile.schedule import Action, Schedule
@@ -34,6 +34,7 @@ def simulate(
     steps: int | None = None,
     links: Links | None = None,
     step_seconds: float = 0.0,
+    timeline: bool = True,
 ) -> Simulation:
     """Walk the plan's own programs.  `clock` has the timing model, `ledger` the memory's.
 
@@ -45,6 +46,7 @@ def simulate(
         steps: calls to simulate (1 with a flush, 10 for a stream); at least 1.
         links: what joins two ranks; None reads plan.cluster (empty: infinitely fast).
         step_seconds: one optimizer step of one stage.
+        timeline: False for those who want the forecast alone: no event is kept.
 
     Raises:
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
@@ -56,7 +58,7 @@ def simulate(
         program, stream = stream.step(plan.training.num_microbatches)
         programs.append(program)
     links = links or links_of(plan)
-    clock = Clock(plan, programs, links, step_seconds)
+    clock = Clock(plan, programs, links, step_seconds, timeline=timeline)
     clock.run()
     ends = tuple(max(one) for one in clock.ends)
     half = len(ends) // 2
@@ -115,8 +117,10 @@ def _forecast(
     for program in every or (last,):
         for rank, column in enumerate(program.columns):
             for one in column:
-                busy += _busy(plan, one.action, one.stage, clock.step_seconds)
-                sent[rank] += clock.bytes_of(one)
+                if one.action in COMPUTE:
+                    busy += _busy(plan, one.action, one.stage, clock.step_seconds)
+                else:
+                    sent[rank] += clock.bytes_of(one)
     num_ranks = layout_of(plan).num_columns
     return Forecast(
         step_seconds=seconds,

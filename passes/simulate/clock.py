@@ -84,6 +84,7 @@ _POSTS = {family.post: family.send for family in FAMILIES}
 _WAITS = {family.wait: family.send for family in FAMILIES}
 _SENDS = {family.send for family in FAMILIES}
 _WAIT_SENDS = {family.wait_send: family.send for family in FAMILIES}
+COMPUTE = frozenset((Action.FORWARD, Action.BACKWARD, Action.STEP))
 _COLLECTIVE = {
     Action.POST_REDUCE: Action.POST_REDUCE,
     Action.WAIT_REDUCE: Action.POST_REDUCE,
@@ -93,10 +94,22 @@ _COLLECTIVE = {
 
 
 class Clock:
-    """Runs programs; afterwards `events` and, per program and rank, `ends` are known."""
+    """Runs programs; afterwards `events` and, per program and rank, `ends` are known.
 
-    def __init__(self, plan: Plan, programs: Sequence[Schedule], links: Links, step_seconds: float):
+    Without `timeline` no events are kept: hundreds of thousands for many stages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Sequence[Schedule],
+        links: Links,
+        step_seconds: float,
+        *,
+        timeline: bool = True,
+    ):
         self.plan = plan
+        self.timeline = timeline
         self.links = links
         self.layout = layout_of(plan)
         self.step_seconds = step_seconds
@@ -142,7 +155,7 @@ class Clock:
         column = self.columns[rank]
         while self.position[rank] < len(column):
             one, base, number = column[self.position[rank]]
-            seconds = self._seconds(one)
+            seconds = self._seconds(one) if one.action in COMPUTE else None
             if seconds is None:
                 if not self._communicate(rank, one, base):
                     return
@@ -152,21 +165,24 @@ class Clock:
             self.position[rank] += 1
             end = self.now + seconds
             self.ends[number][rank] = end
-            self.events.append(
-                TimelineEvent(
-                    rank, one.stage, one.action, base + one.minibatch, one.microbatch, self.now, end
+            if self.timeline:
+                minibatch = base + one.minibatch
+                self.events.append(
+                    TimelineEvent(
+                        rank, one.stage, one.action, minibatch, one.microbatch, self.now, end
+                    )
                 )
-            )
             if seconds > 0:
                 self._at(end, rank)
                 return
 
-    def _seconds(self, one: Instruction) -> float | None:
+    def _seconds(self, one: Instruction) -> float:
+        """What an instruction of `COMPUTE` takes."""
         if one.action is Action.FORWARD:
             return self.plan.stages[one.stage].forward_seconds
         if one.action is Action.BACKWARD:
             return self.plan.stages[one.stage].backward_pass_seconds
-        return self.step_seconds if one.action is Action.STEP else None
+        return self.step_seconds
 
     def _communicate(self, rank: int, one: Instruction, base: int) -> bool:
         """Execute an instruction that takes no time; False when the rank has to wait."""
@@ -237,17 +253,18 @@ class Clock:
         assert one is not None
         link = self.links(transfer.sender, transfer.receiver)
         end = self.now + link.latency_seconds + self.bytes_of(one) / link.bytes_per_second
-        self.events.append(
-            TimelineEvent(
-                transfer.sender,
-                transfer.stage,
-                one.action,
-                transfer.minibatch,
-                one.microbatch,
-                self.now,
-                end,
+        if self.timeline:
+            self.events.append(
+                TimelineEvent(
+                    transfer.sender,
+                    transfer.stage,
+                    one.action,
+                    transfer.minibatch,
+                    one.microbatch,
+                    self.now,
+                    end,
+                )
             )
-        )
         self._at(end, transfer.sender, transfer)
 
     def _arrive(self, transfer: _Transfer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pdcompile.passes.layout import (
@@ -61,24 +60,23 @@ def _ledger(
 ) -> MemoryLedger:
     stage = plan.stages[index]
     copies = sum(one.bytes for one in plan.tied if index in one.stages[1:])
-    in_flight, sent, gradients, in_buffers = 0, 0, set[int](), 0
-    peaks: Counter[str] = Counter()
+    in_flight, sent, gradients = 0, 0, set[int]()
+    most_in_flight, most_sent, in_buffers = 0, 0, 0
     for one, base in column:
-        minibatch = base + one.minibatch
-        if one.action is Action.FORWARD:
+        action = one.action
+        if action is Action.FORWARD:
             in_flight += 1
-        elif one.action is Action.BACKWARD:
+            most_in_flight = max(most_in_flight, in_flight)
+        elif action is Action.BACKWARD:
             in_flight -= 1
-            gradients.add(minibatch)
-        elif one.action is Action.STEP:
-            gradients.discard(minibatch)
-        elif one.action in _FAMILY_OF:
-            family = _FAMILY_OF[one.action]
+            gradients.add(base + one.minibatch)
+            in_buffers = max(in_buffers, len(gradients))
+        elif action is Action.STEP:
+            gradients.discard(base + one.minibatch)
+        elif (family := _FAMILY_OF.get(action)) is not None:
             size = _bytes(plan, family, one.edge)
-            sent += size if one.action is family.send else -size
-        peaks["in_flight"] = max(peaks["in_flight"], in_flight)
-        peaks["sent"] = max(peaks["sent"], sent)
-        in_buffers = max(in_buffers, len(gradients))
+            sent += size if action is family.send else -size
+            most_sent = max(most_sent, sent)
     mine = hops(layout, index)
     slots: list[tuple[Hop, int]] = [(hop, layout.pool(index)) for hop in mine.before_forward]
     slots += [(hop, GRADIENT_SLOTS) for hop in mine.before_backward]
@@ -88,9 +86,9 @@ def _ledger(
         optimizer_bytes=int(
             plan.training.optimizer_factor * max(0, stage.trainable_bytes - copies)
         ),
-        activations_bytes=(1 if stage.recompute else peaks["in_flight"]) * stage.saved_bytes,
+        activations_bytes=(1 if stage.recompute else most_in_flight) * stage.saved_bytes,
         receive_bytes=sum(count * _bytes(plan, hop.family, hop.edge) for hop, count in slots),
-        send_bytes=peaks["sent"],
+        send_bytes=most_sent,
         workspace_bytes=stage.workspace_bytes,
     )
 
