@@ -42,7 +42,7 @@ from pdcompile.passes.trace.outcomes import (
     same_values,
 )
 from pdcompile.passes.trace.remedies import remedy
-from pdcompile.passes.trace.sentinel import Sentinel
+from pdcompile.passes.trace.sentinel import Sentinel, not_reseeded
 from pdcompile.passes.trace.state import settled
 from pdcompile.randomness import is_leaf, is_random_function, is_random_module
 
@@ -129,6 +129,7 @@ def _run_once(
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
+            stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
             stack.enter_context(autocast_region(table.autocast or f"{device}:off"))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(watch)
@@ -194,6 +195,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._foreign: set[int] = set()  # storages of activations made outside of the module
         self._path = ""  # of the module that is running
+        self.draws = 0  # so far, in modules that are kept whole
         self._clear()
 
     def _clear(self) -> None:
@@ -218,8 +220,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._flops += count(*args, **kwargs, out_val=result)
-        if effects(func)[0] and not self.functions.announced:
-            self._hidden_draw = True
+        if effects(func)[0]:
+            self.draws += 1
+            self._hidden_draw = self._hidden_draw or not self.functions.announced
         fresh = made - _keys((args, kwargs))
         self._own |= fresh
         self._foreign -= fresh

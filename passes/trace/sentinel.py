@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -86,6 +86,54 @@ def guarded() -> Iterator[Sentinel]:
 def _untold() -> NoReturn:
     message, remedy = refuse.SEED
     raise OutsideDraw(message, where=locate(None)[0], remedy=remedy)
+
+
+@contextmanager
+def not_reseeded(draws: Callable[[], int], where: Callable[[], str | None]) -> Iterator[None]:
+    """While this is open nobody may seed torch's generator, nor turn it back to draw again.
+
+    Both would have eager draw the same numbers again, and every draw of a graph has its own.
+
+    Args:
+        draws: how many there were so far.
+        where: the line of the model that is running.
+    """
+    functions: Any = torch.random
+    plain = functions.default_generator
+    functions.default_generator = _Unchanged(plain, draws, where)
+    try:
+        yield
+    finally:
+        functions.default_generator = plain
+
+
+class _Unchanged:
+    """torch's generator, for the functions of torch.random."""
+
+    def __init__(
+        self, plain: torch.Generator, draws: Callable[[], int], where: Callable[[], str | None]
+    ) -> None:
+        self._plain = plain
+        self._draws = draws
+        self._where = where
+        self._states: list[tuple[torch.Tensor, int]] = []  # that were asked for, and when
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def get_state(self) -> torch.Tensor:
+        self._states.append((self._plain.get_state(), self._draws()))
+        return self._states[-1][0]
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if all(known is not state or at != self._draws() for known, at in self._states):
+            raise _outside("torch's default generator (set_rng_state)", self._where())
+
+    def manual_seed(self, seed: int) -> Any:
+        raise _outside("torch's default generator (manual_seed)", self._where())
+
+    def seed(self) -> int:
+        raise _outside("torch's default generator (seed)", self._where())
 
 
 def _numpy_state() -> Any:

@@ -36,7 +36,7 @@ from pdcompile.passes.trace.reads import Decision, Key, Reading
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR, remedy, remedy_of_loss
 from pdcompile.passes.trace.selections import Policy, Selections
-from pdcompile.passes.trace.sentinel import guarded
+from pdcompile.passes.trace.sentinel import guarded, not_reseeded
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import KEEP, FakeTensors
 from pdcompile.passes.trace.unchanged import moves_of_nothing
@@ -126,6 +126,10 @@ def record(
         return settled(model, training, call, same, leftovers=table.leftovers)
 
 
+def _num_draws(recorder: Recorder) -> int:
+    return sum(op.draw is not None for op in recorder.ops)
+
+
 def same(one: Recording, other: Recording) -> bool:
     """Whether two recordings are the same computation."""
     return one.meaning == other.meaning
@@ -166,6 +170,8 @@ def _record(
         sentinel = stack.enter_context(guarded())
         if per_op:
             recorder.check_generators = sentinel.check
+        draws = partial(_num_draws, recorder)
+        stack.enter_context(not_reseeded(draws, lambda: locate(recorder.boundary)[0]))
         stack.enter_context(watched(recorder))
         stack.enter_context(moves_of_nothing())
         stack.enter_context(_quiet())

@@ -335,6 +335,22 @@ def seeds_in_forward(self: Any, x: Tensor) -> Tensor:
 
 
 @case("refused")
+def seeds_and_turns_back(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        noise = torch.randn(8)
+    return self.lin(x) + noise
+
+
+@case("refused")
+def draws_the_same_again(self: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    noise = torch.randn(8)
+    torch.set_rng_state(state)
+    return self.lin(x) + noise - torch.randn(8)
+
+
+@case("refused")
 def writes_a_parameter(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         self.lin.weight.clamp_(-0.1, 0.1)
