@@ -116,12 +116,13 @@ def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
     return placed
 
 
-_Write = tuple[str | None, str, list[str], list[str]]
+_Write = tuple[str | None, str, list[str], list[str], bool]
 
 
 def _writes(graph: OpGraph) -> Iterator[_Write]:
     """For each value and op that writes into its memory later: who makes the value, the op, who
-    reads the value before and who afterwards."""
+    reads the value before and who afterwards, and whether the model returns it."""
+    returned = {ref.name for ref in walk(graph.output, Ref)}
     position = {op.name: i for i, op in enumerate(graph.ops)}
     writers: dict[int, list[str]] = {}  # storage -> ops, in order
     for op in graph.ops:
@@ -135,7 +136,7 @@ def _writes(graph: OpGraph) -> Iterator[_Write]:
                 readers = [name for name in value.consumers if name != writer]
                 earlier = [name for name in readers if position[name] < at]
                 later = [name for name in readers if position[name] > at]
-                yield value.producer, writer, earlier, later
+                yield value.producer, writer, earlier, later, value.name in returned
 
 
 def _stale(writes: list[_Write], placed: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
@@ -145,10 +146,10 @@ def _stale(writes: list[_Write], placed: Mapping[str, int]) -> Iterator[tuple[st
     stage that makes the value writes it, and readers before it may not.  Inputs of the model each
     stage takes from the caller.
     """
-    for producer, writer, earlier, later in writes:
+    for producer, writer, earlier, later, returned in writes:
         if producer is None:
             yield (writer, *earlier, *later)
-        elif later:
+        elif later or returned:
             yield (producer, writer)
         if producer is not None and placed[producer] == placed[writer]:
             yield (producer, writer, *(r for r in earlier if placed[r] > placed[writer]))

@@ -286,6 +286,13 @@ def test_readers_of_what_evaluation_wrote_may_be_later_and_those_before_not():
     assert placed == {"a_": 1, "c_": 1, "write": 1}
 
 
+def test_what_evaluation_returns_is_made_where_it_is_written_last():
+    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
+    write = op("write", "a_", module_path="g", mutates=("a_",))
+    evaluation = graph([op("a_", "x", module_path="f"), write], output=Ref("a_"))
+    assert place_eval(both(train, evaluation), {"a": 0, "c": 1}) == {"a_": 1, "write": 1}
+
+
 def test_a_number_is_read_in_evaluation_where_it_is_used():
     """An early exit that only evaluation has: the choice between both ways is on a later stage."""
     train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
