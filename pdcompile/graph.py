@@ -283,13 +283,16 @@ class TensorInfo:
 class SizeRange:
     """Microbatch sizes for which a capture was found to be the model; None: no upper end.
 
-    `below` and `above` say what is different outside, "" where nothing larger was tried.
-    """
+    `below` and `above` say what is different outside, "" where nothing larger was tried."""
 
     smallest: int = 1
     largest: int | None = None
     below: str = ""
     above: str = ""
+
+    def holds(self, size: int) -> bool:
+        """Whether a microbatch may have this many samples."""
+        return self.smallest <= size and (self.largest is None or size <= self.largest)
 
 
 @dataclass(frozen=True, slots=True)

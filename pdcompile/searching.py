@@ -83,5 +83,4 @@ def _counts(wish: Open, options: Options, chosen: Choices, sizes: SizeRange) -> 
 
 def _fits(batch: int, m: int, sizes: SizeRange) -> bool:
     """Both sizes that microbatches then have."""
-    largest = sizes.largest
-    return sizes.smallest <= batch // m and (largest is None or -(-batch // m) <= largest)
+    return sizes.holds(batch // m) and sizes.holds(-(-batch // m))

@@ -97,3 +97,35 @@ def test_what_can_do_without_a_size_keeps_it_open() -> None:
 
     graph = faithful(make(forward), X, IDS).train
     assert any(value.varies for value in graph.values.values())
+
+
+def _real_rows(self: nn.Module, x: Tensor) -> Tensor:
+    """Leaves out what is padding, and tells the samples apart again."""
+    real = (x == 0).sum(-1) != x.shape[-1]
+    chosen = self.lin(x.flatten(0, 1)[real.flatten()])
+    return torch.stack([part.mean(0) for part in chosen.split(real.sum(1).tolist())])
+
+
+def test_sizes_that_depend_on_floats_of_the_inputs() -> None:
+    with pytest.warns(UserWarning, match="a size depends on values of the inputs"):
+        faithful(make(_real_rows), X, sizes=(4,))
+    pipe = pdcompile.compile(
+        make(_real_rows), (X,), loss_fn=_loss, example_target=X, stages=2, microbatches=2,
+        optimizer=None, costs="estimated",
+    )  # fmt: skip
+    pipe.step(X, target=X)
+    padded = X.clone()
+    padded[1, 4] = 0
+    with pytest.raises(InputError, match="this number of rows is that of the example"):
+        pipe.step(padded, target=X)
+
+
+def test_numbers_in_lists_and_slices_are_those_of_the_example() -> None:
+    def forward(self: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
+        h = self.lin(x)[:, : counts.max().item()]
+        parts = h.flatten(0, 1).split(counts.tolist())
+        return torch.stack([part.mean(0) for part in parts])
+
+    faithful(make(forward), X, torch.full((4,), 5), sizes=(4,))
+    with pytest.raises(TraceError, match=r"\(item\); it is not the same for all .* example\n"):
+        captured(make(forward), X, torch.tensor([5, 4, 5, 4]))

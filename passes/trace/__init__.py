@@ -126,11 +126,9 @@ def _noted(graph: OpGraph) -> OpGraph:
 
 def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
     """Whether one sample tells graph and eager apart."""
-    call, single = (resize(flat, layout, 1), replace(layout, size=1)) if layout.splits else (
-        flat, layout,
-    )  # fmt: skip
-    smallest, size = found.train.sizes.smallest, found.train.batch_size
-    if layout.splits and smallest > 1:
+    call, single = flat, layout
+    if layout.splits:
+        size = 1 if found.train.sizes.holds(1) else found.train.batch_size
         call, single = resize(flat, layout, size), replace(layout, size=size)
     try:
         compare(model, found, call, single)

@@ -23,7 +23,7 @@ from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
-from pdcompile.passes.trace.reads import Reads, Undecided, kept_whole
+from pdcompile.passes.trace.reads import DIFFERS, Reads, Undecided, kept_whole
 from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
 from pdcompile.value_checks import CAPTURED
 
@@ -89,7 +89,7 @@ class ExampleSizes:
                 self._differs = False
                 if not self._settled(func, args, kwargs):
                     if self._differs:
-                        error.message += "; it is not the same for all samples of the example"
+                        error.message += DIFFERS
                     raise
 
     def asked(self, tensors: Any, name: str) -> None:
@@ -168,7 +168,7 @@ class ExampleSizes:
         if not isinstance(name, Ref) or examples is None:
             return None
         found: list[Any] = []
-        for given in examples.calls():
+        for given in examples.calls(floats=True):
             value = evaluate(name.name, recorder.ops, recorder.fakes, given)
             if value is None:
                 return None

@@ -1,4 +1,4 @@
-"""The integers that the example gives to one call, and others that a later call may give."""
+"""The values that the example gives to one call, and others that a later call may give."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 
 
 class Examples:
-    """Values of the integer and bool inputs of one recorded call.
-
-    Of other inputs the value is not known beforehand.
+    """Values of the inputs of one recorded call.
 
     Args:
         flat: the example minibatch.
@@ -38,14 +36,18 @@ class Examples:
         self._known: dict[str, tuple[Tensor, Tensor, int | None]] = {}
         for entry in inputs:
             leaf = call.leaves[entry.path]
-            if not leaf.is_floating_point() and not leaf.is_complex() and not leaf.is_meta:
+            if not leaf.is_meta:
                 self._known[entry.name] = (leaf, flat.leaves[entry.path], entry.batch_dim)
 
-    def calls(self) -> Iterator[Mapping[str, Tensor]]:
+    def calls(self, *, floats: bool = False) -> Iterator[Mapping[str, Tensor]]:
         """Real inputs of the recorded shapes by name: the call itself, then the minibatch in
-        pieces of this size, and every sample of it alone, as often as there are rows."""
-        yield {name: leaf for name, (leaf, _, _) in self._known.items()}
-        rows = {leaf.shape[dim] for leaf, _, dim in self._known.values() if dim is not None}
+        pieces of this size, and every sample of it alone, as often as there are rows.
+
+        Integers and bools, with `floats` the others too.
+        """
+        known = {n: k for n, k in self._known.items() if floats or not _continuous(k[0])}
+        yield {name: leaf for name, (leaf, _, _) in known.items()}
+        rows = {leaf.shape[dim] for leaf, _, dim in known.values() if dim is not None}
         total = self._layout.size
         if len(rows) != 1 or not self._layout.splits:
             return
@@ -58,12 +60,12 @@ class Examples:
                 index = torch.tensor(piece)
                 given = {
                     name: leaf if dim is None else whole.index_select(dim, index.to(whole.device))
-                    for name, (leaf, whole, dim) in self._known.items()
+                    for name, (leaf, whole, dim) in known.items()
                 }
             yield given
 
     def variants(self) -> Iterator[Mapping[str, Tensor]]:
-        """The inputs of the recorded call, then made-up ones of the same shapes: its values in
+        """The integers of the recorded call, then made-up ones of the same shapes: its values in
         another order, and numbers that a model of integers mostly tells apart."""
         for given in itertools.islice(self.calls(), 1):
             yield given
@@ -78,6 +80,10 @@ class Examples:
                     for name, leaf in given.items()
                 }
             yield from (shuffled, zeros, ones, mixed)
+
+
+def _continuous(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _shuffled(leaf: Tensor) -> Tensor:

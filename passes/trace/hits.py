@@ -20,6 +20,7 @@ from pdcompile.passes.trace.constants import read
 from pdcompile.passes.trace.facts import locate, storage_key
 from pdcompile.passes.trace.ragged import SHAPELESS
 from pdcompile.passes.trace.reads import Loops, Site, site_of
+from pdcompile.passes.trace.scalars import numbers
 from pdcompile.passes.trace.selections import is_mask
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Hits:
     def call(self, plain: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What a torch function returns, called by the model."""
         name = str(getattr(func, "__name__", ""))
+        if self._recorder.reads.handed_out is not None:
+            args, kwargs = numbers(args), numbers(kwargs)
         if name == "__format__":
             known = read(func, args, kwargs, self._recorder.ops, self._recorder.fakes)
             return known[0] if known is not None else plain(func, args, kwargs)

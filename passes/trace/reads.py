@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
 Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
 
+DIFFERS = "; it is not the same for all samples of the example"
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_TEXT = 64  # characters of the model's own words in a check
 MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
@@ -237,7 +238,7 @@ class Reading:
                     return func(tensor)
                 if self._reads is None or tensor.dtype.is_floating_point:
                     raise refusal
-                value = self._specialised(recorder, tensor, refusal)
+                value = self._specialised(recorder, tensor, refusal, floats=self.sizes_of_example)
                 place = _place(refusal.where)
                 same = recorder.call(torch.eq, (tensor, value))
                 recorder.check(same, f"{place}: {CAPTURED} this value is {value}")
@@ -295,20 +296,22 @@ class Reading:
         self.decisions.append(Decision(key, op))
         return self.outcomes.get(key, False)
 
-    def _specialised(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> Any:
+    def _specialised(
+        self, recorder: Recorder, tensor: Tensor, refusal: TraceError, *, floats: bool = False
+    ) -> Any:
         """The value on the example; raises the refusal where it may vary, or need not be known."""
         name = recorder.fakes.name(tensor)
         if not isinstance(name, Ref) or kept_whole(recorder):
             raise refusal
         values = []
-        for given in self.examples.calls() if self.examples is not None else ():
+        for given in self.examples.calls(floats=floats) if self.examples is not None else ():
             found = evaluate(name.name, recorder.ops, recorder.fakes, given)
             if found is None:
                 raise refusal
             with _disable_current_modes():
                 values.append(found.item())
         if any(value != values[0] for value in values):
-            refusal.message += "; it is not the same for all samples of the example"
+            refusal.message = f"{refusal.message.removesuffix(DIFFERS)}{DIFFERS}"
             raise refusal
         return values[0]
 

@@ -73,3 +73,16 @@ for _name in ("neg", "pos", "abs", "index"):
     setattr(Scalar, f"__{_name}__", _computed(getattr(operator, _name)))
 for _name, _function in (("int", int), ("float", float), ("round", round)):
     setattr(Scalar, f"__{_name}__", _computed(_function))
+
+
+def numbers(argument: Any) -> Any:
+    """An argument with the numbers themselves, which torch asks for where it takes numbers."""
+    if type(argument) is Scalar:
+        return argument._number()
+    if type(argument) is slice:
+        return slice(*map(numbers, (argument.start, argument.stop, argument.step)))
+    if type(argument) in (tuple, list):
+        return type(argument)(map(numbers, argument))
+    if type(argument) is dict:
+        return {key: numbers(item) for key, item in argument.items()}
+    return argument

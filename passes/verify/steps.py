@@ -41,8 +41,7 @@ def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
     size, rows = graph.batch_size, layout.size
     if layout.splits and rows > size:
         last = microbatch_sizes(rows, -(-rows // size))[-1]
-        largest = graph.sizes.largest
-        if last < graph.sizes.smallest or (largest is not None and last > largest):
+        if not graph.sizes.holds(last):
             last = size
         return resize(_rolled(flat, layout, last), layout, last)
     if layout.splits and rows > 1:

@@ -177,7 +177,9 @@ def _check_case(
     report.opaque_flops = opaque_flops(case, report.opaque)
     report.opaque_parameters = largest_opaque_parameters(case.model, report.opaque)
     enter("compare")
-    compare(case.model, found, flat, layout)
+    size = layout.size if found.train.sizes.holds(layout.size) else found.train.batch_size
+    call = resize(flat, layout, size) if layout.splits else flat
+    compare(case.model, found, call, replace(layout, size=size))
     for cut, make in _cuts(report.name, case, found, options, dropout, thorough):
         with _failures(report, cut):
             enter("plan")
