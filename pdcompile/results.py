@@ -6,7 +6,7 @@ A float at once would drain the pipeline at every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from pdcompile.errors import ConfigError
 
 class LazyLoss:
     """The loss of one minibatch, the same on every rank, delivered off the critical path.
+
+    Arithmetic and comparisons wait, and give what they give on ``item()``.
 
     Args:
         resolve: waits for the loss and returns it, a 0-dim tensor; called at most once when it
@@ -51,6 +53,45 @@ class LazyLoss:
     def __float__(self) -> float:
         return self.item()
 
+    def __add__(self, other: Any) -> Any:
+        return self.item() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.item()
+
+    def __sub__(self, other: Any) -> Any:
+        return self.item() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.item()
+
+    def __mul__(self, other: Any) -> Any:
+        return self.item() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.item() / other
+
+    def __lt__(self, other: Any) -> bool:
+        return self.item() < float(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.item() > float(other)
+
+    if not TYPE_CHECKING:  # else every attribute would seem to exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in self.__slots__:  # while it is copied
+                raise AttributeError(name)
+            hint = (
+                "step has run backward already, and the update; forward_backward does without "
+                "the update"
+                if name == "backward"
+                else "float(loss) is its number, loss.wait() a detached tensor"
+            )
+            raise AttributeError(f"the loss has no {name!r}: {hint}", name=name, obj=self)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
@@ -81,6 +122,14 @@ class StepResult:
             self._outputs = self._resolve()
             self._resolve = None
         return self._outputs
+
+    if not TYPE_CHECKING:  # else every attribute would seem to exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in self.__slots__:  # while it is copied
+                raise AttributeError(name)
+            hint = "it has loss and outputs, what the model returned: result.outputs"
+            raise AttributeError(f"a result has no {name!r}: {hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss!r})"

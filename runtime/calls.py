@@ -239,7 +239,8 @@ def refuse_modes() -> None:
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         raise ConfigError(
             "torch.autocast is on around this call, and was not captured",
-            remedy="put the autocast region inside the model's forward",
+            remedy="compile(..., autocast='bfloat16') runs model and loss in such a region; or put "
+            "it inside of forward",
         )
 
 

@@ -22,6 +22,7 @@ from pdcompile.runtime import launch
 from pdcompile.runtime.calls import begin_call, needed_paths, refuse_blind_start, refuse_target
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure import Failures, describe
+from pdcompile.runtime.not_a_module import NotAModule
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import check_max_norm
@@ -31,7 +32,7 @@ from pdcompile.trained import check_trained
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
 
-class Pipeline:
+class Pipeline(NotAModule):
     """A model in pipeline-parallel training; nothing is captured before the first call.
 
     `prepare(flat)` does what the compiler does: from one global minibatch (None: from the

@@ -205,3 +205,13 @@ def test_states_that_cannot_be_loaded(state: Any, message: str, remedy: str) -> 
         pipe.load_state_dict(state)
     assert remedy in str(caught.value.remedy)
     assert torch.equal(model.weight, before)
+
+
+def test_a_pipeline_is_no_module_and_says_what_it_has() -> None:
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, costs="estimated")
+    with pytest.raises(ConfigError, match=r"pipe\.predict"):
+        pipe(torch.ones(4, 8))
+    for name, hint in (("train", "train mode"), ("to", "before compile"), ("anything", "no 'any")):
+        with pytest.raises(AttributeError, match=hint):
+            getattr(pipe, name)
+    assert not hasattr(pipe, "eval")

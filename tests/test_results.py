@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 
 import pytest
@@ -112,3 +113,28 @@ def test_a_microbatch_without_items_counts_nothing() -> None:
     assert logits.grad.eq(0).all()
     assert scaled_loss(torch.tensor(3.0), 0.5).item() == 1.5
     assert scaled_loss(torch.tensor(torch.nan), 0.5).isnan()
+
+
+def test_a_loss_counts_as_its_number() -> None:
+    loss = LazyLoss(lambda: torch.tensor(2.5))
+    total = 0.0
+    for _ in range(2):
+        total += loss
+    assert total == 5.0
+    assert (loss + loss, loss - 1, 1 - loss, 2 * loss, loss / 5) == (5.0, 1.5, -1.5, 5.0, 0.5)
+    assert loss < 3 and loss > 2  # noqa: PT018
+    assert min(loss, LazyLoss(lambda: torch.tensor(1.0))).item() == 1.0
+    assert float(torch.tensor(1.0) + loss) == 3.5
+
+
+def test_what_there_is_instead_of_an_attribute_is_said() -> None:
+    result = StepResult(LazyLoss(lambda: torch.tensor(2.5)), lambda: {"logits": 1})
+    with pytest.raises(AttributeError, match="step has run backward already"):
+        _ = getattr(result.loss, "backward")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"loss\.wait\(\)"):
+        _ = getattr(result.loss, "detach")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"'logits': .* result\.outputs"):
+        _ = getattr(result, "logits")  # noqa: B009
+    again = copy.copy(result)
+    assert again.outputs == {"logits": 1}
+    assert not hasattr(result.loss, "backward")
