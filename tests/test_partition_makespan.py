@@ -18,6 +18,7 @@ from pdcompile.passes.partition.makespan import (
     Timing,
     _Run,
     critical_path,
+    longest_path,
     makespan,
     program,
     warmup_of,
@@ -146,6 +147,15 @@ def test_the_recurrence_is_the_walk_in_order_of_time() -> None:
             continue
         compared += 1
         assert makespan(timing, depth, m) == expected
+        path = longest_path(timing, depth, m)
+        assert sum_of(path, timing) == pytest.approx(expected)
+        hops = (timing.forward_hops, timing.backward_hops, timing.final_hops)
+        other = Timing(
+            tuple(r.random() for _ in range(n)),
+            tuple(r.random() for _ in range(n)),
+            *({hop: r.random() for hop in table} for table in hops),
+        )
+        assert path.seconds(other) <= makespan(other, depth, m) * (1 + 1e-9)
     assert compared > 250
     assert endless > 5
 

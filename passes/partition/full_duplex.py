@@ -9,22 +9,50 @@ those of the walk in `makespan`, and so are their results, to the last digit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias, Union
 
-Hop = tuple[int, int]
+Hop: TypeAlias = tuple[int, int]
+Kind: TypeAlias = Literal["forward", "backward", "final"]
+Compute: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
+Event: TypeAlias = Union[Compute, tuple["_Link", int], None]  # noqa: UP007  (a name in quotes)
 
 
 class _Link:
     """Messages of one kind from one stage to another, microbatch by microbatch."""
 
-    __slots__ = ("arrived", "posted", "seconds", "sent", "sleepers")
+    __slots__ = (
+        "arrived", "hop", "kind", "posted", "posted_after", "seconds", "sent", "sent_after",
+        "sleepers",
+    )  # fmt: skip
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, hop: Hop, kind: Kind, seconds: float):
+        self.hop, self.kind, self.seconds = hop, kind, seconds
         self.sent: list[float] = []  # when each was handed over
+        self.sent_after: list[Event] = []  # what decided that time
         self.posted: list[float] = []  # when there was a slot for it
+        self.posted_after: list[Event] = []
         self.arrived: list[float] = []
         self.sleepers: list[int] = []
+
+    def send(self, now: float, after: Event, ready: list[int]) -> None:
+        self.sent.append(now)
+        self.sent_after.append(after)
+        self.move(ready)
+
+    def post(self, now: float, after: Event, ready: list[int]) -> None:
+        self.posted.append(now)
+        self.posted_after.append(after)
+        self.move(ready)
+
+    def cause(self, k: int) -> Event:
+        """What message k set out after."""
+        before = self.arrived[k - 1] if k else 0.0
+        found: Event = (self, k - 1) if k else self.sent_after[0]
+        if self.sent[k] > before:
+            before, found = self.sent[k], self.sent_after[k]
+        return self.posted_after[k] if self.posted[k] > before else found
 
     def move(self, ready: list[int]) -> None:
         """Add the arrivals that follow from what is known; who waited for them is ready."""
@@ -61,7 +89,7 @@ class Recurrence:
         self,
         forward: Sequence[float],
         backward: Sequence[float],
-        hops: Mapping[str, Mapping[Hop, float]],
+        hops: Mapping[Kind, Mapping[Hop, float]],
         programs: Sequence[Sequence[tuple[bool, int]]],
         warmup: Sequence[int],
         num_microbatches: int,
@@ -70,40 +98,64 @@ class Recurrence:
         self.forward, self.backward = forward, backward
         self.programs, self.warmup, self.m, self.slots = programs, warmup, num_microbatches, slots
         self.ready: list[int] = []
+        self.end = 0.0  # when the last stage is done
+        self.last: Event = None  # what decides that
+        self.cause: dict[Compute, Event] = {}
         stages = range(len(forward))
-        self.into: dict[str, list[list[_Link]]] = {}
-        self.out: dict[str, list[list[tuple[_Link, int]]]] = {}
+        self.into: dict[Kind, list[list[_Link]]] = {}
+        self.out: dict[Kind, list[list[tuple[_Link, int]]]] = {}
         for kind, table in hops.items():
             self.into[kind], self.out[kind] = [[] for _ in stages], [[] for _ in stages]
             for a, b in sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop)):
-                link = _Link(table[a, b])
+                link = _Link((a, b), kind, table[a, b])
                 window = max(2, 1 + warmup[min(a, b)] - warmup[max(a, b)])
                 self.into[kind][b].append(link)
                 self.out[kind][a].append((link, window))
 
     @staticmethod
-    def applies(hops: Mapping[str, Mapping[Hop, float]]) -> bool:
+    def applies(hops: Mapping[Kind, Mapping[Hop, float]]) -> bool:
         """Whether the hops of all kinds go their own ways, on full-duplex links."""
-        ahead = (hop for kind in ("forward", "final") for hop in hops[kind])
+        ahead = (*hops["forward"], *hops["final"])
         return all(a < b for a, b in ahead) and all(a > b for a, b in hops["backward"])
 
-    def seconds(self) -> float | None:
-        """When the last stage is done; None: they wait for each other for ever."""
+    def run(self) -> bool:
+        """Find `end`; False: stages wait for each other for ever."""
         stages = [self._stage(s) for s in range(len(self.forward))]
-        ends: list[float] = []
-        self.ready += reversed(range(len(stages)))
+        running = len(stages)
+        self.ready += reversed(range(running))
         while self.ready:
             s = self.ready.pop()
-            found = next(stages[s])
-            if isinstance(found, _Link):
-                found.sleepers.append(s)
+            link = next(stages[s], None)
+            if link is None:
+                running -= 1
             else:
-                ends.append(found)
-        return max(ends) if len(ends) == len(stages) else None
+                link.sleepers.append(s)
+        return not running
 
-    def _stage(self, s: int) -> Iterator[_Link | float]:
-        """Links that the stage waits for, and at last when it was done."""
+    def path(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[Hop, Kind, int], ...]]:
+        """How often forward and backward of each stage, and each hop, are on a longest path."""
+        computed = {True: [0] * len(self.forward), False: [0] * len(self.forward)}
+        hops: Counter[tuple[Hop, Kind]] = Counter()
+        event = self.last
+        while event is not None:
+            if len(event) == 3:
+                computed[event[1]][event[0]] += 1
+                event = self.cause[event]
+            else:
+                link, k = event
+                hops[link.hop, link.kind] += 1
+                event = link.cause(k)
+        found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
+        return tuple(computed[True]), tuple(computed[False]), found
+
+    def _done(self, now: float, because: Event) -> None:
+        if self.last is None or now > self.end:
+            self.end, self.last = now, because
+
+    def _stage(self, s: int) -> Iterator[_Link]:
+        """Links that the stage waits for."""
         now, ready = 0.0, self.ready
+        because: Event = None  # what decided `now`
         into = {True: self.into["forward"][s], False: self.into["backward"][s]}
         out = {True: self.out["forward"][s], False: self.out["backward"][s]}
         taken = {True: self.forward[s], False: self.backward[s]}
@@ -111,8 +163,7 @@ class Recurrence:
 
         def post(kind: bool) -> None:
             for link in into[kind]:
-                link.posted.append(now)
-                link.move(ready)
+                link.post(now, because, ready)
 
         for _ in range(pool):
             post(True)
@@ -122,16 +173,16 @@ class Recurrence:
                 while len(link.arrived) <= k:
                     yield link
                 if link.arrived[k] > now:
-                    now = link.arrived[k]
-            now += taken[kind]
+                    now, because = link.arrived[k], (link, k)
+            self.cause[s, kind, k] = because
+            now, because = now + taken[kind], (s, kind, k)
             for link, window in out[kind]:
                 if k >= window:
                     while len(link.arrived) <= k - window:
                         yield link
                     if link.arrived[k - window] > now:
-                        now = link.arrived[k - window]
-                link.sent.append(now)
-                link.move(ready)
+                        now, because = link.arrived[k - window], (link, k - window)
+                link.send(now, because, ready)
             # Gradients are expected for the next microbatches that went forward.
             if kind:
                 forwards += 1
@@ -143,15 +194,12 @@ class Recurrence:
                     post(False)
                 if k + pool < self.m:
                     post(True)
+        self._done(now, because)
         for link, _ in self.out["final"][s]:
-            link.sent.append(now)
-            link.move(ready)
-        end = now
+            link.send(now, because, ready)
         for link in self.into["final"][s]:
-            link.posted.append(now)
-            link.move(ready)
+            link.post(now, because, ready)
         for link in self.into["final"][s]:
             while not link.arrived:
                 yield link
-            end = max(end, link.arrived[0])
-        yield end
+            self._done(link.arrived[0], (link, 0))

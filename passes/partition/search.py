@@ -13,7 +13,13 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError
 from pdcompile.passes.partition.enumerate import chains
-from pdcompile.passes.partition.evaluate import Transfers, path_of, stage_seconds, violations
+from pdcompile.passes.partition.evaluate import (
+    Transfers,
+    any_path_of,
+    path_of,
+    stage_seconds,
+    violations,
+)
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
 from pdcompile.passes.partition.integer_program import IntegerProgram
@@ -210,7 +216,7 @@ def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
     full_duplex = all(stage.full_duplex for stage in problem.stages)
     if problem.objective != "flush" or not full_duplex:
         return lambda _: False
-    path = path_of(problem, model.items_of(search.groups))
+    path = any_path_of(problem, model.items_of(search.groups))
     upper = search.upper * (1 + 1e-12)  # rounding of sums must bar nothing that is better
 
     def barred(groups: tuple[int, ...]) -> bool:
