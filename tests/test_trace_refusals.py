@@ -234,6 +234,14 @@ def test_loss_that_is_no_scalar() -> None:
         captured(make(lambda self, x: self.lin(x)), loss_fn=lambda y, t: y, target=rows())
 
 
+def test_a_loss_of_pairs_is_captured_for_one_size() -> None:
+    """Its shape depends on the size, not linearly, and no module is there to keep whole."""
+    found = captured(
+        nn.Linear(8, 8), loss_fn=lambda output, target: torch.pdist(output).mean(), target=rows()
+    )
+    assert found.train.sizes.smallest == found.train.sizes.largest == 4
+
+
 def test_an_output_that_may_hide_tensors() -> None:
     with pytest.raises(TraceError, match=r"class functools\.partial, in which tensors may"):
         captured(make(lambda self, x: (x, functools.partial(torch.add, self.lin(x)))))

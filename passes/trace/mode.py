@@ -42,6 +42,7 @@ from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.packed import takes_packed
 from pdcompile.passes.trace.ragged import Ragged
 from pdcompile.passes.trace.reads import Reading
+from pdcompile.passes.trace.recomputed import reentrant
 from pdcompile.passes.trace.results import Results
 from pdcompile.passes.trace.surroundings import Surroundings
 from pdcompile.passes.trace.tensors import FakeTensors, tensors_in
@@ -146,12 +147,7 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return plain(*self.fakes.stand_in(args))
         if cls is CheckpointFunction:
-            # What to recompute is the plan's decision; here the region is what it computes.
-            # As in eager, parameters get no gradient when no input of the region does.
-            function, _, *inputs = args
-            grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-                return function(*inputs)
+            return reentrant(self, *args)
         return self._call(plain, args, {})
 
     def _constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:

@@ -21,6 +21,10 @@ class ForwardRaised(TraceError):
     """The model's own Python raised, which is the cause of this error."""
 
 
+class Unkept(TraceError):
+    """What would be wrong in a module that is kept whole too."""
+
+
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
 READ: Refusal = (
@@ -97,6 +101,14 @@ WRITTEN: dict[str, Refusal] = {
         "register it: self.register_buffer(name, tensor)",
     ),
 }
+RECOMPUTED_WRITE: Refusal = (
+    "torch.utils.checkpoint runs {} a second time in backward, which writes its buffers again",
+    "switch checkpointing off for it: what to recompute is decided by the plan",
+)
+RECOMPUTED_DRAW: Refusal = (
+    "torch.utils.checkpoint draws other random numbers when it recomputes {}",
+    "leave preserve_rng_state=True, or switch checkpointing off: the plan says what to recompute",
+)
 UNTRACKED: Refusal = (
     "a call that capture cannot see writes tensors or draws random numbers ({})",
     "compute it with public torch functions inside forward",

@@ -33,6 +33,7 @@ from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.reads import Decision, Key, Reading
+from pdcompile.passes.trace.recomputed import check_region, watched_regions
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR, remedy, remedy_of_loss
 from pdcompile.passes.trace.selections import Policy, Selections
@@ -172,6 +173,12 @@ def _record(
             recorder.check_generators = sentinel.check
         draws = partial(_num_draws, recorder)
         stack.enter_context(not_reseeded(draws, lambda: locate(recorder.boundary)[0]))
+        stack.enter_context(
+            watched_regions(
+                lambda: len(recorder.ops),
+                lambda start, preserve: check_region(recorder.ops[start:], preserve),
+            )
+        )
         stack.enter_context(watched(recorder))
         stack.enter_context(moves_of_nothing())
         stack.enter_context(_quiet())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pdcompile.errors import TraceError
 from pdcompile.opaque import tensors_at
+from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
@@ -45,7 +46,7 @@ class Whole:
         path = error.module_path
         if isinstance(error, Unrepeatable):
             error.where = self.paths[error.kept_whole].where
-        if isinstance(error, OutsideDraw) or path is None:
+        if isinstance(error, OutsideDraw | refuse.Unkept) or path not in self._table.modules:
             raise error
         while path and _covered(path, self.paths):
             path = path.rpartition(".")[0]
@@ -57,7 +58,7 @@ class Whole:
     def spares(self, error: TraceError) -> bool:
         """Whether `enlarge` would keep whole so little that the model can still be cut."""
         path = error.module_path
-        if not path or _covered(path, self.paths):
+        if not path or path not in self._table.modules or _covered(path, self.paths):
             return False
         kept = [self._table.modules[p] for p in (path, *self._alike(path))]
         return held_share(kept, self._model) <= KEPT_WHOLE_SHARE

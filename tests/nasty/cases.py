@@ -193,6 +193,28 @@ def checkpoint_kept(self: Any, x: Tensor) -> Any:
     return y if x.sum() > 100 else y + F.dropout(x, 0.5, self.training)
 
 
+@case("exact")
+def checkpoint_sums_gradients(self: Any, x: Tensor) -> Any:
+    return checkpoint(lambda y: self.lin(y) * y, x, use_reentrant=True) + self.drop(x)
+
+
+@case("refused")
+def checkpoint_writes_twice(self: Any, x: Tensor) -> Any:
+    def statistics(y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.ema.lerp_(y.mean(0), 0.1)
+        result: Tensor = self.lin(y)
+        return result
+
+    return checkpoint(statistics, x, use_reentrant=False)
+
+
+@case("refused")
+def checkpoint_draws_anew(self: Any, x: Tensor) -> Any:
+    function = nn.Sequential(self.lin, self.drop)
+    return checkpoint(function, x, use_reentrant=True, preserve_rng_state=False)
+
+
 class Twice(torch.autograd.Function):
     """Its backward is wrong on purpose: no derivative of its forward."""
 

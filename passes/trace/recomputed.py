@@ -1,0 +1,84 @@
+"""Regions of torch.utils.checkpoint, which eager runs a second time in backward.
+
+In a graph a region is its operators; what to recompute is the plan's decision.  That is the same
+computation as long as the second run only repeats the first: no buffers written twice, no other
+random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils import checkpoint
+
+from pdcompile.graph import Op
+from pdcompile.passes.trace import refuse
+
+
+class Recording(Protocol):
+    """What a recorder is asked here."""
+
+    ops: list[Op]
+
+    def call(self, func: Any, args: tuple[Any, ...]) -> Any: ...
+
+
+def reentrant(recorder: Recording, function: Any, preserve: bool, *inputs: Any) -> Any:
+    """What ``CheckpointFunction.apply`` does while recording.
+
+    As in eager, parameters get no gradient when no input of the region does, and the gradients
+    for an input are summed in the region before they meet those of its other readers.
+    """
+    grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    if not (grad and torch.is_grad_enabled()):
+        with torch.no_grad():
+            return function(*inputs)
+    inside = [
+        recorder.call(torch.Tensor.view_as, (x, x))
+        if isinstance(x, torch.Tensor) and x.requires_grad
+        else x
+        for x in inputs
+    ]
+    start = len(recorder.ops)
+    result = function(*inside)
+    check_region(recorder.ops[start:], preserve)
+    return result
+
+
+def check_region(ops: list[Op], preserve: bool) -> None:
+    """Raise Unkept where a second run of these ops would not only repeat the first."""
+    for op in ops:
+        shown = op.target.rpartition(".")[2]
+        if op.buffers_written:
+            raise refuse.Unkept(
+                refuse.RECOMPUTED_WRITE[0].format(f"{op.module_path or shown!r}"),
+                where=op.source, remedy=refuse.RECOMPUTED_WRITE[1],
+            )  # fmt: skip
+        if op.draw is not None and not preserve:
+            raise refuse.Unkept(
+                refuse.RECOMPUTED_DRAW[0].format(f"{op.module_path or shown!r}"),
+                where=op.source, remedy=refuse.RECOMPUTED_DRAW[1],
+            )  # fmt: skip
+
+
+@contextmanager
+def watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
+    """While this is open, `end(start(), preserve_rng_state)` is called after each region that is
+    not reentrant and that backward would run again."""
+    module: Any = checkpoint
+    plain = module._checkpoint_without_reentrant_generator
+
+    def region(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        begun, recomputed = start(), torch.is_grad_enabled()
+        yield from plain(function, preserve, *args, **kwargs)
+        if recomputed:
+            end(begun, preserve)
+
+    module._checkpoint_without_reentrant_generator = region
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = plain
