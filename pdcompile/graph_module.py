@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,8 @@ class Origin:
     eval: OpGraph | None = None
     loss_fn: Callable[..., Any] | None = None
     autocast: str | None = None  # the region around model and loss_fn
+    # Of the example, by path, nested lists: what the model accepts no other integers for.
+    integers: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Origin, ())  # a graph that travels to another process leaves its model behind

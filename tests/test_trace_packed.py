@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def test_packed_sequences_at_the_root(
     assert graph.sizes.smallest == 1
 
 
-def test_samples_of_all_lengths_on_two_stages() -> None:
+def test_samples_of_all_lengths_on_two_stages(tmp_path: Path) -> None:
     model = make(_mean, rnn=nn.LSTM(8, 8, 2, dropout=0.5, bidirectional=True), drop=nn.Dropout())
     options: dict[str, Any] = {"microbatches": 2, "optimizer": None}
     pipe = pdcompile.compile(
@@ -75,6 +76,9 @@ def test_samples_of_all_lengths_on_two_stages() -> None:
         losses = [float(p.step(X, lengths, target=X[:, 0].repeat(1, 2)).loss)
                   for p in (pipe, reference)]  # fmt: skip
         assert losses[0] == losses[1]
+    pipe.dump(str(tmp_path))
+    text = (tmp_path / "pipeline.py").read_text(encoding="utf-8")
+    assert '"lengths": torch.tensor([7, 2], dtype=torch.int64)' in text  # not made up: zero fails
 
 
 def _ones_of_the_second(self: nn.Module, x: Tensor) -> Tensor:

@@ -106,12 +106,16 @@ def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> str:
 
 
 def _made_up(graph: OpGraph, item: GraphInput) -> str:
-    """An expression for a random tensor like the given input."""
+    """An expression for a random tensor like the given input; for the example's integers where
+    the model would not run on all others."""
     value = graph.values[item.name]
     sizes = [
         str(size) if isinstance(size, int) else str(size).replace("b", "B") for size in value.shape
     ]
     shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+    integers = graph.origin.integers if graph.origin is not None else {}
+    if item.path in integers:
+        return f"torch.tensor({integers[item.path]}, dtype=torch.{value.dtype})"
     if value.dtype == "bool":
         return f"torch.rand({shape}) < 0.5"
     if value.dtype.startswith(("float", "bfloat", "complex")):

@@ -25,6 +25,7 @@ from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.call_order import Kind, check_order
+from pdcompile.passes.trace.examples import demanded
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
@@ -117,6 +118,7 @@ def capture(
     table.reads.warn()
     warn_of_one_size(found)
     origin.train, origin.eval = found.train, found.eval
+    origin.integers = demanded(found.train, resize(flat, layout, size) if layout.splits else flat)
     return found
 
 

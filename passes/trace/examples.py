@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.graph import GraphInput
+from pdcompile.graph import CHECK, GraphInput, OpGraph
+from pdcompile.value_checks import needed_ops
 
+MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
 
 
@@ -84,6 +87,28 @@ class Examples:
 
 def _continuous(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
+
+
+def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
+    """Integers of the example, by path, as nested lists: of the inputs whose values decide
+    whether the model runs at all, because they are checked or are lengths."""
+
+    def storage_of(name: str) -> int:
+        return graph.values[name].storage
+
+    wanted: set[str] = set()
+    for i, op in enumerate(graph.ops):
+        lengths = op.inputs[1:2] if op.target.endswith("_pack_padded_sequence") else ()
+        read = op.inputs if op.target == CHECK else lengths
+        if read:
+            wanted |= needed_ops(graph.ops[:i], read, storage_of)[1]
+    found = {}
+    for entry in graph.inputs:
+        leaf = call.leaves[entry.path]
+        small = leaf.numel() <= MAX_WRITTEN and not leaf.is_meta
+        if entry.name in wanted and small and not _continuous(leaf):
+            found[entry.path] = leaf.tolist()
+    return found
 
 
 def _shuffled(leaf: Tensor) -> Tensor:
