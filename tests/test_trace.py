@@ -313,7 +313,10 @@ def test_checkpointed_regions_are_what_they_compute() -> None:
             block = lambda t: F.dropout(self.lin(t), 0.3).relu()  # noqa: E731
             return checkpoint(block, self.lin(x), use_reentrant=reentrant)
 
-        assert targets(faithful(make(forward))) == ["Linear", "Linear", "dropout", "relu"]
+        # Gradients for what a reentrant region reads are summed in it first.
+        entry = ["view_as"] if reentrant else []
+        found = faithful(make(forward))
+        assert targets(found) == ["Linear", *entry, "Linear", "dropout", "relu"]
 
 
 def test_values_of_constants_may_be_read() -> None:

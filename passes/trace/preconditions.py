@@ -34,6 +34,12 @@ def check_model(model: Any) -> None:
             raise TraceError(
                 f"{where} is a TorchScript module", where=where, remedy="pass the Python module"
             )
+        if getattr(vars(module).get("train"), "__module__", "").startswith("torch.export"):
+            raise TraceError(
+                f"{where} was made by torch.export, and has no training mode",
+                where=where,
+                remedy="pass the Python module",
+            )
         if module._compiled_call_impl is not None:
             raise TraceError(
                 f"{where} was compiled in place by module.compile()",

@@ -73,6 +73,22 @@ class TiedInside(nn.Module):
         return y * (1.0 if float(y.sum()) > 0 else 2.0)
 
 
+class Flat(nn.Module):
+    """One flat parameter, of which forward takes the layer's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin: Any = nn.Linear(8, 8)
+        self.flat = nn.Parameter(torch.cat([self.lin.weight.flatten(), self.lin.bias]).detach())
+        del self.lin.weight, self.lin.bias
+
+    def forward(self, x: Tensor) -> Any:
+        self.lin.weight, self.lin.bias = self.flat[:64].view(8, 8), self.flat[64:]
+        y = self.lin(x)
+        del self.lin.weight, self.lin.bias
+        return y
+
+
 def compiled() -> nn.Module:
     module: Any = torch.compile(nn.Linear(8, 8))
     return module  # type: ignore[no-any-return]
@@ -81,6 +97,10 @@ def compiled() -> nn.Module:
 def scripted() -> nn.Module:
     module: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     return module
+
+
+def exported() -> nn.Module:
+    return torch.export.export(nn.Linear(8, 8), (torch.randn(4, 8),)).module()
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -93,7 +113,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), "exact"),
     "old_weight_norm": (lambda: torch.nn.utils.weight_norm(nn.Linear(8, 8)), "exact"),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(8, 8)), "exact"),
+    "flat_parameter": (Flat, "exact"),
     "scripted": (scripted, "refused"),
+    "exported": (exported, "refused"),
     "compiled": (compiled, "refused"),
     "lazy": (lambda: nn.LazyLinear(8), "refused"),
 }
