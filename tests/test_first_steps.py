@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any, ClassVar
 
 import pytest
@@ -102,6 +103,12 @@ def test_a_model_that_keeps_tensors_from_call_to_call(stacks: bool) -> None:
         pipe.step(torch.ones(4, 8), target=torch.ones(4, 8))
     assert "test_first_steps.py:" in str(caught.value.where)
     assert "registered buffer" in str(caught.value.remedy)
+
+
+def test_a_batch_of_a_class_of_dicts_passed_whole() -> None:
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, costs="estimated")
+    with pytest.raises(InputError, match=r"step\(\*\*batch\)"):
+        pipe.step(UserDict(x=torch.ones(4, 8)), target=torch.ones(4, 8))
 
 
 class Choosing(nn.Module):

@@ -217,7 +217,8 @@ def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
             )
         return
     inside: list[Any] = []
-    if isinstance(leaf, Mapping):
+    mapping = isinstance(leaf, Mapping)
+    if mapping:
         inside = list(leaf.values())
     elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         inside = [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
@@ -229,10 +230,11 @@ def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
         )
     if any(isinstance(part, Tensor) for part in inside):
         kind = type(leaf).__qualname__
+        whole = "step(**batch) passes its entries by keyword; or " if mapping else ""
         raise InputError(
             f"tensors are hidden inside an object of class {kind}",
             where=path,
-            remedy=f"pass a plain dict or tuple, or register {kind} with "
+            remedy=f"{whole}pass a plain dict or tuple, or register {kind} with "
             "torch.utils._pytree.register_pytree_node",
         )
 
