@@ -176,7 +176,7 @@ def _capture(
         try:
             with watched_flag(model) as flag:
                 train = graph_of(True)
-            same = not flag.read and not whole.paths
+            same = not (flag.read or whole.paths or table.transformed)
             found = Capture(train, as_evaluation(train) if same else graph_of(False))
             check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
             break

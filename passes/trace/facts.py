@@ -201,6 +201,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
         self.moved = False  # set_ gave a tensor another storage; it passes no torch function
+        self.transforms: Any = None  # records what runs below a torch.func transform
         self.selections: Any = None  # runs ops whose results have a size that depends on values
 
     def clear(self) -> None:
@@ -213,6 +214,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        called = func
         if func is _UNSAFE_VIEW:
             func = _VIEW
         kwargs = kwargs or {}
@@ -221,7 +223,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written_by(func, args, kwargs):
             self.written.add(storage_key(tensor))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
-        return func(*args, **kwargs) if chosen is None else chosen
+        result = func(*args, **kwargs) if chosen is None else chosen
+        if self.transforms is not None and self.transforms.depth:
+            self.transforms.ran(called, args, kwargs, result)
+        return result
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Recorder: every public torch call that the running model makes becomes one op.
 
-The model's own Python runs once, on fake tensors, below a TorchFunctionMode.  A call that
-returns no tensor and writes none (shape, dim, is_floating_point) stays Python and leaves no
-trace; a call that would read a value cannot succeed, because fake tensors have none.
+The model's own Python runs once, on fake tensors, below a TorchFunctionMode.  A call that returns
+no tensor and writes none (shape, dim) stays Python and leaves no trace; a call that would read a
+value cannot succeed, because fake tensors have none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import CHECK, Argument, Attr, Op, Ref, walk
+from pdcompile.graph import CHECK, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.arrays import of_array
@@ -46,6 +46,7 @@ from pdcompile.passes.trace.recomputed import reentrant
 from pdcompile.passes.trace.results import Results
 from pdcompile.passes.trace.surroundings import Surroundings
 from pdcompile.passes.trace.tensors import FakeTensors, tensors_in
+from pdcompile.passes.trace.transforms import Transforms
 from pdcompile.passes.trace.unchanged import writes_nothing
 from pdcompile.passes.trace.whole import refuse_parts, replay
 from pdcompile.passes.trace.writes import mutated, written_tensors
@@ -80,8 +81,9 @@ class Recorder(TorchFunctionMode):
         self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
         self._sizes = ExampleSizes(self, self._ragged)
         self.hits = Hits(self)
-        self._training = table.modules[""].training
-        self._inside = 0  # in a leaf module or another call that is one op
+        self.transforms = observer.transforms = Transforms(self)
+        self.training = table.modules[""].training
+        self.within = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
@@ -92,8 +94,10 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._inside:
+        if self.within:
             return func(*self.fakes.stand_in(args), **self.fakes.stand_in(kwargs))
+        if self.transforms.depth:
+            return self.transforms.call(func, args, kwargs)
         owner = getattr(func, "__self__", None)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
@@ -113,10 +117,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """What ``module(*args, **kwargs)`` does while recording."""
         path = self.table.names.get(id(module))
-        if self._inside or path is None:
+        if self.within or path is None or self.transforms.depth:
             return plain(module, *args, **kwargs)
-        if maybe_current_level() is not None:
-            raise refuse.error(refuse.TRANSFORM, path, locate(self.boundary)[0])
         calls = next(self._module_calls[path])
         if (path, calls) in self.whole:
             return self._kept_whole(path, calls, args, kwargs)
@@ -144,14 +146,16 @@ class Recorder(TorchFunctionMode):
 
     def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
         """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
-        if self._inside:
+        if self.within:
             return plain(*self.fakes.stand_in(args))
+        if self.transforms.depth:
+            return self.transforms.apply(plain, args)
         if cls is CheckpointFunction:
             return reentrant(self, *args)
         return self._call(plain, args, {})
 
-    def _constructor(self, path: str) -> tuple[tuple[str, Argument], ...] | None:
-        return self.table.constructor(path, self._training)
+    def _constructor(self, path: str) -> Any:
+        return self.table.constructor(path, self.training)
 
     # One op.
 
@@ -171,6 +175,7 @@ class Recorder(TorchFunctionMode):
     def finish(self) -> None:
         """After the last call."""
         self._begin()
+        self.transforms.finish()
 
     def check(self, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
         """An op that raises where the value of a tensor is not `holds`."""
@@ -181,12 +186,12 @@ class Recorder(TorchFunctionMode):
 
     def require(self, condition: torch.Tensor | Ref, message: str) -> None:
         """An op that raises where a value is false."""
-        self._record("function", CHECK, "check", (condition, message), {}, None, None)
+        self.record("function", CHECK, "check", (condition, message), {}, None, None)
 
     def number(self, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
         """An op whose result is a Python number or bool, or a tuple of them."""
         self._begin()
-        self._record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
+        self.record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
         return Ref(self.ops[-1].name)
 
     def decision(self, tensor: torch.Tensor) -> tuple[str, str, int]:
@@ -218,7 +223,7 @@ class Recorder(TorchFunctionMode):
             self._sizes.asked(given, name)
             self.hits.property(given, name)
             return result
-        return self._record("getattr", name, "", (args[0],), {}, result, None)
+        return self.record("getattr", name, "", (args[0],), {}, result, None)
 
     def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
         """``tensor.requires_grad = True`` and ``requires_grad_()``: returns the tensor.
@@ -236,7 +241,7 @@ class Recorder(TorchFunctionMode):
         self._begin()
         fake.requires_grad_()
         self.observer.written = {storage_key(fake)}  # everyone who has it sees the flag
-        self._record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
+        self.record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
         return tensor
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,7 +267,7 @@ class Recorder(TorchFunctionMode):
             raise refuse.error(refuse.UNKNOWN_DRAW, refuse.name_of(func), locate(self.boundary)[0])
         kind, target, args = target_of(func, args, kwargs)
         kwargs = without_defaults(func, kwargs)
-        return self._record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
+        return self.record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
 
     def _leaf(
         self,
@@ -286,7 +291,7 @@ class Recorder(TorchFunctionMode):
         try:
             target = self.table.classes[path][0]
             with torch._C.DisableTorchFunction():
-                return self._record("module", target, path, args, kwargs, result, draw)
+                return self.record("module", target, path, args, kwargs, result, draw)
         finally:
             self._stack.pop()
 
@@ -308,11 +313,11 @@ class Recorder(TorchFunctionMode):
         try:
             target = self.table.classes[path][0]
             with torch._C.DisableTorchFunction():
-                return self._record("opaque", target, path, args, kwargs, result, None, outcome)
+                return self.record("opaque", target, path, args, kwargs, result, None, outcome)
         finally:
             self._stack.pop()
 
-    def _record(
+    def record(
         self,
         kind: Any,
         target: str,
@@ -328,10 +333,11 @@ class Recorder(TorchFunctionMode):
         self.check_generators(source)
         self._surroundings.check(source)
         self.reads.recorded()
+        argument = partial(to_argument, tensor=self.fakes.name, device=self.fakes.device)
         try:
-            arguments = tuple(self._argument(value) for value in args)
+            arguments = tuple(map(argument, args))
             named = tuple(
-                (key, self._argument(device_of(value) if key == "device" else value))
+                (key, argument(device_of(value) if key == "device" else value))
                 for key, value in kwargs.items()
             )
         except TraceError as error:
@@ -375,20 +381,17 @@ class Recorder(TorchFunctionMode):
         self.ops.append(op)
         return self._results.deliver(op, result, written)
 
-    def _argument(self, value: Any) -> Argument:
-        return to_argument(value, self.fakes.name, self.fakes.device)
-
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Calls in here are part of the op that is being recorded.
 
         The mode itself stays on, because the model's tensors still have to be replaced.
         """
-        self._inside += 1
+        self.within += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self.within -= 1
 
     def enter_loss(self) -> None:
         """From now on ops belong to loss_fn."""

@@ -47,6 +47,7 @@ class ModuleTable:
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
         self.elsewhere = Elsewhere(model)
+        self.transformed = False  # torch.func was used, whose calls tell the modes apart
         self.eager_paths = EagerPaths()
         self.autocast: str | None = None  # the region around model and loss_fn
         self.expected: dict[bool, list[int]] = {}  # mode -> sizes of results that vary

@@ -18,6 +18,7 @@ from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.session import device_of, enter_inputs, run, watched
 from pdcompile.passes.trace.tensors import FakeTensors
+from pdcompile.passes.trace.transforms import transformed
 
 
 class RealTensors(FakeTensors):
@@ -59,6 +60,6 @@ def observe(
     recorder = Recorder(table, reals, observer)
     _, leaves, _ = enter_inputs(flat, layout, reals, recorder)
     args, kwargs, target = flat.unflatten(leaves)
-    with watched(recorder), observer, recorder:
+    with watched(recorder), transformed(recorder), observer, recorder:
         run(model, args, kwargs, target, loss_fn, recorder)
     return reals.seen

@@ -40,6 +40,7 @@ from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded, not_reseeded
 from pdcompile.passes.trace.state import State, settled, write_rebound
 from pdcompile.passes.trace.tensors import KEEP, FakeTensors
+from pdcompile.passes.trace.transforms import transformed
 from pdcompile.passes.trace.unchanged import moves_of_nothing
 from pdcompile.passes.trace.varying import Turns, with_sizes_that_vary
 from pdcompile.warn import warn
@@ -180,6 +181,7 @@ def _record(
             )
         )
         stack.enter_context(watched(recorder))
+        stack.enter_context(transformed(recorder))
         stack.enter_context(moves_of_nothing())
         stack.enter_context(_quiet())
         stack.enter_context(as_eager(table.eager_paths, recorder.is_constant, model.training))

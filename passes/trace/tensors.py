@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.errors import TraceError
@@ -38,6 +39,7 @@ class FakeTensors:
         self._value: dict[int, str] = {}  # id of a fake -> value name
         self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
+        self.requiring: dict[str, bool] = {}  # found out by other means
         self._containers: list[str] = []
         self._order: list[str] = []
         self._storages: dict[int, int] = {}  # storage key -> index
@@ -90,6 +92,8 @@ class FakeTensors:
         if isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor  # a temporary inside a leaf module, or unknown: `name` tells
         fqn = self.table.fqns.get(id(tensor))
+        if fqn is None and is_functorch_wrapped_tensor(tensor):
+            return tensor  # of a transform, which stands for no one value
         if fqn is None:
             fqn = self._constant(tensor)
         if self.table.tensors[fqn].kind == "constant":
@@ -156,6 +160,13 @@ class FakeTensors:
         self._at.setdefault(key, []).append(name)
         self._order.append(name)
 
+    def detached(self, fake: torch.Tensor) -> torch.Tensor:
+        """The same value, by the same name, without its need for a gradient."""
+        other = fake.detach()
+        self._value[id(other)] = self._value[id(fake)]
+        self._kept.append(other)
+        return other
+
     def add_container(self, name: str) -> None:
         """Enter a value that is a tuple, list or dict of tensors, or None."""
         self._containers.append(name)
@@ -217,7 +228,7 @@ class FakeTensors:
                 name=name,
                 shape=tuple(fake.shape),
                 dtype=dtype_name(fake.dtype),
-                requires_grad=requires,
+                requires_grad=requires or self.requiring.get(name, False),
                 producer=name,
                 storage=self._storages[storage_key(fake)],
                 stride_order=stride_order(fake),

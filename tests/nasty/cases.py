@@ -134,17 +134,17 @@ def double_backward(self: Any, x: Tensor) -> Tensor:
     return y + grad if self.training else (y + grad).detach()
 
 
-@case("kept")
+@case("exact")
 def vmapped(self: Any, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: row.sin() * 2)(self.lin(x))
 
 
-@case("kept")
+@case("exact")
 def vmapped_module(self: Any, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: self.lin(row))(x)
 
 
-@case("kept")
+@case("exact")
 def func_grad(self: Any, x: Tensor) -> Tensor:
     return self.lin(x) + torch.func.grad(lambda y: (y**3).sum())(x.detach())
 
