@@ -119,6 +119,21 @@ def test_written_buffer_joins_its_readers_and_writers() -> None:
     assert where["one"] == where["between"] == where["two"] != where["end"]
 
 
+def test_a_write_of_statistics_is_where_they_are_computed() -> None:
+    """Evaluation reads the buffer there, before what follows."""
+    g = GraphBuilder()
+    state, count = g.buffer("ema"), g.buffer("count")
+    x = g.op("one", "torch.nn.Linear", (g.input("x"),), seconds=(1, 1))
+    mean = g.op("mean", "torch.mean", (x,), seconds=(1, 1))
+    scaled = g.op("scaled", "torch.mul", (mean,), seconds=(1, 1))
+    g.op("write", "torch.add", (scaled,), buffers_written=(state,), seconds=(1, 1))
+    g.op("counted", "torch.add", (), buffers_written=(count,), seconds=(1, 1))
+    x = g.op("two", "torch.sub", (x, mean), seconds=(1, 1))
+    end = g.op("end", "torch.relu", (x,), seconds=(1, 1))
+    where = item_of(problem_of(g.build(end, loss=end)))
+    assert where["mean"] == where["scaled"] == where["write"] == where["counted"] != where["two"]
+
+
 def test_read_only_buffer_is_copied_to_every_stage_that_reads_it() -> None:
     g = GraphBuilder()
     table = g.buffer("table")

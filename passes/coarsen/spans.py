@@ -35,7 +35,7 @@ def join_spans(graph: OpGraph, groups: Groups) -> None:
     position = {op.name: i for i, op in enumerate(graph.ops)}
     _join_unsendable(graph, groups, position)
     _join_mutations(graph, groups, position)
-    _join_buffers(graph, groups)
+    _join_buffers(graph, groups, position)
     join_casts(graph, groups)
     _join_calls(graph, groups, position)
     _join_output(graph, groups, position)
@@ -118,7 +118,7 @@ def _join_mutations(graph: OpGraph, groups: Groups, position: dict[str, int]) ->
         groups.join([i, *own, *readers], MUTATION)
 
 
-def _join_buffers(graph: OpGraph, groups: Groups) -> None:
+def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
     written = {fqn for op in graph.ops for fqn in op.buffers_written}
     users: dict[str, list[int]] = {fqn: [] for fqn in written}
     for i, op in enumerate(graph.ops):
@@ -126,6 +126,29 @@ def _join_buffers(graph: OpGraph, groups: Groups) -> None:
             users[fqn].append(i)
     for fqn in sorted(users):
         groups.join(users[fqn], BUFFER)
+    for i, op in enumerate(graph.ops):
+        if op.buffers_written and not graph.values[op.name].consumers:
+            groups.join([i, *_computed_for(graph, i, position)], BUFFER)
+
+
+def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> list[int]:
+    """What only a write into a buffer needs, and the last op that something else needs too.
+
+    Evaluation reads the buffer where training has that op's result: were it written on a later
+    stage, what follows in evaluation could not be where training has it.  A counter that reads
+    nothing is with the op before it in its module.
+    """
+    alone, beside = {i}, set()
+    for at in range(i, -1, -1):
+        op = graph.ops[at]
+        if at != i and not any(position[name] in alone for name in graph.values[op.name].consumers):
+            continue
+        if all(position[name] in alone for name in graph.values[op.name].consumers):
+            alone.add(at)
+        else:
+            beside.add(at)
+    before = [at for at in range(i) if graph.ops[at].module_path == graph.ops[i].module_path]
+    return [*alone, *([max(beside)] if beside else before[-1:])]
 
 
 def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
