@@ -129,3 +129,16 @@ def test_numbers_in_lists_and_slices_are_those_of_the_example() -> None:
     faithful(make(forward), X, torch.full((4,), 5), sizes=(4,))
     with pytest.raises(TraceError, match=r"\(item\); it is not the same for all .* example\n"):
         captured(make(forward), X, torch.tensor([5, 4, 5, 4]))
+
+
+def test_an_output_whose_shape_depends_on_values_is_refused_with_its_line() -> None:
+    def forward(self: nn.Module, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lin(x).sum(), ids[ids > 0]
+
+    with pytest.raises(TraceError, match="the model's output depends on values") as caught:
+        captured(make(forward), X, IDS)
+    assert "test_trace_example_sizes.py" in str(caught.value.where)
+    same = torch.tensor([[1, 2, 0, 0, 0, 0]] * 4)
+    with pytest.warns(UserWarning, match=r"a size depends .*test_trace_example_sizes\.py"):
+        graph = faithful(make(forward), X, same).train
+    assert any("torch._assert" in op.target for op in graph.ops)

@@ -98,6 +98,23 @@ class ExampleSizes:
         if among and not self._settled(None, tensors, {}):
             raise self._refusal(name)
 
+    def returned(self, output: Any) -> None:
+        """Before the model's output is entered, where every shape has to be known.
+
+        Raises:
+            SizeByValues: one is not; names the line that made it.
+        """
+        recorder = self._recorder
+        for _, tensor in tensors_at(output):
+            if not self._ragged.among(tensor):
+                continue
+            with torch._C.DisableTorchFunction():
+                name = recorder.fakes.name(tensor)
+                where = [op.source for op in recorder.ops if name == Ref(op.name)][-1]
+                settled = self._settled(None, (tensor,), {}, where)
+            if not settled:
+                raise refuse.error(refuse.BY_VALUE, "the model's output", where)
+
     def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
         with recorder.inside(), refuse.reads(func, recorder.boundary):
@@ -113,7 +130,7 @@ class ExampleSizes:
             raise self._refusal(refuse.name_of(func))
         return result
 
-    def _settled(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _settled(self, func: Any, args: Any, kwargs: Any, where: str = "") -> bool:
         """Whether a size is known now that was not known before."""
         recorder = self._recorder
         reads = recorder.reads.known
@@ -129,9 +146,11 @@ class ExampleSizes:
         elif not any(found) and name == _REPEATS:
             found = [self._count(t, torch.sum) for t in tensors if not t.is_floating_point()]
         # What the line's result is stored in is not the name of these.
-        recorder.ops[before:] = [replace(op, variable="") for op in recorder.ops[before:]]
+        recorder.ops[before:] = [
+            replace(op, variable="", source=where or op.source) for op in recorder.ops[before:]
+        ]
         if any(found):
-            reads.sized[locate(recorder.boundary)[0]] = None
+            reads.sized[where or locate(recorder.boundary)[0]] = None
         return any(found)
 
     def _shape(self, tensor: Tensor) -> bool:

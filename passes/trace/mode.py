@@ -79,7 +79,7 @@ class Recorder(TorchFunctionMode):
         self._surroundings = Surroundings()
         self.reads = Reading()  # what may be known of values
         self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
-        self._sizes = ExampleSizes(self, self._ragged)
+        self.sizes = ExampleSizes(self, self._ragged)
         self.hits = Hits(self)
         self.transforms = observer.transforms = Transforms(self)
         self.training = table.modules[""].training
@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):
         given = self.fakes.stand_in(args)
         result = func(*given)
         if not isinstance(result, torch.Tensor):
-            self._sizes.asked(given, name)
+            self.sizes.asked(given, name)
             self.hits.property(given, name)
             return result
         return self.record("getattr", name, "", (args[0],), {}, result, None)
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):
             return made
         draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
-        result = self._sizes.result(func, args, kwargs)
+        result = self.sizes.result(func, args, kwargs)
         if not tensors_in(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result

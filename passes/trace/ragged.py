@@ -22,7 +22,9 @@ from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.reads import Reading
 from pdcompile.passes.trace.tensors import FakeTensors
 
-SHAPELESS = frozenset(("dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "dim"))
+SHAPELESS = frozenset(
+    ("dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "dim", "is_nested")
+)
 
 
 class Ragged:

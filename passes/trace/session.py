@@ -244,7 +244,9 @@ def run(
 ) -> tuple[Any, Any]:
     """(output, loss) of the model's own Python; failures of it become TraceErrors."""
     try:
-        output = _own_tensors_cloned(model(*args, **kwargs), recorder.fakes)
+        output = model(*args, **kwargs)
+        recorder.sizes.returned(output)
+        output = _own_tensors_cloned(output, recorder.fakes)
         if recorder.fakes.mode is not None:
             write_rebound(model, recorder.fakes, recorder.table)
         loss = None
