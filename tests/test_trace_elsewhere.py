@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -130,6 +131,18 @@ def _keeps_the_first_batch(self: Any, x: Tensor) -> Tensor:
         type(self).table = x.mean(0)
     result: Tensor = self.lin(x) + type(self).table
     return result
+
+
+def test_a_count_that_no_place_shows_is_refused_by_what_it_does() -> None:
+    count: ContextVar[int] = ContextVar("count", default=0)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        count.set(count.get() + 1)
+        result: Tensor = self.lin(x) * count.get()
+        return result
+
+    with pytest.raises(TraceError):
+        captured(_model(forward))
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ class Fit:
         if len(set(parts)) == 1:
             return parts[0]
         (b0, n0), (b1, n1) = list(zip(self.sizes, parts, strict=True))[:2]
+        if b0 == b1:
+            raise self._differs(parts, what, where)
         scale, rest = divmod(n1 - n0, b1 - b0)
         found = Affine(scale, n0 - scale * b0)
         if (
