@@ -87,6 +87,31 @@ def _ones_of_the_second(self: nn.Module, x: Tensor) -> Tensor:
     return first.sum() + (second * torch.ones(second.shape[0], 1)).square().sum()
 
 
+def _mean_of_the_rest(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    mask = h[..., 0] > -9
+    every = h.detach()[mask]
+    mask[:, 1:] = False
+    rest = h[mask]
+    return every.sum() + rest.sum() / rest.shape[0]
+
+
+def _mean_of_a_column(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.lin(x)
+    mask = h > -9
+    mask = torch.stack([mask[:, 0, 0], h[:, 1, 0] > 0], 1)
+    first, second = h[mask[:, 0]], h[mask[:, 1]]
+    return first.sum() + second.sum() / second.shape[0]
+
+
+@pytest.mark.parametrize("forward", [_mean_of_the_rest, _mean_of_a_column])
+def test_masks_in_one_memory_do_not_choose_as_many(forward: Callable[..., Any]) -> None:
+    model = make(forward)
+    module = faithful(model, X).train.to_module(model)
+    for x in (X, -X, X * 2):
+        assert torch.equal(module(x), model(x))
+
+
 def test_the_size_of_one_choice_is_not_taken_for_that_of_another() -> None:
     graph = faithful(make(_ones_of_the_second), X).train
     ops = {op.name: op for op in graph.ops}

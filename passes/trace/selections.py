@@ -40,7 +40,7 @@ class Selections:
     def __init__(self, policy: Policy | None, place: Callable[[], str]) -> None:
         self._policy = policy
         self._place = place
-        self._sizes: dict[int, int] = {}  # storage of a mask -> elements found
+        self._sizes: dict[Key, int] = {}  # `mask_key` -> elements found
         self.fixed: dict[Key, int] = {}  # sizes that are the example's, by `mask_key`
         self._kept: list[Tensor] = []
         self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
@@ -86,7 +86,7 @@ class Selections:
         if mask_key(mask) in self.fixed:
             return self.fixed[mask_key(mask)]
         assert self._policy is not None
-        key = storage_key(mask)
+        key = mask_key(mask)
         if not self.allows(mask):
             raise refuse.error(refuse.BY_VALUE, "a choice in a loop", locate(None)[0])
         if key not in self._sizes:
@@ -114,8 +114,9 @@ def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def mask_key(mask: Tensor) -> Key:
-    """Equal for tensors that are the same part of the same memory."""
-    return storage_key(mask), mask.storage_offset(), tuple(mask.shape), mask.stride()
+    """Equal for tensors that are the same part of the same memory, with nothing written between."""
+    part = mask.storage_offset(), tuple(mask.shape), mask.stride()
+    return storage_key(mask), mask._version, *part
 
 
 def is_mask(index: Any) -> bool:
