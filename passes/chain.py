@@ -142,6 +142,9 @@ class Chain:
             for value, entrance in self._entered[k].items():
                 if entrance.gradient is not None:
                     sums[value] = entrance.gradient
+            for stages, parameter in self._tied:
+                if k in stages[1:] and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)  # a copy sends zeros then
 
 
 def _same(scope: DrawScope) -> DrawScope:

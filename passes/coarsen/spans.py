@@ -20,6 +20,7 @@ VARIES = "a value whose size depends on values"
 CONDITIONAL = "a branch that is not always taken"
 MUTATION = "in-place writes and what reads the same memory before them"
 BUFFER = "readers and writers of a written buffer"
+NO_GRADIENT = "readers of a parameter that may get no gradient"
 OPAQUE = "calls of a module that is kept whole"
 CHECKED = "a check and what it checks"
 HOOK = "a hook or flag and the op that makes its tensor"
@@ -36,6 +37,7 @@ def join_spans(graph: OpGraph, groups: Groups) -> None:
     _join_unsendable(graph, groups, position)
     _join_mutations(graph, groups, position)
     _join_buffers(graph, groups, position)
+    _join_without_gradient(graph, groups)
     join_casts(graph, groups)
     _join_calls(graph, groups, position)
     _join_output(graph, groups, position)
@@ -129,6 +131,33 @@ def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> N
     for i, op in enumerate(graph.ops):
         if op.buffers_written and not graph.values[op.name].consumers:
             groups.join([i, *_computed_for(graph, i, position)], BUFFER)
+
+
+def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
+    """Parameters that no reader surely gives a gradient: copies of a parameter on other stages
+    send zeros where they have none, and an optimizer would go on with them."""
+    readers: dict[str, list[int]] = {
+        fqn: []
+        for fqn, info in graph.tensors.items()
+        if info.kind == "parameter" and info.requires_grad
+    }
+    sure = set()
+    for i, op in enumerate(graph.ops):
+        gives = any(_surely_returns(graph, name) for name in (op.name, *op.mutates))
+        for fqn in {*op.parameters, *op.attributes} & readers.keys():
+            readers[fqn].append(i)
+            if gives:
+                sure.add(fqn)
+    for fqn in sorted(readers.keys() - sure):
+        groups.join(readers[fqn], NO_GRADIENT)
+
+
+def _surely_returns(graph: OpGraph, name: str) -> bool:
+    """Whether a gradient comes back to a value, whatever the branches are."""
+    value = graph.values.get(name)
+    if value is None or value.is_tensor:
+        return value is not None and value.needs_gradient and not value.conditional
+    return any(_surely_returns(graph, reader) for reader in value.consumers)
 
 
 def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> list[int]:
