@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 DTYPE_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "uint16": 2, "uint32": 4, "uint64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2,
-    "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4,
+    "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4,
+    "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
-# Target of a check (`pdcompile.value_checks`): raises where its first argument is false.
-CHECK = "torch._assert"
+CHECK = "torch._assert"  # `pdcompile.value_checks`: raises where its first argument is false
 GRADIENT = "torch.autograd.grad"
 
 
@@ -291,7 +289,7 @@ class SizeRange:
     above: str = ""
 
     def holds(self, size: int) -> bool:
-        """Whether a microbatch may have this many samples."""
+        """Whether a microbatch may have this many."""
         return self.smallest <= size and (self.largest is None or size <= self.largest)
 
 

@@ -40,7 +40,8 @@ class Packed:
     def result(self, func: Any, args: Any, module: nn.Module | None) -> Any:
         """What a call gives on fakes, made in the forward of `module`; None for most calls."""
         name = getattr(func, "__name__", "")
-        if name in _STATES and len(args) == _MEMBERS and isinstance(args[1], Tensor):
+        # Without batch sizes there are as many, and the fourth says whether there are biases.
+        if name in _STATES and len(args) == _MEMBERS and not isinstance(args[3], bool):
             return _recurrent(name, args)
         if name == "_pad_packed_sequence" and id(args[1]) in self._samples:
             return self._padded(args)

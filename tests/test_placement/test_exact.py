@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdcompile.imports.device_placement import parse, read
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.placement import place
-from pdcompile.passes.partition.placement.evaluate import Device, device_loads, violations
+from pdcompile.passes.partition.placement.evaluate import SLACK, Device, device_loads, violations
 from pdcompile.passes.partition.placement.group import grouped
 from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
 from pdcompile.passes.partition.placement.integer_program import prove
@@ -98,9 +98,12 @@ def test_answers_hold_every_node_once_with_the_loads_they_name(seed: int) -> Non
     held = [tuple(index[name] for name in stage.members) for stage in answer.stages]
     assert sorted(itertools.chain(*held)) == list(range(len(problem.nodes)))
     names = [kind.name for kind in problem.classes]
+    roomy = replace(  # sums of fractions may exceed a limit that is such a sum by rounding
+        problem, classes=tuple(replace(k, memory=k.memory * (1 + SLACK)) for k in problem.classes)
+    )
     for stage, nodes in zip(answer.stages, held, strict=True):
         kind = names.index(stage.details["device"])
-        assert stage.details["load"] == device_load(problem, kind, set(nodes))
+        assert stage.details["load"] == device_load(roomy, kind, set(nodes))
         assert stage.details["memory"] == math.fsum(problem.nodes[v].size for v in nodes)
         assert nodes == tuple(sorted(nodes))
     assert answer.objective == max(stage.details["load"] for stage in answer.stages)
