@@ -6,7 +6,7 @@ A float at once would drain the pipeline at every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -72,6 +72,20 @@ class LazyLoss:
 
     def __truediv__(self, other: Any) -> Any:
         return self.item() / other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SupportsFloat) and self.item() == float(other)
+
+    __hash__ = object.__hash__  # of the result, not of its number: hashing must not wait
+
+    def __neg__(self) -> float:
+        return -self.item()
+
+    def __pow__(self, power: Any) -> Any:
+        return self.item() ** power
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.item(), digits)
 
     def __lt__(self, other: Any) -> bool:
         return self.item() < float(other)

@@ -264,7 +264,13 @@ def test_what_a_mask_chooses() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["baked", "limited", "counted"])
+def test_a_size_that_is_passed_on_stays_open() -> None:
+    found = faithful(model_of(Stack, way="baked"), tokens()["ids"])
+    assert not any(op.opaque for op in found.train.ops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["limited", "counted"])
 def test_a_size_that_decides_something_stays_inside_of_an_opaque_module(way: str) -> None:
     with pytest.warns(UserWarning, match="kept whole as one op"):
         found = faithful(model_of(Stack, way=way), tokens()["ids"])

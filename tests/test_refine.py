@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
@@ -163,6 +164,33 @@ def test_measuring_ends_even_when_nothing_settles() -> None:
 
     refine(cuts[0], graph, measure, lambda _: cuts[len(calls)])
     assert len(calls) == ROUNDS
+
+
+class Residual(nn.Module):
+    """A loss of derivatives by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.scale = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)
+        with torch.enable_grad():
+            u = self.net(x)
+            (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+        return (self.scale(slope - u)).square().mean()
+
+
+def test_stages_that_take_gradients_in_forward_are_timed() -> None:
+    model = Residual()
+    flat = example_call(model, torch.randn(4, 8), None)
+    done = build(model, flat, Options(stages=2, verify="off", microbatches=1, costs="estimated"))
+    times = measure_stages(
+        done.capture.train, done.plan, done.sources, model, flat.leaves,
+        microbatch_size=4, budget_seconds=0.01,
+    )  # fmt: skip
+    assert all(one.forward_seconds > 0 for one in times)
 
 
 def test_timing_stages_leaves_no_trace_and_equal_stages_run_once() -> None:

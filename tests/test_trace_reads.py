@@ -246,3 +246,34 @@ def test_a_number_of_activations_stays_refused(use: Callable[[Tensor, Any], Tens
 
     with pytest.raises(TraceError, match="reads the value of a tensor"):
         captured(make(forward))
+
+
+def _counts(self: nn.Module, x: Tensor) -> Tensor:
+    if self.training:
+        self.steps += 1
+    h = self.lin(x)
+    return h * 2 if self.steps > 3 else h
+
+
+def _counts_up_to(self: nn.Module, x: Tensor) -> Tensor:
+    if self.training and self.steps < 3:
+        self.steps += 1
+    return self.lin(x)
+
+
+def test_a_counter_is_no_number_of_the_example() -> None:
+    model, x = make(_counts, steps=torch.zeros((), dtype=torch.long)), torch.randn(8, 8)
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "microbatches": 2, "keep_model": True}
+    eager = pdcompile.reference(model, **options)
+    pipe = pdcompile.compile(
+        model, (x,), example_target=x, stages=1, costs="estimated", **options
+    )  # fmt: skip
+    for _ in range(3):
+        assert pipe.step(x, target=x).loss == eager.step(x, target=x).loss
+        assert pipe.eval_step(x, target=x).loss == eager.eval_step(x, target=x).loss
+    pipe.close()
+
+
+def test_a_branch_that_counts_is_refused_before_anything_runs() -> None:
+    with pytest.raises(TraceError, match="reads the value of a tensor"):
+        captured(make(_counts_up_to, steps=torch.zeros((), dtype=torch.long)))

@@ -120,7 +120,8 @@ class Body:
         taken = {*self.arguments, *self.results.values()}
         wished = {identifier(self.wishes[name][0]) for p in pieces for name in makes(p)}
         options = ("b", "batch_size", "batch", "num_samples")
-        self.size_name = next(name for name in options if name not in taken | wished)
+        others = {*taken, *wished, *self.place.class_names}
+        self.size_name = next(name for name in options if name not in others)
         extra = self.arguments[len(self.call.inputs) :]
         self.variables = Variables(avoid={self.size_name, *self.place.class_names, *extra})
         for value, name in zip(self.call.inputs, self.arguments, strict=False):

@@ -102,6 +102,8 @@ def plain(value: Any) -> str:
     if kind is str:
         return quote(value)
     if kind is float:
+        if math.isnan(value):  # of which repr does not show the sign
+            return "-" * (math.copysign(1, value) < 0) + 'float("nan")'
         return repr(value).replace("e+", "e") if math.isfinite(value) else f'float("{value}")'
     if kind is complex:
         return f"complex({plain(value.real)}, {plain(value.imag)})"

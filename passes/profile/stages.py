@@ -101,11 +101,15 @@ def measure_stages(
                 kept = _Kept.of(graph, plan, k, key, device, microbatch_size)
                 found[key] = kept.load() or kept.save(bench.measure(arguments, share))
                 model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                values |= bench.run(arguments)
+            # Forward itself may take gradients, of which nothing is kept here.
+            values |= {name: _detached(value) for name, value in bench.run(arguments).items()}
         if progress:
             progress(len(keys), len(keys), "")
     return tuple(found[key] for key in keys)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:

@@ -47,6 +47,8 @@ class ModuleTable:
         self.reads: Reads | None = None  # of the capture that this table is for
         self.leftovers = Leftovers()
         self.elsewhere = Elsewhere(model)
+        self.written: set[str] = set()  # buffers that some recording writes
+        self.taken_as_constant: set[str] = set()  # buffers whose numbers a recording relies on
         self.transformed = False  # torch.func was used, whose calls tell the modes apart
         self.eager_paths = EagerPaths()
         self.autocast: str | None = None  # the region around model and loss_fn

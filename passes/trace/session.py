@@ -109,6 +109,9 @@ def record(
                 return recording
 
             recording = both_ways(once, table.reads, training)
+            if table.written & table.taken_as_constant:  # a counter, read before it is written
+                table.taken_as_constant -= table.written
+                return run(selections, turns)
             return recording, chosen[0]
 
         def sized() -> Recording:

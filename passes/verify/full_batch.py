@@ -273,7 +273,8 @@ def _places(gradient: Tensor) -> Tensor:
 
 def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
     taken = [gradients[name].reshape(-1)[where] for name, where in places.items()]
-    return torch.cat([one.double().cpu() for one in taken]) if taken else torch.zeros(0).double()
+    numbers = [torch.view_as_real(one) if one.is_complex() else one for one in taken]
+    return torch.cat([one.flatten().double().cpu() for one in numbers] or [torch.zeros(0).double()])
 
 
 def _some(names: Sequence[str]) -> str:
