@@ -298,3 +298,14 @@ def test_sizes_at_which_the_model_is_another() -> None:
 def test_sizes_of_a_model_that_is_the_same_at_all() -> None:
     sizes = captured(make(lambda self, x: self.lin(x).t().reshape(8, -1).t())).train.sizes
     assert (sizes.smallest, sizes.largest, sizes.below, sizes.above) == (1, 65, "", "")
+
+
+def test_a_loss_with_parameters_belongs_into_the_model() -> None:
+    scale = nn.Parameter(torch.ones(8))
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return ((out - target) * scale).square().mean()
+
+    with pytest.raises(TraceError, match=r"^loss_fn uses a tensor of shape \(8,\)") as refused:
+        captured(make(lambda self, x: self.lin(x)), loss_fn=loss, target=rows())
+    assert "let the model hold" in str(refused.value.remedy)

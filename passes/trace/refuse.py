@@ -27,9 +27,12 @@ class Unkept(TraceError):
 
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
+NO_PARAMETER = " that requires grad and is no parameter of the model"
+APART = ", or move these lines into a submodule, which is then kept whole"
 READ: Refusal = (
     "forward reads the value of a tensor ({})",
-    "keep the decision in tensors (torch.where, masking), or decide by shapes and configuration",
+    "keep the decision in tensors (torch.where, masking), decide by shapes and configuration"
+    + APART,
 )
 _HOOK: Refusal = (
     "forward registers a hook on a tensor ({})",
@@ -116,7 +119,7 @@ UNTRACKED: Refusal = (
 
 BY_VALUE: Refusal = (
     "the shape of {} depends on values",
-    "use a form of fixed shape: torch.where, masked_fill, topk with a fixed k",
+    "use a form of fixed shape (torch.where, masked_fill, topk with a fixed k)" + APART,
 )
 TRANSFORM: Refusal = (
     "forward uses a torch.func transform (vmap, grad, jvp) around {}",

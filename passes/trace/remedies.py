@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pdcompile.batch import as_one_argument
+from pdcompile.errors import TraceError
+from pdcompile.passes.trace.refuse import APART, NO_PARAMETER
 
 LOSS_AS_TENSOR = (
     "return the loss as the tensor that it is, without item() or float(): gradients need it"
+)
+LOSS_WITH_PARAMETERS = (
+    "let the model hold the module that has it, and return the loss (no loss_fn then)"
 )
 
 
@@ -31,6 +37,16 @@ def remedy_of_loss(target: Any) -> str:
     if _numbers(target):
         return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
     return "run model and loss_fn once on the example inputs and target without pdcompile"
+
+
+def tell_of_loss(refusal: TraceError) -> None:
+    """What was said of forward is said of loss_fn, where that was running."""
+    refusal.message = re.sub("^forward ", "loss_fn ", refusal.message)
+    refusal.remedy = (refusal.remedy or "").removesuffix(APART) or None
+    if refusal.message.endswith(("(item)", "(__float__)")):
+        refusal.remedy = LOSS_AS_TENSOR
+    elif refusal.message.endswith(NO_PARAMETER):
+        refusal.remedy = LOSS_WITH_PARAMETERS
 
 
 def _numbers(given: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from pdcompile.passes.trace.probe import probe
 from pdcompile.passes.trace.reads import Decision, Key, Reading
 from pdcompile.passes.trace.recomputed import check_region, watched_regions
 from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
-from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR, remedy, remedy_of_loss
+from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
 from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded, not_reseeded
 from pdcompile.passes.trace.state import State, settled, write_rebound
@@ -259,7 +258,7 @@ def run(
         recorder.finish()
     except TraceError as refusal:
         if recorder.region == "loss":
-            _tell_of_loss(refusal)
+            tell_of_loss(refusal)
         raise
     except PdcompileError:
         raise
@@ -274,13 +273,6 @@ def run(
             said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
         raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
     return output, loss
-
-
-def _tell_of_loss(refusal: TraceError) -> None:
-    """What was said of forward is said of loss_fn, where that was running."""
-    refusal.message = re.sub("^forward ", "loss_fn ", refusal.message)
-    if refusal.message.endswith(("(item)", "(__float__)")):
-        refusal.remedy = LOSS_AS_TENSOR
 
 
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:

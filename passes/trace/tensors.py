@@ -13,6 +13,7 @@ from pdcompile.graph import Argument, Attr, Ref, Value
 from pdcompile.opaque import tensors_at
 from pdcompile.passes.trace.facts import storage_key
 from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.refuse import NO_PARAMETER
 from pdcompile.targets import dtype_name
 
 KEEP = (
@@ -141,8 +142,7 @@ class FakeTensors:
     def _constant(self, tensor: torch.Tensor) -> str:
         if tensor.requires_grad:
             raise TraceError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used, but it is "
-                "no parameter of the model",
+                f"forward uses a tensor of shape {tuple(tensor.shape)}{NO_PARAMETER}",
                 remedy="register it as nn.Parameter on a module, or detach() it",
             )
         return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
