@@ -1,4 +1,4 @@
-"""Edges, tied parameters, evaluation placement and interfaces of small graphs made by hand."""
+"""Edges, tied parameters and interfaces of small graphs made by hand."""
 
 from __future__ import annotations
 
@@ -11,89 +11,14 @@ from hypothesis import strategies as st
 from pdcompile.errors import PlanError
 from pdcompile.graph import (
     Affine,
-    Argument,
-    Attr,
-    Capture,
-    GraphInput,
-    Op,
-    OpGraph,
     Ref,
     TensorInfo,
     Value,
 )
-from pdcompile.passes.boundaries import (
-    edges,
-    interfaces,
-    place_eval,
-    stage_of_ops,
-    tied,
-)
+from pdcompile.passes.boundaries import edges, interfaces, stage_of_ops, tied
 from pdcompile.passes.naming import identifier, unique
 from tests.helpers.cuts import cut, plan_of
-
-WIDTH = 8
-
-
-def graph(
-    ops: list[Op],
-    *,
-    inputs: tuple[str, ...] = ("x",),
-    output: Argument = None,
-    loss: str | None = None,
-    parameters: tuple[str, ...] = (),
-    dtypes: dict[str, str] | None = None,
-    gradient: bool = True,
-    training: bool = True,
-) -> OpGraph:
-    """Every value is float32 (b, 8) unless `dtypes` says otherwise."""
-    dtypes = dtypes or {}
-    values = {
-        name: Value(name, (Affine(1), WIDTH), dtypes.get(name, "float32"), storage=i)
-        for i, name in enumerate(inputs)
-    }
-    for i, op in enumerate(ops):
-        dtype = dtypes.get(op.name, "float32")
-        values[op.name] = Value(
-            op.name,
-            (Affine(1), WIDTH) if dtype != "container" else (),
-            dtype,
-            gradient,
-            gradient and dtype == "float32",
-            op.name,
-            tuple(other.name for other in ops if op.name in other.inputs),
-            100 + i,
-        )
-    return OpGraph(
-        training=training,
-        ops=tuple(ops),
-        values=values,
-        inputs=tuple(GraphInput(name, name, 0) for name in inputs),
-        tensors={
-            fqn: TensorInfo(fqn, "parameter", (WIDTH, WIDTH), "float32", True) for fqn in parameters
-        },
-        output=output if output is not None else Ref(ops[-1].name),
-        loss=loss,
-        batch_size=4,
-    )
-
-
-def op(name: str, *inputs: str, weight: str | None = None, **fields: object) -> Op:
-    """A function of values, and of one parameter."""
-    args: tuple[Argument, ...] = tuple(Ref(each) for each in inputs)
-    if weight is not None:
-        args = (*args, Attr(weight))
-        fields["parameters"] = (weight,)
-    defaults = {"kind": "function", "target": "torch.add", "args": args}
-    return Op(name, **{**defaults, **fields})  # type: ignore[arg-type]
-
-
-def both(train: OpGraph, evaluation: OpGraph | None = None) -> Capture:
-    return Capture(train, dataclasses.replace(evaluation or train, training=False))
-
-
-def chain(length: int) -> OpGraph:
-    """x → a0 → a1 → …"""
-    return graph([op(f"a{i}", f"a{i - 1}" if i else "x") for i in range(length)])
+from tests.helpers.hand_graphs import WIDTH, both, chain, graph, op
 
 
 def test_a_chain_has_one_edge_at_a_cut():
@@ -230,106 +155,6 @@ def test_a_loss_that_reads_inside_the_model_is_refused():
     capture = both(graph(ops, output=Ref("c"), loss="ce"))
     with pytest.raises(PlanError, match="which the model does not return"):
         interfaces(capture, cut(capture, [1]))
-
-
-def test_ops_that_only_evaluation_has_join_their_module():
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    evaluation = graph(
-        [
-            op("a_", "x", module_path="f"),
-            op("extra", "a_", module_path="f", target="torch.mul"),
-            op("c_", "extra", module_path="g"),
-        ],
-    )
-    capture = both(train, evaluation)
-    assert place_eval(capture, {"a": 0, "c": 1}) == {"a_": 0, "extra": 0, "c_": 1}
-
-
-def test_ops_are_told_apart_by_what_they_read():
-    """Evaluation has one more op of a kind before: counting them would match the wrong ones."""
-    train = graph([op("a", "x", weight="w"), op("c", "a", weight="v")], parameters=("w", "v"))
-    evaluation = graph(
-        [op("more", "x"), op("a_", "more", weight="w"), op("c_", "a_", weight="v")],
-        parameters=("w", "v"),
-    )
-    placed = place_eval(both(train, evaluation), {"a": 0, "c": 1})
-    assert placed == {"more": 0, "a_": 0, "c_": 1}
-
-
-def test_an_op_of_evaluation_goes_where_training_has_its_parameter():
-    train = graph([op("a", "x", weight="w"), op("c", "a", module_path="g")], parameters=("w",))
-    other = op("extra", "x", module_path="g", target="torch.mul", weight="w")
-    evaluation = graph([op("c_", "x", module_path="g"), other], parameters=("w",))
-    assert place_eval(both(train, evaluation), {"a": 0, "c": 1}) == {"c_": 1, "extra": 0}
-
-
-def test_what_only_evaluation_writes_in_place_stays_with_its_later_readers():
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    ops = [
-        op("a_", "x", module_path="f"),
-        op("write", "a_", module_path="g", mutates=("a_",)),
-        op("c_", "a_", module_path="g"),
-    ]
-    capture = both(train, graph(ops))
-    assert place_eval(capture, {"a": 0, "c": 1}) == {"a_": 1, "write": 1, "c_": 1}
-    fine = both(train, graph([*ops[:2], op("c_", "write", module_path="g")]))
-    assert place_eval(fine, {"a": 0, "c": 1}) == {"a_": 0, "write": 1, "c_": 1}
-
-
-def test_readers_of_what_evaluation_wrote_may_be_later_and_those_before_not():
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    write = op("write", "a_", module_path="f", mutates=("a_",))
-    after = [op("a_", "x", module_path="f"), write, op("c_", "a_", module_path="g")]
-    placed = place_eval(both(train, graph(after)), {"a": 0, "c": 1})
-    assert placed == {"a_": 0, "write": 0, "c_": 1}
-    placed = place_eval(both(train, graph([after[0], after[2], write])), {"a": 0, "c": 1})
-    assert placed == {"a_": 1, "c_": 1, "write": 1}
-
-
-def test_what_evaluation_returns_is_made_where_it_is_written_last():
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    write = op("write", "a_", module_path="g", mutates=("a_",))
-    evaluation = graph([op("a_", "x", module_path="f"), write], output=Ref("a_"))
-    assert place_eval(both(train, evaluation), {"a": 0, "c": 1}) == {"a_": 1, "write": 1}
-
-
-def test_a_number_is_read_in_evaluation_where_it_is_used():
-    """An early exit that only evaluation has: the choice between both ways is on a later stage."""
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    ops = [
-        op("a_", "x", module_path="f"),
-        op("decided", "a_", module_path="f", target="item"),
-        op("c_", "a_", module_path="g"),
-        op("choose", "decided", "c_", module_path="f"),
-    ]
-    capture = both(train, graph(ops, dtypes={"decided": "container"}))
-    placed = place_eval(capture, {"a": 0, "c": 1})
-    assert placed == {"a_": 0, "decided": 1, "c_": 1, "choose": 1}
-
-
-def test_evaluation_is_repaired_to_be_monotone():
-    train = graph([op("a", "x", module_path="f"), op("c", "a", module_path="g")])
-    evaluation = graph([op("c_", "x", module_path="g"), op("a_", "c_", module_path="f")])
-    placed = place_eval(both(train, evaluation), {"a": 0, "c": 1})
-    assert placed == {"c_": 1, "a_": 1}
-
-
-def test_evaluation_may_not_read_elsewhere_what_training_changes():
-    train = graph(
-        [op("a", "x", module_path="f", weight="w"), op("c", "a", module_path="g")],
-        parameters=("w",),
-    )
-    evaluation = graph(
-        [
-            op("a", "x", module_path="f", weight="w"),
-            op("c", "a", module_path="g"),
-            op("again", "c", module_path="g", weight="w", target="torch.mul"),
-        ],
-        parameters=("w",),
-    )
-    capture = both(train, evaluation)
-    with pytest.raises(PlanError, match="evaluation reads 'w' on stage 1"):
-        plan_of(capture, [["a"], ["c"]])
 
 
 def test_an_op_on_two_stages_or_none_is_refused():

@@ -9,7 +9,7 @@ at both ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,10 @@ class _Sizes:
             raise _Differ
         if type(first) is int and any(part != first for part in parts):
             return self._size(parts, op)
-        each: Callable[[Any], Any] = lambda items: [self._argument(x, op) for x in items]  # noqa: E731
+
+        def each(items: Iterable[Any]) -> list[Any]:
+            return [self._argument(item, op) for item in items]
+
         match first:
             case tuple():
                 if len({len(part) for part in parts}) > 1:
