@@ -90,8 +90,14 @@ class LazyLoss:
     def __lt__(self, other: Any) -> bool:
         return self.item() < float(other)
 
+    def __le__(self, other: Any) -> bool:
+        return self.item() <= float(other)
+
     def __gt__(self, other: Any) -> bool:
         return self.item() > float(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self.item() >= float(other)
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 

@@ -123,6 +123,7 @@ def test_a_loss_counts_as_its_number() -> None:
     assert total == 5.0
     assert (loss + loss, loss - 1, 1 - loss, 2 * loss, loss / 5) == (5.0, 1.5, -1.5, 5.0, 0.5)
     assert loss < 3 and loss > 2  # noqa: PT018
+    assert loss <= 2.5 and loss >= 2.5 and not loss <= 2  # noqa: PT018
     assert loss == 2.5 and 2.5 == loss and loss != 2 and loss != "2.5"  # noqa: PT018, SIM300
     assert loss == LazyLoss(lambda: torch.tensor(2.5))
     assert (-loss, loss**2, round(loss)) == (-2.5, 6.25, 2)

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
@@ -151,3 +152,23 @@ def test_compile_warns_of_a_wrong_reduction_and_the_command_lists_it(mode):
     assert "loss_reduction='sum' would agree" in str(report)
     assert not report.differences
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(torch.ones(8), torch.ones(8)))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x * self.weight).abs()).sum()
+
+
+def test_complex_gradients_are_compared_whole() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Casting complex")
+        pipe = pdcompile.compile(
+            _Complex(), (torch.randn(4, 8),), loss_reduction="sum", stages=1, microbatches=2,
+            costs="estimated", verify="full", optimizer=None,
+        )  # fmt: skip
+    pipe.close()

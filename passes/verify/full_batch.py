@@ -103,7 +103,7 @@ class _Check:
             for kind in dict.fromkeys((reduction, "mean", "sum"))
         }
         self._known: dict[bool, tuple[Tensor, Tensor, list[str]]] = {}
-        dtypes = [str(p.dtype).removeprefix("torch.") for p in model.parameters()]
+        dtypes = [str(p.dtype.to_real()).removeprefix("torch.") for p in model.parameters()]
         self._tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
     def gap(self, *, frozen: bool) -> str | None:
@@ -187,8 +187,8 @@ class _Check:
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
                 if parameter.requires_grad:
-                    empty = gradient is None
-                    found[name] = torch.zeros_like(parameter) if empty else gradient.to_dense()  # type: ignore[union-attr]
+                    dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+                    found[name] = torch.view_as_real(dense) if dense.is_complex() else dense
             return found
 
 
@@ -273,8 +273,7 @@ def _places(gradient: Tensor) -> Tensor:
 
 def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
     taken = [gradients[name].reshape(-1)[where] for name, where in places.items()]
-    numbers = [torch.view_as_real(one) if one.is_complex() else one for one in taken]
-    return torch.cat([one.flatten().double().cpu() for one in numbers] or [torch.zeros(0).double()])
+    return torch.cat([one.double().cpu() for one in taken]) if taken else torch.zeros(0).double()
 
 
 def _some(names: Sequence[str]) -> str:
