@@ -15,6 +15,7 @@ from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
 from pdcompile.explored import explored_plan
 from pdcompile.graph import Capture, OpGraph
+from pdcompile.modes import apply_overrides
 from pdcompile.optimizers import default_optimizer
 from pdcompile.option_checks import check_model, check_options
 from pdcompile.options import Options
@@ -78,6 +79,7 @@ def build(
     """
     step = step or Steps()
     options = following(options)
+    apply_overrides(model)
     check_refine(options, searching=wish is not None)
     layout = resolve_batch(flat, options.batch_dims)
     chosen = choose(

@@ -354,10 +354,17 @@ class OpGraph(_Remembered):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Both captures of a model over the same parameters: what compile works on."""
+    """Both captures of a model over the same parameters: what compile works on.
+
+    `attributes` are the places of the attributes that forward read, and which the captures hold
+    for: the path of a module, the attribute, and where that is an object, its attribute.
+    `numbers` are the tensors whose values forward made Python numbers of.
+    """
 
     train: OpGraph
     eval: OpGraph
+    attributes: tuple[tuple[str, ...], ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 _PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument

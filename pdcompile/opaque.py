@@ -19,6 +19,7 @@ from torch import nn
 
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.graph import Affine, size_at
+from pdcompile.modes import modes_in
 from pdcompile.stage import Expected, Place, StageInterface
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -57,10 +58,9 @@ def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tens
 class Kept:
     """What a twin knows besides being the user's module."""
 
-    def __init__(self, path: str, modes: Mapping[nn.Module, bool], training: bool) -> None:
+    def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
         self.path = path
-        self.modes = modes  # of its modules, as the model was passed in
-        self.passed = training  # whether the model was passed in training mode
+        self.modes = modes  # of its modules, in training (True) and in evaluation
         self.around: Around = nullcontext
         self.expected: dict[bool, tuple[Expected, ...]] = {}
 
@@ -106,7 +106,14 @@ def twin_of(model: nn.Module, path: str) -> nn.Module:
     for module in original.modules():
         twin = copies[id(module)] = module.__class__.__new__(module.__class__)
         twin.__dict__.update(vars(module))
-    kept = Kept(path, {copies[id(m)]: m.training for m in original.modules()}, model.training)
+    found = {training: modes_in(model, training) for training in (True, False)}
+    kept = Kept(
+        path,
+        {
+            training: {copies[id(m)]: of_model[m] for m in original.modules()}
+            for training, of_model in found.items()
+        },
+    )
     for module in original.modules():
         table = copies[id(module)].__dict__
         for name, value in vars(module).items():
@@ -150,8 +157,7 @@ def _class_of(cls: Any) -> type[nn.Module]:
     def train(self: Any, mode: bool = True) -> Any:
         kept: Kept = self.__dict__["_pdcompile"]
         for module in self.modules():
-            # As in the model: in the mode that it was passed in, every module keeps its own.
-            module.training = kept.modes.get(module, mode) if mode == kept.passed else mode
+            module.training = kept.modes[mode].get(module, mode)
         return self
 
     return type(cls.__name__, (cls,), {

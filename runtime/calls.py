@@ -44,10 +44,10 @@ def begin_call(
     try:
         size = check_call(prepared, graph, flat, paths)
         check_values(prepared, graph, flat, size)
-        session.check_held(training=training)
     except PdcompileError as error:
         session.refuse(error)
         raise
+    session.check_changes(training)
     with session.guard():
         size = session.agree(kind, number, size, flat.leaves)
     if size is None:

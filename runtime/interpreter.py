@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdcompile.errors import ClosedError
+from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import TiedParameter
 from pdcompile.results import total_loss
 from pdcompile.runtime.compute import Compute, Feed
@@ -287,3 +287,27 @@ class Worker:
         for peer in self._others:
             channel = Channel(Kind.LOSS, 0, peer)
             self.transport.send(channel, total, minibatch, deferred=True)
+
+
+def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:
+    """Run each rank until it would have to wait, then the next (one rank: just run it).
+
+    Raises DeadlockError when no rank can go on.
+    """
+    position = [0] * len(workers)
+    moved = True
+    while moved:
+        moved = False
+        for n, (worker, column) in enumerate(zip(workers, columns, strict=True)):
+            while position[n] < len(column) and worker.ready(column[position[n]]):
+                worker.execute(column[position[n]])
+                position[n] += 1
+                moved = True
+    stuck = [
+        f"rank {worker.transport.rank} at {column[at].action} of edge {column[at].edge}, "
+        f"microbatch {column[at].microbatch}"
+        for worker, column, at in zip(workers, columns, position, strict=True)
+        if at < len(column)
+    ]
+    if stuck:
+        raise DeadlockError(f"no rank can go on: {'; '.join(stuck)}")

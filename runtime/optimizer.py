@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.warn import warn
+
 _Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]
 _SHARED = frozenset(("params", "param_groups", "state"))
 _NOTHING = object()
@@ -31,6 +33,18 @@ class Updater:
         self._before: dict[_Place, Any] = {}  # what was there before any stage's first update
         self._made: dict[int, dict[_Place, Any]] = {}  # by stage: what its updates left
         self._shown: dict[_Place, Any] = {}  # what the user sees: the last update's
+        self._warned = False
+
+    def warn_of_hooks(self) -> None:
+        """Say once that step hooks run for each stage, in a process that has several."""
+        one = self.optimizer
+        if not self._warned and (one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks):
+            self._warned = True
+            warn(
+                "the optimizer has step hooks, and stages are updated one by one: in one process "
+                "its hooks run once a stage and update; a hook that goes through all parameters "
+                "(an average of weights) belongs after pipe.step and pipe.flush"
+            )
 
     def snapshot(self, minibatch: int) -> None:
         """Remember every param_group value for the update of this minibatch."""

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pdcompile.batch import FlatCall, flatten_call
 from pdcompile.copied import copy_of
-from pdcompile.errors import ClosedError, ConfigError, NotPrepared
+from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.graph import OpGraph
+from pdcompile.modes import apply_overrides, modes
 from pdcompile.options import Options
 from pdcompile.passes.schedules import evaluation
-from pdcompile.plan import Plan
 from pdcompile.randomness import evaluation_minibatch
 from pdcompile.results import LazyLoss, StepResult
 from pdcompile.runtime import launch
-from pdcompile.runtime.calls import begin_call, needed_paths, refuse_blind_start, refuse_target
+from pdcompile.runtime.calls import begin_call, refuse_blind_start, refuse_target
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure import Failures, describe
-from pdcompile.runtime.not_a_module import NotAModule
 from pdcompile.runtime.outputs import join, share
+from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.runtime.reduce import check_max_norm
-from pdcompile.runtime.session import UPDATES, Session, flush_before_state, num_versions
+from pdcompile.runtime.session import UPDATES, Session
+from pdcompile.runtime.state_hooks import flush_before_state
 from pdcompile.trained import check_trained
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
 
-class Pipeline(NotAModule):
+class Pipeline(PipelineState):
     """A model in pipeline-parallel training; nothing is captured before the first call.
 
     `prepare(flat)` does what the compiler does: from one global minibatch (None: from the
@@ -45,14 +45,9 @@ class Pipeline(NotAModule):
         options: Options,
         prepare: Callable[[FlatCall | None], Prepared],
     ) -> None:
-        self._model = model
-        self._options = options
+        super().__init__(model, options)
         self._prepare = prepare
-        self._session: Session | None = None
-        self._stream: Any = None
-        self._num_minibatches = 0
-        self._num_evaluations = 0
-        self._closed = False
+        self._handles: list[Any] = []  # of hooks on the model and the optimizer
 
     # -- what it is --------------------------------------------------------------------------
 
@@ -64,18 +59,21 @@ class Pipeline(NotAModule):
         return self
 
     def _start(self, flat: FlatCall | None) -> None:
-        if self._closed:
-            raise ClosedError("this pipeline was closed", remedy="make a new one")
+        self._check_open()
+        passed = modes(self._model)
+        apply_overrides(self._model)
         prepared = self._prepare(flat)
         plan, world = prepared.plan, None
-        if num_versions(prepared) > 1 and self._options.optimizer is None:
+        if prepared.num_versions > 1 and self._options.optimizer is None:
             raise ConfigError(
                 f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
                 "means nothing without updates",
                 remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
             )
         if self._options.keep_model:
-            self._model = copy_of(self._model)
+            kept, self._model = self._model, copy_of(self._model)
+            for module in kept.modules():
+                module.training = passed[module]
         if not prepared.in_process:
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
             world = launch.connect(self._options, plan.num_ranks, agreed)
@@ -88,55 +86,11 @@ class Pipeline(NotAModule):
                 world.close()
             raise
         self._stream = prepared.stream
-        flush_before_state(self._session, self)
+        self._handles = flush_before_state(
+            self, self._model, self._session.optimizer, alone=world is None
+        )
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
-
-    @property
-    def _running(self) -> Session:
-        if self._session is None:
-            if self._closed:
-                raise ClosedError("this pipeline was closed", remedy="make a new one")
-            raise NotPrepared(
-                "there is no plan yet: the model is captured with the first minibatch",
-                remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "
-                "example_inputs= to compile",
-            )
-        return self._session
-
-    @property
-    def plan(self) -> Plan:
-        """The plan; raises NotPrepared before there is one, as everything here that needs it."""
-        return self._running.plan
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this process's parameters (None: gradients only)."""
-        return self._running.optimizer
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that run in this process: one under torchrun, all of them otherwise."""
-        return tuple(self._running.ranks)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of these ranks."""
-        session = self._running
-        return tuple(session.stage_of_rank[rank] for rank in session.ranks)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Paths of the inputs and targets that this process reads; others may be None."""
-        return needed_paths(self._running, training=True, with_loss=True)
-
-    def explain(self) -> str:
-        """The plan as a table: stages, time, memory, traffic, proof."""
-        return self._running.prepared.explain()
-
-    def dump(self, folder: str) -> None:
-        """Write the stages as source, with the plan."""
-        self._running.prepared.dump(folder)
 
     # -- training ----------------------------------------------------------------------------
 
@@ -176,7 +130,7 @@ class Pipeline(NotAModule):
         check_trained(graph)
         feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
         self._num_minibatches += 1
-        with session.guard():
+        with session.call():
             session.refresh(number)
             if updates:
                 session.begin_update(number)
@@ -187,22 +141,6 @@ class Pipeline(NotAModule):
             session.run(program, number, frozenset() if updates else UPDATES, feeds)
             session.in_flight = session.versions > 1
         return self._result(graph, feeds[-1], session.workers[-1].losses[number])
-
-    def flush(self) -> None:
-        """Drain what is in flight; changes no result."""
-        if self._session is None:
-            return
-        self._check_open()
-        session = self._running
-        with session.guard():
-            session.agree("flush", self._num_minibatches)
-            self._drain(session)
-
-    def _drain(self, session: Session) -> None:
-        if session.in_flight:
-            program, self._stream = self._stream.flush()
-            session.run(program, self._num_minibatches)
-            session.in_flight = False
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -232,7 +170,7 @@ class Pipeline(NotAModule):
         number = evaluation_minibatch(self._num_evaluations)
         feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
         self._num_evaluations += 1
-        with session.guard():
+        with session.call():
             self._drain(session)
             session.refresh(self._num_minibatches)
             program = evaluation(
@@ -282,85 +220,24 @@ class Pipeline(NotAModule):
 
         return StepResult(lazy, outputs)
 
-    # -- parameters and state ----------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters with the model's names: tied ones on their owner only."""
-        return self._running.state.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of this process's parameters."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`.
-
-        For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
-        """
-        check_max_norm(max_norm)
-        session = self._running
-        self._check_open()
-        with session.guard():
-            session.agree("clip_grad_norm_", self._num_minibatches)
-            return session.clip(self._num_minibatches, max_norm)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the state, live and detached, under the model's names.
-
-        Flushes first, so every rank calls it.
-        """
-        self.flush()
-        return self._running.state.part()
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
-
-        Flushes first, so every rank calls it; {} on the others.
-        """
-        session = self._running
-        self._check_open()
-        with session.guard():
-            session.agree("full_state_dict", self._num_minibatches)
-            self._drain(session)
-            return session.state.gather(session.workers[0].transport)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load weights and buffers, all or a part; schedules with older weights start afresh.
-
-        Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
-        model does not have.
-        """
-        self.flush()
-        self._running.load(state)
-
-    def to_model(self) -> nn.Module | None:
-        """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
-        session = self._running
-        if session.world is None:
-            self.flush()
-            return self._model
-        state = self.full_state_dict()
-        return session.state.whole_model(state) if session.world.rank == 0 else None
-
     # -- the end -----------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this pipeline was closed", remedy="make a new one")
 
     def close(self) -> None:
         """Flush, and free what this pipeline made.  Every rank calls it."""
         if self._closed:
             return
         self._closed = True
+        for handle in self._handles:
+            handle.remove()
         session = self._session
         if session is None or session.failed is not None:
             return
+        if session.in_flight:
+            try:
+                session.check_changes()
+            except PdcompileError as error:
+                session.leave(error)
+                raise
         with session.guard():
             session.agree("close", self._num_minibatches)
             self._drain(session)

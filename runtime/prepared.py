@@ -34,3 +34,9 @@ class Prepared:
     in_process: bool
     explain: Callable[[], str]
     dump: Callable[[str], None]
+
+    @property
+    def num_versions(self) -> int:
+        """How many versions of its weights every stage holds: the schedule's lag and the newest."""
+        columns = self.stream.step(1)[0].columns
+        return 1 + max(ins.lag for column in columns for ins in column)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from pdcompile.errors import (
     ClosedError,
     ConfigError,
-    DeadlockError,
     PdcompileError,
 )
 from pdcompile.optimizers import make_optimizer
@@ -21,11 +19,12 @@ from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
 from pdcompile.runtime.agreement import Agreement
+from pdcompile.runtime.between_calls import ModelWatch, OptimizerWatch
 from pdcompile.runtime.compute import Compute, Feed
+from pdcompile.runtime.coupling import refuse_coupled
 from pdcompile.runtime.failure import Failures, describe, explained, place
-from pdcompile.runtime.held import Held
 from pdcompile.runtime.initial import initial_state
-from pdcompile.runtime.interpreter import Loss, Worker
+from pdcompile.runtime.interpreter import Loss, Worker, run_together
 from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater
@@ -81,6 +80,7 @@ class Session:
             self.workers.append(self._worker(prepared, rank, transport, streams, options))
             if world is not None:
                 self.agreement = Agreement(transport, world.size, tuple(prepared.layout.dims))
+        refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         self.optimizer = make_optimizer(
             options.optimizer, self.state.optimized(alone=world is None)
         )
@@ -90,8 +90,23 @@ class Session:
                 worker.updater = self.updater
         if world is not None:
             self.state.discard_others()
-        copied = (tied.fqn for tied in plan.tied if tied.stages[0] == self.workers[0].stage)
-        self._held = Held(model, frozenset(copied if world is not None else ()))
+        self._adopt()
+        self._watch = self._watched(model, prepared)
+        self._optimizer_watch = OptimizerWatch(self.optimizer)
+        self.end_call()
+
+    def _watched(self, model: nn.Module, prepared: Prepared) -> ModelWatch:
+        mine = [prepared.interfaces[worker.stage] for worker in self.workers]
+        stages = {worker.stage for worker in self.workers}
+        tied = () if self.world is None else self.plan.tied
+        return ModelWatch(
+            model,
+            self.options.loss_fn,
+            prepared.capture.attributes,
+            opaque=[path for interface in mine for path in interface.kept_whole],
+            read=prepared.capture.numbers,
+            tied=[one.fqn for one in tied if stages & set(one.stages)],
+        )
 
     def _worker(
         self, prepared: Prepared, rank: int, transport: Transport, streams: Streams,
@@ -118,7 +133,7 @@ class Session:
             interface,
             tensor,
             copies=copies,
-            versions=num_versions(prepared),
+            versions=prepared.num_versions,
             model=self.model,
         )
         for module in weights.modules:
@@ -162,6 +177,8 @@ class Session:
     def begin_update(self, minibatch: int) -> None:
         """A minibatch with an update begins: fix its learning rates, start from no gradients."""
         assert self.optimizer is not None
+        if len(self.workers) > 1:
+            self.updater.warn_of_hooks()
         self.updater.snapshot(minibatch)
         self._open_gradients(keep=False)
 
@@ -189,8 +206,7 @@ class Session:
         if skip:
             columns = [tuple(i for i in column if i.action not in skip) for column in columns]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
-            _run_together(self.workers, columns)
-        self._held.remember()
+            run_together(self.workers, columns)
 
     def check_running(self) -> None:
         """Raise ClosedError, with the cause, once an error has ended the pipeline."""
@@ -229,6 +245,13 @@ class Session:
         self._abandon()
         raise cause from None
 
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around the part of a call that runs: what it leaves is not the user's doing."""
+        with self.guard():
+            yield
+            self.end_call()
+
     def _place(self, error: BaseException) -> str:
         worker = self.workers[0]
         return place(worker.transport.rank, error, worker.current, worker.base)
@@ -247,26 +270,51 @@ class Session:
 
     # -- tied copies, norms, state --------------------------------------------------------------
 
-    def check_held(self, *, training: bool) -> None:
-        """A call is about to begin: take over what the user did to the parameters since the
-        last one.  Raises ConfigError for what cannot be taken over."""
-        fresh = not self._stale_copies
-        self._held.check(training=training, in_flight=self.in_flight, fresh_copies=fresh)
-        if self.in_flight:
-            return
+    def check_changes(self, training: bool | None = None) -> None:
+        """A call is about to begin, which runs modules in training or not (None: not at all):
+        take over what the user did since the last one.
+
+        Raises:
+            ConfigError: something was done that cannot be taken over.
+        """
+        try:
+            self._watch.check(training=training, in_flight=self.in_flight, rebind=self._rebind)
+            self._optimizer_watch.check(in_flight=self.in_flight)
+        except PdcompileError as error:
+            self.refuse(error)
+            raise
+        if not self.in_flight:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Nothing is in flight: the stages follow the model's own tensors and hooks."""
         of_stage = {worker.stage: worker.weights for worker in self.workers}
         for weights in of_stage.values():
             weights.adopt()
+            weights.adopt_hooks()
         for tied in self.plan.tied if self.world is None else ():
             for stage in tied.stages[1:]:
                 of_stage[stage].follow(tied.fqn, of_stage[tied.stages[0]])
         for weights in of_stage.values():
             weights.renew()
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite what this process holds; older versions of all weights are forgotten."""
+    def _rebind(self, name: str, buffer: Tensor) -> None:
+        fqn = self.state.rebind(name, buffer)
+        for worker in self.workers:
+            worker.weights.rebind(fqn, buffer)
+
+    def end_call(self) -> None:
+        """A call ends: what the model holds now is the pipeline's own."""
+        fresh = not self._stale_copies
+        self._watch.remember(in_flight=self.in_flight, fresh_copies=fresh)
+        self._optimizer_watch.remember(in_flight=self.in_flight)
+
+    def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
+        """Overwrite what this process holds, after so many minibatches; older versions of all
+        weights are forgotten."""
         self.state.load(state, [worker.weights for worker in self.workers])
-        self._held.remember()
+        for worker in self.workers:
+            worker.weights.restart(minibatches)
 
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date when the user has had the gradients in between."""
@@ -310,51 +358,6 @@ class Session:
             self._failures.report(self.failed)
             self._abandon()
             self._failures.wait_for_peers()
-
-
-def flush_before_state(session: Session, pipe: Any) -> None:
-    """The optimizer's state is saved and loaded with all updates done, as the pipeline's is."""
-    if session.optimizer is None:
-        return
-    whole = weakref.ref(pipe)
-
-    def flush(*_: Any) -> None:
-        running = whole()
-        if running is not None and session.in_flight:
-            running.flush()
-
-    session.optimizer.register_state_dict_pre_hook(flush)
-    session.optimizer.register_load_state_dict_pre_hook(flush)
-
-
-def num_versions(prepared: Prepared) -> int:
-    """How many versions of its weights every stage holds: the schedule's lag and the newest."""
-    columns = prepared.stream.step(1)[0].columns
-    return 1 + max(ins.lag for column in columns for ins in column)
-
-
-def _run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:
-    """Run each rank until it would have to wait, then the next (one rank: just run it).
-
-    Raises DeadlockError when no rank can go on.
-    """
-    position = [0] * len(workers)
-    moved = True
-    while moved:
-        moved = False
-        for n, (worker, column) in enumerate(zip(workers, columns, strict=True)):
-            while position[n] < len(column) and worker.ready(column[position[n]]):
-                worker.execute(column[position[n]])
-                position[n] += 1
-                moved = True
-    stuck = [
-        f"rank {worker.transport.rank} at {column[at].action} of edge {column[at].edge}, "
-        f"microbatch {column[at].microbatch}"
-        for worker, column, at in zip(workers, columns, position, strict=True)
-        if at < len(column)
-    ]
-    if stuck:
-        raise DeadlockError(f"no rank can go on: {'; '.join(stuck)}")
 
 
 def _refresh(plan: Plan, stage_of_rank: dict[int, int]) -> Schedule:

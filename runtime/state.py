@@ -49,6 +49,12 @@ class State:
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
 
+    def rebind(self, name: str, buffer: Tensor) -> str:
+        """Another tensor is in the place of a buffer; returns its FQN."""
+        fqn = self._canonical.get(name, name)
+        self.tensors[fqn] = buffer
+        return fqn
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that this process owns, in the order of the model."""
         for fqn, holders in self._holders.items():
@@ -59,6 +65,10 @@ class State:
     def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer gets: in a process alone, all parameters of the model."""
         return list(self._model.named_parameters() if alone else self.named_parameters())
+
+    def trainable(self) -> dict[str, Tensor]:
+        """Every trainable parameter of the model, in its order."""
+        return {f: self.tensors[f] for f, info in self._infos.items() if info.requires_grad}
 
     def shared(self) -> dict[str, list[int]]:
         """Tensors that this process holds and others do too: all ranks that hold each."""

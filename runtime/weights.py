@@ -11,6 +11,7 @@ into a storage that a graph still needs would give wrong gradients without an er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ class StageWeights:
         self.versions = versions
         self.newest = 0
         self.gradients: dict[int, Gradients] = {}  # complete minibatches, not yet applied
+        self._hooks: list[Any] = []  # that slots have, and their handles
         self._masters: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[nn.Parameter]] = {}
         for fqn in interface.parameters:
@@ -50,14 +52,14 @@ class StageWeights:
             assert isinstance(master, nn.Parameter)
             if master.requires_grad:
                 self._masters[fqn] = master
-                self._slots[fqn] = _slots(master, versions)
+                self._slots[fqn] = _slots(master, versions, hooked=fqn not in copies)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
-        self._modules = [
-            _instance(
-                stage_class, interface, tensors, {f: s[v] for f, s in self._slots.items()}, model
-            )
-            for v in range(versions)
-        ]
+        self._modules = [_instance(stage_class, interface, model) for _ in range(versions)]
+        self._places = _places(self._modules[0], interface)
+        for version, module in enumerate(self._modules):
+            for name, fqn in self._places:
+                slots = self._slots.get(fqn)
+                set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
         self._accumulating: tuple[int, int] | None = None  # minibatch, instance
         self._starts_anew = False  # all versions are the newest until there is another
 
@@ -148,8 +150,7 @@ class StageWeights:
         self._starts_anew = False
         slot = self.parameter(minibatch + 1, fqn)
         slot.data.copy_(value)
-        if self.versions > 1:
-            self._masters[fqn].data = slot.data
+        self._masters[fqn].data = slot.data
 
     def adopt(self) -> None:
         """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
@@ -157,6 +158,32 @@ class StageWeights:
             newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
             if newest.data_ptr() != master.data_ptr():
                 newest.data = master.data
+
+    def rebind(self, fqn: str, buffer: Tensor) -> None:
+        """Another tensor takes the place of a buffer, in every version's module."""
+        for module in self._modules:
+            for name, held in self._places:
+                if held == fqn:
+                    set_tensor(module, name, buffer)
+
+    def adopt_hooks(self) -> None:
+        """Have every version run the hooks that the user's Parameters have on their gradients.
+
+        With one version they are on the Parameter that backward works on.  A tied copy runs none:
+        what it sends is a part of the gradient, and its owner runs them on the whole.
+        """
+        if self.versions == 1:
+            return
+        wanted = [(fqn, hook) for fqn in self.owned for hook in gradient_hooks(self._masters[fqn])]
+        if wanted == [pair for pair, _ in self._hooks]:
+            return
+        for _, handles in self._hooks:
+            for handle in handles:
+                handle.remove()
+        self._hooks = [
+            ((fqn, hook), [_hook(slot, self._masters[fqn], hook) for slot in self._slots[fqn]])
+            for fqn, hook in wanted
+        ]
 
     def follow(self, fqn: str, owner: StageWeights) -> None:
         """A tied copy takes the newest values of its owner in this process."""
@@ -175,6 +202,18 @@ class StageWeights:
                 if slot is not newest:
                     slot.data.copy_(newest.data)
 
+    def restart(self, minibatches: int) -> None:
+        """A new history begins after so many minibatches, with other weights."""
+        newest = {fqn: slots[self.newest % self.versions] for fqn, slots in self._slots.items()}
+        self.newest = minibatches
+        for fqn, slot in newest.items():
+            slots = self._slots[fqn]
+            present = slots[self.newest % self.versions]
+            if present is not slot:
+                present.data.copy_(slot.data)
+            self._masters[fqn].data = present.data
+        self.forget()
+
     def renew(self) -> None:
         """Changes that the user makes before a new history has begun are part of its start."""
         if self._starts_anew:
@@ -187,27 +226,51 @@ class StageWeights:
         return fqn in self._slots
 
 
-def _slots(master: nn.Parameter, versions: int) -> list[nn.Parameter]:
-    if versions == 1:
+def _slots(master: nn.Parameter, versions: int, *, hooked: bool) -> list[nn.Parameter]:
+    if versions == 1 and hooked:
         return [master]
     first = nn.Parameter(master.data)
     return [first, *(nn.Parameter(master.data.clone()) for _ in range(versions - 1))]
 
 
+def gradient_hooks(parameter: Tensor) -> list[tuple[bool, Any]]:
+    """(whether it runs on what was accumulated, hook) of a parameter's gradient."""
+    each: Mapping[int, Any] = parameter._backward_hooks or {}
+    summed: Mapping[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return [*((False, hook) for hook in each.values()), *((True, hook) for hook in summed.values())]
+
+
+def _hook(slot: nn.Parameter, master: nn.Parameter, hook: tuple[bool, Any]) -> Any:
+    """Have a version's Parameter run a hook of the user's; returns the handle."""
+    after, function = hook
+    if not after:
+        return slot.register_hook(function)  # type: ignore[no-untyped-call]
+
+    def accumulated(_: Tensor) -> None:
+        """The hook gets the Parameter that the user knows, with this version's tensors."""
+        newest, gradient = master.data, master.grad
+        master.data, master.grad = slot.data, slot.grad
+        try:
+            function(master)
+            slot.grad = master.grad
+        finally:
+            master.data, master.grad = newest, gradient
+
+    return slot.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+
 def _instance(
-    stage_class: type[nn.Module],
-    interface: StageInterface,
-    tensors: Callable[[str], Tensor],
-    own: Mapping[str, nn.Parameter],
-    model: nn.Module | None,
+    stage_class: type[nn.Module], interface: StageInterface, model: nn.Module | None
 ) -> nn.Module:
-    """Build the stage without memory and put the model's tensors in, aliases included."""
+    """Build the stage without memory."""
     with torch.device("meta"):
         module = stage_class()
     bind(module, interface, model)
+    return module
+
+
+def _places(module: nn.Module, interface: StageInterface) -> list[tuple[str, str]]:
+    """(name in the stage, FQN in the model) of every parameter and buffer, aliases included."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    for name in names:
-        fqn = interface.aliases.get(name, name)
-        set_tensor(module, name, own[fqn] if fqn in own else tensors(fqn))
-    return module
+    return [(name, interface.aliases.get(name, name)) for name in names]

@@ -69,6 +69,8 @@ def test_values_of_weights_in_flight_are_not_changed() -> None:
         model.layers[0].weight.mul_(0.5)
     with pytest.raises(ConfigError, match=r"in flight(.|\n)*layers.0.weight(.|\n)*pipe.flush"):
         pipe.step(inputs, target=target)
+    with pytest.raises(ConfigError, match="in flight"):  # would apply the update in flight
+        pipe.close()
     pipe.close()
 
 

@@ -24,6 +24,7 @@ from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assemble import as_evaluation, assemble
+from pdcompile.passes.trace.attributes import watched_attributes
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.examples import demanded
 from pdcompile.passes.trace.fidelity import compare
@@ -113,7 +114,7 @@ def capture(
         if short is not None:
             found, whole = short
         else:
-            found = Capture(*(_noted(graph) for graph in (found.train, found.eval)))
+            found = replace(found, train=_noted(found.train), eval=_noted(found.eval))
     whole.warn()
     table.reads.warn()
     warn_of_one_size(found)
@@ -174,10 +175,11 @@ def _capture(
 
     while True:
         try:
-            with watched_flag(model) as flag:
-                train = graph_of(True)
-            same = not (flag.read or whole.paths or table.transformed)
-            found = Capture(train, as_evaluation(train) if same else graph_of(False))
+            with watched_attributes(model, loss_fn) as reads:
+                with watched_flag(model, reads) as asked:
+                    train = graph_of(True)
+                    same = not (asked() or whole.paths or table.transformed)
+                found = Capture(train, as_evaluation(train) if same else graph_of(False))
             check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
             break
         except TraceError as error:
@@ -187,7 +189,8 @@ def _capture(
                     continue
             whole.enlarge(error)
     train, evaluation = (replace(graph, origin=origin) for graph in (found.train, found.eval))
-    return Capture(train, evaluation), whole
+    numbers = tuple(sorted(table.taken_as_constant))
+    return Capture(train, evaluation, reads.places, numbers), whole
 
 
 def _kinds(found: Capture, flat: FlatCall, layout: BatchLayout, size: int) -> list[Kind]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pdcompile.snapshot import is_array
+
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
@@ -26,11 +28,6 @@ def of_array(
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = func(*args, **kwargs)
     return made if _is_real(made) else None
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's, which need not be installed."""
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_real(value: Any) -> bool:

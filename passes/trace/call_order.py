@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from pdcompile.errors import TraceError
+from pdcompile.modes import in_mode
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.passes.trace.session import Recording, same
-from pdcompile.passes.trace.state import State, in_mode
+from pdcompile.passes.trace.state import State
 
 Kind = tuple[bool, int]  # of a call: whether it trains, number of samples
 MAX_STATES = 8

@@ -10,61 +10,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-import pdcompile
-
-_OURS = tuple({
-    str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[2] / "passes"),
-})  # fmt: skip
-
-
-@dataclass
-class Flag:
-    """`read`: the flag of some module, or autograd's, was or might have been read."""
-
-    read: bool = False
+from pdcompile.passes.trace.attributes import AttributeReads
 
 
 @contextmanager
-def watched_flag(model: nn.Module) -> Iterator[Flag]:
-    """Notice reads of ``module.training``, and the model's ``torch.is_grad_enabled()``.
+def watched_flag(model: nn.Module, reads: AttributeReads) -> Iterator[Callable[[], bool]]:
+    """Gives what tells whether the flag of a module, or autograd's, was or might have been read.
 
     Classes that do something of their own when the mode changes, or that keep the flag where
     reads cannot be seen, count as reads.
     """
-    flag = Flag(any(_hides_reads(type(module)) for module in model.modules()))
-    if flag.read:
-        yield flag
-        return
-
-    def get(module: nn.Module) -> bool:
-        if not sys._getframe(1).f_code.co_filename.startswith(_OURS):
-            flag.read = True
-        try:
-            found: bool = module.__dict__["training"]
-        except KeyError:
-            raise AttributeError(f"{type(module).__name__!r} has no 'training'") from None
-        return found
-
-    def put(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
+    asked = [any(_hides_reads(type(module)) for module in model.modules())]
 
     def note(enabled: bool) -> bool:
-        flag.read = True
+        asked.append(True)
         return enabled
 
-    nn.Module.training = property(get, put)  # type: ignore[assignment]
-    try:
-        with _answered(note):
-            yield flag
-    finally:
-        del nn.Module.training
+    with _answered(note):
+        yield lambda: any(asked) or reads.modes()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,10 @@ from pdcompile.batch import (
     weights,
 )
 from pdcompile.errors import ClosedError, ConfigError, InputError
+from pdcompile.modes import apply_overrides, in_mode
 from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
+from pdcompile.position import Position, position_of, with_position
 from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.versions import Versions, weight_lags
@@ -45,8 +47,7 @@ class Reference:
         self._options = options
         self._num_microbatches = check_options(options)
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        self._passed_in_training = self._model.training
-        self._passed_modes = {module: module.training for module in self._model.modules()}
+        apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
         self._versions = Versions(self._model, weight_lags(self._model, options))
         if self._versions.stale and self.optimizer is None:
@@ -158,19 +159,28 @@ class Reference:
 
     def state_dict(self) -> dict[str, Any]:
         """Live, detached tensors under the model's names."""
-        return dict(self._model.state_dict())
+        return with_position(self._model.state_dict(), self.position)
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy on the CPU, with exactly the keys of ``model.state_dict()``."""
-        return {
+        state = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict().items()
         }
+        return with_position(state, self.position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    @property
+    def position(self) -> Position:
+        """How many minibatches were trained on and evaluated, saved with the state."""
+        return Position(self._num_minibatches, self._num_evaluations)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, position: Position | None = None
+    ) -> None:
         """Load weights and buffers, all or a part of them.
 
-        Schedules with older weights start afresh: every version is the loaded one.
+        Schedules with older weights start afresh: every version is the loaded one.  Training goes
+        on at `position`, else at the one that the state was saved at, else counting goes on.
 
         Raises:
             InputError: a name or a shape that the model does not have.
@@ -186,6 +196,8 @@ class Reference:
         except RuntimeError as error:
             raise InputError(f"the state does not fit the model: {error}") from None
         self._versions.forget()
+        found = position or position_of(state) or self.position
+        self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
 
     def to_model(self) -> nn.Module:
         """The trained eager model (the one that was passed, unless keep_model)."""
@@ -209,7 +221,7 @@ class Reference:
         losses: list[Tensor] = []
         outputs: list[Any] = []
         loss_leaf = None
-        with self._mode(training=True), torch.enable_grad(), preserved_rng(self._device):
+        with in_mode(self._model, True), torch.enable_grad(), preserved_rng(self._device):
             parts = split(flat.leaves, layout, self._num_microbatches)
             for index, (part, scale) in enumerate(zip(parts, scales, strict=True)):
                 with self._draws(self._num_minibatches, index) as scope:
@@ -234,7 +246,7 @@ class Reference:
         loss_leaf = None
         minibatch = evaluation_minibatch(self._num_evaluations)
         scales: list[float] = []
-        with self._mode(training=False), torch.no_grad(), preserved_rng(self._device):
+        with in_mode(self._model, False), torch.no_grad(), preserved_rng(self._device):
             parts = split(flat.leaves, layout, self._num_microbatches)
             for index, part in enumerate(parts):
                 with self._draws(minibatch, index) as scope:
@@ -309,20 +321,6 @@ class Reference:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast_region(autocast_text(self._options.autocast, self._device.type))
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        """Modules' modes for one call.
-
-        In the mode that the model was passed in, every module keeps its own, so that a batch
-        norm that the user put into eval mode stays frozen; the other mode is that of all.
-        """
-        own = self._passed_modes if training == self._passed_in_training else {}
-        with ExitStack() as stack:
-            for module in self._model.modules():
-                stack.callback(setattr, module, "training", module.training)
-                module.training = own.get(module, training)
-            yield
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,65 @@
+"""Training and evaluation mode of a model's modules, switched as a user's own loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from pdcompile.warn import warn
+
+Modes = dict[nn.Module, bool]  # module: whether it is in training mode
+
+
+def modes(model: nn.Module) -> Modes:
+    """The mode that every module is in."""
+    return {module: module.training for module in model.modules()}
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool, *, back: bool = True) -> Iterator[None]:
+    """The model in one mode, by ``model.train(training)``; afterwards each module as before.
+
+    A model in that mode already is left alone, so that modules switched apart stay so.
+    """
+    before = modes(model)
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before.items() if back else ():
+            module.training = mode
+
+
+def modes_in(model: nn.Module, training: bool) -> Modes:
+    """The mode of every module while the model trains, or is evaluated."""
+    with in_mode(model, training):
+        return modes(model)
+
+
+def apply_overrides(model: nn.Module) -> None:
+    """Let a model in training mode be what its own ``train()`` makes of it.
+
+    A model as constructed says that all of it trains, because nobody has called ``train()`` yet;
+    a loop calls it, and a class that overrides it to freeze batch norms counts on that.  Modules
+    that are in evaluation mode stay there.
+    """
+    if not model.training or all(_plain(module) for module in model.modules()):
+        return
+    before = modes(model)
+    model.train()
+    frozen = [name for name, module in model.named_modules() if before[module] > module.training]
+    for module, mode in before.items():
+        module.training = module.training and mode
+    if frozen:
+        warn(
+            f"the model's train() puts {', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''} "
+            f"({len(frozen)} modules) into evaluation mode, as it was not yet: training leaves "
+            "them there, as after model.train()"
+        )
+
+
+def _plain(module: nn.Module) -> bool:
+    return getattr(module.train, "__func__", None) is nn.Module.train

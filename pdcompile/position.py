@@ -1,0 +1,58 @@
+"""Position: how far a training has come, kept with its state.
+
+Random numbers are drawn for (seed, minibatch, microbatch, op), so a training that goes on from a
+saved state has to know which minibatch comes next, or it repeats the dropout masks of its first
+ones.  The keys of a state are the model's own; the position is in its ``_metadata``, where torch
+keeps the versions of modules, and which torch.save and torch.load keep.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pdcompile.errors import InputError
+
+_KEY = "pdcompile"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Minibatches trained on and evaluated so far."""
+
+    minibatches: int = 0
+    evaluations: int = 0
+
+
+def with_position(state: Mapping[str, Tensor], position: Position) -> OrderedDict[str, Tensor]:
+    """The state, with the position in its metadata."""
+    found: Any = OrderedDict(state)
+    metadata = OrderedDict(getattr(state, "_metadata", {}))
+    numbers = {"minibatches": position.minibatches, "evaluations": position.evaluations}
+    metadata[""] = {**metadata.get("", {}), _KEY: numbers}
+    found._metadata = metadata
+    return found  # type: ignore[no-any-return]
+
+
+def position_of(state: Any) -> Position | None:
+    """The position that a state was saved at; None for one that has none.
+
+    Raises:
+        InputError: it is no position.
+    """
+    metadata = getattr(state, "_metadata", None)
+    numbers = metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None
+    if numbers is None:
+        return None
+    counts = [numbers.get(name) for name in ("minibatches", "evaluations")]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise InputError(
+            f"the state says that it was saved at {numbers}, not at two counts",
+            where="load_state_dict: _metadata",
+            remedy="load what state_dict() or full_state_dict() returned",
+        )
+    return Position(*counts)

@@ -1,0 +1,141 @@
+"""Snapshots of Python state: what attributes and containers held at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+
+Alike = Callable[[torch.Tensor, torch.Tensor], bool]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numpy's, which need not be installed."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """No tensor is like another one."""
+    return one is other
+
+
+def snapshot(value: Any, depth: int = 4) -> Any:
+    """Containers and numpy's arrays with a copy of their contents, everything else as it is."""
+    if is_array(value):
+        return Contents(value, value.copy())
+    if (depth and type(value) in (dict, list, set)) or _ordered(value):
+        if isinstance(value, dict):
+            return Contents(value, {key: snapshot(item, depth - 1) for key, item in value.items()})
+        if isinstance(value, list):
+            return Contents(value, [snapshot(item, depth - 1) for item in value])
+        return Contents(value, set(value))
+    return value
+
+
+def _ordered(value: Any) -> bool:
+    return type(value).__name__ == "OrderedDict"
+
+
+class Contents:
+    """A container and what was in it."""
+
+    __slots__ = ("container", "content")
+
+    def __init__(self, container: Any, content: Any) -> None:
+        self.container = container
+        self.content = content
+
+
+def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
+    """Path of the first thing in `value` that is not what was kept."""
+    if not isinstance(kept, Contents):
+        return None if _same(kept, value, alike) else path
+    if type(kept.container) is not type(value):
+        return path
+    if is_array(value):
+        old = kept.content
+        equal = (old.shape, old.dtype, old.tobytes()) == (value.shape, value.dtype, value.tobytes())
+        return None if equal else path
+    if _ordered(value) and path.endswith("_hooks"):
+        # The keys count all hooks that were ever registered.
+        old, new = list(kept.content.values()), list(value.values())
+        same = len(old) == len(new) and all(
+            difference(a, b, path, alike) is None for a, b in zip(old, new, strict=True)
+        )
+        return None if same else path
+    if isinstance(value, dict):
+        for key in [*kept.content, *(k for k in value if k not in kept.content)]:
+            if key not in kept.content or key not in value:
+                return f"{path}[{key!r}]"
+            found = difference(kept.content[key], value[key], f"{path}[{key!r}]", alike)
+            if found:
+                return found
+        return None
+    if isinstance(value, list):
+        if len(value) != len(kept.content):
+            return path
+        for i, (old, new) in enumerate(zip(kept.content, value, strict=True)):
+            found = difference(old, new, f"{path}[{i}]", alike)
+            if found:
+                return found
+        return None
+    return None if value == kept.content else path
+
+
+def _same(kept: Any, value: Any, alike: Alike) -> bool:
+    if kept is value:
+        return True
+    if isinstance(kept, torch.Tensor) or isinstance(value, torch.Tensor):
+        return alike(kept, value)
+    if type(kept) is not type(value):
+        return False
+    if isinstance(kept, FunctionType):
+        return kept.__code__ is value.__code__ and _same(_captured(kept), _captured(value), alike)
+    if isinstance(kept, partial):
+        mine = (kept.func, kept.args, tuple(kept.keywords.items()))
+        return _same(mine, (value.func, value.args, tuple(value.keywords.items())), alike)
+    if isinstance(kept, tuple):
+        return len(kept) == len(value) and all(map(lambda a, b: _same(a, b, alike), kept, value))
+    return isinstance(kept, bool | int | float | str) and kept == value
+
+
+def _captured(function: FunctionType) -> tuple[Any, ...]:
+    """What a function that is defined inside of another one took along."""
+    cells = function.__closure__ or ()
+    named = tuple((function.__kwdefaults__ or {}).items())
+    try:
+        return (*(cell.cell_contents for cell in cells), function.__defaults__, *named)
+    except ValueError:  # not filled yet: like nothing else
+        return (object(),)
+
+
+def restore(kept: Any) -> None:
+    """Put what was in the containers of a snapshot back into them, in place."""
+    if not isinstance(kept, Contents):
+        return
+    container = kept.container
+    if isinstance(container, dict):
+        if any(container.get(k, container) is not _bare(v) for k, v in kept.content.items()) or (
+            len(container) != len(kept.content)
+        ):
+            container.clear()
+            container.update({k: _bare(v) for k, v in kept.content.items()})
+        for item in kept.content.values():
+            restore(item)
+    elif isinstance(container, list):
+        container[:] = [_bare(item) for item in kept.content]
+        for item in kept.content:
+            restore(item)
+    elif is_array(container):
+        if container.flags.writeable:
+            container[...] = kept.content
+    else:
+        container.clear()
+        container.update(kept.content)
+
+
+def _bare(kept: Any) -> Any:
+    return kept.container if isinstance(kept, Contents) else kept

@@ -1,0 +1,81 @@
+"""Attributes that forward read when the model was captured, compared at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.snapshot import difference, identical, restore, snapshot
+
+_MISSING = object()
+
+
+class AttributeWatch:
+    """Values of the attributes that forward reads, in each mode of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        places: Iterable[tuple[str, ...]],
+        opaque: Collection[str],
+    ) -> None:
+        roots: dict[str, Any] = dict(model.named_modules())
+        if isinstance(loss_fn, nn.Module):
+            named = loss_fn.named_modules()
+            roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
+        self._owners: list[tuple[Any, str, str, bool]] = []
+        for root, *names in places:
+            owner = roots.get(root, _MISSING)
+            for name in names[:-1]:
+                owner = _attribute(owner, name)
+            if owner is not _MISSING and names[-1] != "training":
+                path = ".".join([root, *names] if root else names)
+                self._owners.append((owner, names[-1], path, is_below(root, opaque)))
+        self._values = {model.training: self._present()}
+        other = not model.training
+        self._values[other] = self._values[model.training]
+        if any(type(module).train is not nn.Module.train for module in model.modules()):
+            before = [snapshot(vars(module)) for module in model.modules()]
+            model.train(other)
+            self._values[other] = self._present()
+            for one in before:
+                restore(one)
+
+    def check(self, training: bool) -> None:
+        for (owner, name, path, shared), was in zip(
+            self._owners, self._values[training], strict=True
+        ):
+            now = _attribute(owner, name)
+            found = None if now is was and shared else difference(was, now, path, identical)
+            if found is not None:
+                raise ConfigError(
+                    f"forward reads this attribute, which was {_shown(was)} when the model was "
+                    f"captured and is {_shown(now)} now: its value is part of the stages",
+                    where=found,
+                    remedy="make it a buffer, whose value may change (register_buffer, written in "
+                    "place); or compile the changed model anew",
+                )
+
+    def _present(self) -> list[Any]:
+        return [
+            snapshot(_attribute(owner, name), 0 if shared else 4)
+            for owner, name, _, shared in self._owners
+        ]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, "__dict__", {}).get(name, _MISSING)
+
+
+def _shown(value: Any) -> str:
+    value = getattr(value, "container", value)
+    return "not there" if value is _MISSING else repr(value).partition("\n")[0][:60]
+
+
+def is_below(path: str, owners: Collection[str]) -> bool:
+    """Whether a module is one of the owners, or inside of one."""
+    return any(path == owner or path.startswith(f"{owner}.") for owner in owners)

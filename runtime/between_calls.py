@@ -1,0 +1,338 @@
+"""What the user does to the model and to the optimizer between two calls.
+
+The pipeline trains the model's own Parameters and buffers, so their values may be changed between
+calls, and a buffer may be replaced.  What the stages were made from (other modules, hooks,
+attributes that forward reads, dtypes, modes) would be passed over in silence: changes of it are
+refused.  So is everything that would hit an update in flight.  docs/between_calls.md lists all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.modes import modes_in
+from pdcompile.runtime import digest
+from pdcompile.runtime.attribute_watch import AttributeWatch, is_below
+from pdcompile.runtime.weights import gradient_hooks
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+          "_forward_hooks_always_called")  # fmt: skip
+_ANEW = "compile the changed model anew"
+_VALUES = (
+    "change values in place (p.copy_ under torch.no_grad, or load_state_dict), or "
+    "compile the changed model anew"
+)
+Rebind = Callable[[str, Tensor], None]  # (FQN of a buffer, the tensor that took its place)
+
+
+class ModelWatch:
+    """The model as its stages were made from it, and its values as the last call left them.
+
+    Args:
+        model: the one that is trained.
+        roots: the objects that attributes are looked up in, by path: modules of the model, and of
+            a loss_fn that is a module.
+        attributes: places that forward read, see `Capture.attributes`.
+        opaque: paths of modules that run as they are, on containers that they share with the
+            model's.
+        read: names of tensors whose values forward turned into Python numbers.
+        tied: names of parameters of this process that other processes hold copies of.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        attributes: Iterable[tuple[str, ...]],
+        opaque: Collection[str],
+        read: Collection[str],
+        tied: Collection[str],
+    ) -> None:
+        self._model = model
+        self._tied = frozenset(tied)
+        self._modules = [(path, module, _form(module)) for path, module in model.named_modules()]
+        self._parameters = list(_tensors(model, "_parameters"))
+        self._buffers = list(_tensors(model, "_buffers"))
+        self._traits = [_traits(tensor) for *_, tensor in self._parameters]
+        self._hooks = self._gradient_hooks()
+        self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
+        self._asked = {place[0] for place in attributes if place[1:] == ("training",)}
+        self._asked |= {p for p, _, _ in self._modules if is_below(p, opaque)}
+        self._modes = {training: modes_in(model, training) for training in (True, False)}
+        named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
+        self._read = {name: digest.digest(tensor) for name, tensor in named if name in read}
+        self._values: dict[str, digest.Written] = {}
+        self._default_dtype = torch.get_default_dtype()
+
+    def remember(self, *, in_flight: bool, fresh_copies: bool) -> None:
+        """A call ends: the values are the pipeline's from here on.
+
+        `in_flight`: microbatches wait for a later call; `fresh_copies`: other processes have the
+        present values of tied parameters.
+        """
+        self._hooks = self._gradient_hooks() if in_flight else []
+        self._values = {
+            name: digest.written(tensor)
+            for name, tensor in self._second_copies(in_flight, fresh_copies)
+        }
+
+    def check(self, *, training: bool | None, in_flight: bool, rebind: Rebind) -> None:
+        """Take over what may be taken over, and raise ConfigError for what may not.
+
+        `training`: the mode that the call runs in, None where no module begins to run.
+        """
+        self._check_parameters(training)
+        if training is not None:
+            self._check_structure()
+            self._attributes.check(self._model.training)
+            self._check_modes(training)
+        replaced = self._replaced_buffers()
+        if in_flight and replaced:
+            raise _in_flight(replaced[0][2], "replaced by another tensor", "a buffer")
+        if in_flight and self._gradient_hooks() != self._hooks:
+            raise _in_flight(None, "given another gradient hook", "a parameter")
+        self._check_values(in_flight)
+        for at, tensor, name in replaced:
+            home, leaf = self._buffers[at][:2]
+            old = self._buffers[at][3]
+            if old.is_meta:  # another process has the stage that holds it
+                home[leaf] = old
+                continue
+            rebind(name, tensor)
+            self._buffers[at] = (home, leaf, name, tensor)
+
+    # -- what the stages were made from -------------------------------------------------------
+
+    def _check_structure(self) -> None:
+        for path, module, form in self._modules:
+            now = _form(module)
+            if now != form:
+                what = next(k for k, v in form.items() if now[k] != v)
+                raise _changed(path, f"got {what}", "a module", _ANEW)
+        if torch.get_default_dtype() != self._default_dtype:
+            raise ConfigError(
+                f"torch's default dtype is {torch.get_default_dtype()}, and was "
+                f"{self._default_dtype} when the model was captured",
+                remedy="set it back around the call, or compile the model anew",
+            )
+
+    def _check_parameters(self, training: bool | None) -> None:
+        for (home, leaf, name, tensor), was in zip(self._parameters, self._traits, strict=True):
+            if home.get(leaf) is not tensor:
+                raise _changed(name, "was replaced by another tensor")
+            now = _traits(tensor)
+            if now == was:
+                continue
+            for what in ("dtype", "shape", "device"):
+                if now[what] != was[what]:
+                    raise _changed(name, f"was {was[what]} and is {now[what]}, converted")
+            if training:
+                raise _changed(name, "was frozen" if was["trained"] else "was made trainable")
+
+    def _check_modes(self, training: bool) -> None:
+        """A model in the other mode is switched by the call; in its own, modules that were
+        switched apart would run as they were captured."""
+        if self._model.training != training:
+            return
+        expected = self._modes[training]
+        for path, module, _ in self._modules:
+            if path in self._asked and module.training != expected[module]:
+                now, was = (
+                    "training" if one else "evaluation"
+                    for one in (module.training, expected[module])
+                )
+                raise ConfigError(
+                    f"this module is in {now} mode, and was in {was} mode when the model was "
+                    "captured",
+                    where=path or "the model",
+                    remedy="switch modules before compile; to go on with other modes, take "
+                    "pipe.to_model() and compile it anew",
+                )
+
+    def _replaced_buffers(self) -> list[tuple[int, Tensor, str]]:
+        """(index, new tensor, name) of buffers that have another tensor now."""
+        found = []
+        for at, (home, leaf, name, old) in enumerate(self._buffers):
+            new = home.get(leaf)
+            if new is old:
+                continue
+            if not isinstance(new, Tensor) or not _alike(old, new):
+                raise _changed(name, f"was {_text(old)} and is {_text(new)}", "a buffer")
+            if new.requires_grad:
+                raise _changed(name, "was replaced by a tensor that requires gradients", "a buffer")
+            if sum(tensor is old for *_, tensor in self._buffers) > 1:
+                raise _changed(name, "has several names, and was replaced under one", "a buffer")
+            found.append((at, new, name))
+        return found
+
+    # -- values -------------------------------------------------------------------------------
+
+    def _second_copies(self, in_flight: bool, fresh_copies: bool) -> list[tuple[str, Tensor]]:
+        """Tensors that somebody else has a copy of, or that microbatches in flight need."""
+        if in_flight:
+            return [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
+        return [
+            (name, tensor)
+            for *_, name, tensor in self._parameters
+            if fresh_copies and name in self._tied
+        ]
+
+    def _check_values(self, in_flight: bool) -> None:
+        if not (self._read or self._values):
+            return
+        present = {name: tensor for *_, name, tensor in (*self._parameters, *self._buffers)}
+        for name, number in self._read.items():
+            if digest.digest(present[name]) != number:
+                raise ConfigError(
+                    "forward turns the value of this tensor into a Python number, which is part "
+                    "of the stages, and the value was changed",
+                    where=name,
+                    remedy="keep it in tensors in forward (no item(), int() or if), or " + _ANEW,
+                )
+        for name, was in self._values.items():
+            if digest.written(present[name]) == was:
+                continue
+            if in_flight:
+                raise _in_flight(name, "changed", "a parameter or buffer")
+            raise ConfigError(
+                "a parameter was changed that other ranks hold copies of (tied weights)",
+                where=name,
+                remedy="call pipe.load_state_dict({name: value}) on every rank instead",
+            )
+
+    def _gradient_hooks(self) -> list[Any]:
+        return [hook for *_, tensor in self._parameters for hook in gradient_hooks(tensor)]
+
+
+class OptimizerWatch:
+    """The optimizer as the last call left it, while an update of its is in flight.
+
+    Values of its param_groups (learning rates) count from the next step on, as always: updates
+    have them from the moment when their step was called.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._seen: list[tuple[str, Any]] = []
+
+    def remember(self, *, in_flight: bool) -> None:
+        """A call ends."""
+        self._seen = self._present() if in_flight else []
+
+    def check(self, *, in_flight: bool) -> None:
+        """Raise ConfigError when an update in flight would meet another optimizer."""
+        if not in_flight:
+            return
+        now = self._present()
+        if now != self._seen:
+            changed = [w for (w, a), (_, b) in zip(self._seen, now, strict=False) if a != b]
+            what = changed[0] if changed else "its state"
+            raise _in_flight("pipe.optimizer", f"changed ({what})", "the optimizer")
+
+    def _present(self) -> list[tuple[str, Any]]:
+        one = self._optimizer
+        assert one is not None, "nothing is in flight without updates"
+        hooks = [*one._optimizer_step_pre_hooks.values(), *one._optimizer_step_post_hooks.values()]
+        own = {
+            name: value
+            for name, value in vars(one).items()
+            if isinstance(value, bool | int | float | str) and not name.startswith("_")
+        }
+        return [
+            (
+                "the parameters of its groups",
+                [[id(p) for p in g["params"]] for g in one.param_groups],
+            ),
+            ("its step hooks", [id(hook) for hook in hooks]),
+            ("its attributes", own),
+            ("its state", {id(p): _state_of(values) for p, values in one.state.items()}),
+        ]
+
+
+def _text(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return repr(tensor)[:40]
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _alike(old: Tensor, new: Tensor) -> bool:
+    """Whether one may take the other's place (meta: another process has the values)."""
+    same = (new.shape, new.dtype) == (old.shape, old.dtype)
+    return same and (old.is_meta or new.device == old.device)
+
+
+def _tensors(model: nn.Module, registry: str) -> Iterable[tuple[dict[str, Any], str, str, Tensor]]:
+    """(table, name in it, full name, tensor) of every parameter or buffer."""
+    for path, module in model.named_modules():
+        home: dict[str, Any] = vars(module)[registry]
+        for leaf, tensor in home.items():
+            if tensor is not None:
+                yield home, leaf, f"{path}.{leaf}" if path else leaf, tensor
+
+
+def _form(module: nn.Module) -> dict[str, Any]:
+    """What a module's stages were made from, in the words that say what has changed."""
+    kind = type(module)
+    hooks = [h for name in _HOOKS for h in _named_hooks(vars(module), name)]
+    return {
+        "another class": kind,
+        "another forward": (kind.forward, vars(module).get("forward")),
+        "other submodules": dict(module._modules),
+        "other parameters": list(module._parameters),
+        "other buffers": [(name, buffer is None) for name, buffer in module._buffers.items()],
+        "other hooks": hooks,
+    }
+
+
+def _named_hooks(attributes: Mapping[str, Any], name: str) -> list[tuple[Any, ...]]:
+    """Hooks in their order, and how each is called; those of ours are left out."""
+    found = []
+    for key, hook in attributes.get(name, {}).items():
+        if not str(getattr(hook, "__module__", "")).startswith("pdcompile."):
+            how = tuple(kind for kind in _KINDS if key in attributes.get(kind, ()))
+            found.append((name, hook, how))
+    return found
+
+
+def _traits(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": tuple(tensor.shape),
+        "device": tensor.device,
+        "trained": tensor.requires_grad,
+    }
+
+
+def _state_of(values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        return id(values)
+    return {
+        key: digest.written_sample(value) if isinstance(value, Tensor)
+        else value if isinstance(value, bool | int | float | str) else id(value)
+        for key, value in values.items()
+    }  # fmt: skip
+
+
+def _changed(
+    name: str, what: str, thing: str = "a parameter", remedy: str = _VALUES
+) -> ConfigError:
+    return ConfigError(
+        f"{thing} {what} after the pipeline was prepared: its stages were made before",
+        where=name or "the model",
+        remedy=remedy,
+    )
+
+
+def _in_flight(name: str | None, what: str, thing: str) -> ConfigError:
+    return ConfigError(
+        f"{thing} was {what} while microbatches were in flight whose computation or update needs "
+        "it as it was",
+        where=name,
+        remedy="call pipe.flush() before such a change; load_state_dict does so by itself",
+    )

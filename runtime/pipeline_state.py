@@ -1,0 +1,191 @@
+"""PipelineState: what a prepared pipeline knows of itself, its parameters and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import ClosedError, NotPrepared
+from pdcompile.options import Options
+from pdcompile.plan import Plan
+from pdcompile.position import Position, position_of, with_position
+from pdcompile.runtime.calls import needed_paths
+from pdcompile.runtime.not_a_module import NotAModule
+from pdcompile.runtime.reduce import check_max_norm
+from pdcompile.runtime.session import Session
+
+
+class PipelineState(NotAModule):
+    """The part of a `Pipeline` that takes no minibatch."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model = model
+        self._options = options
+        self._session: Session | None = None
+        self._stream: Any = None
+        self._num_minibatches = 0
+        self._num_evaluations = 0
+        self._closed = False
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Session:
+        if self._session is None:
+            if self._closed:
+                raise ClosedError("this pipeline was closed", remedy="make a new one")
+            raise NotPrepared(
+                "there is no plan yet: the model is captured with the first minibatch",
+                remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "
+                "example_inputs= to compile",
+            )
+        return self._session
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; raises NotPrepared before there is one, as everything here that needs it."""
+        return self._running.plan
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of this process's parameters (None: gradients only)."""
+        return self._running.optimizer
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that run in this process: one under torchrun, all of them otherwise."""
+        return tuple(self._running.ranks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of these ranks."""
+        session = self._running
+        return tuple(session.stage_of_rank[rank] for rank in session.ranks)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether microbatches wait for a later call: flush() drains them."""
+        session = self._session
+        return session is not None and session.in_flight and session.failed is None
+
+    @property
+    def position(self) -> Position:
+        """How many minibatches were trained on and evaluated, saved with the state."""
+        return Position(self._num_minibatches, self._num_evaluations)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Paths of the inputs and targets that this process reads; others may be None."""
+        return needed_paths(self._running, training=True, with_loss=True)
+
+    def explain(self) -> str:
+        """The plan as a table: stages, time, memory, traffic, proof."""
+        return self._running.prepared.explain()
+
+    def dump(self, folder: str) -> None:
+        """Write the stages as source, with the plan."""
+        self._running.prepared.dump(folder)
+
+    # -- calls without a minibatch -----------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this pipeline was closed", remedy="make a new one")
+
+    def flush(self) -> None:
+        """Drain what is in flight; changes no result."""
+        if self._session is None:
+            return
+        with self._call("flush") as session:
+            self._drain(session)
+
+    @contextmanager
+    def _call(self, kind: str) -> Iterator[Session]:
+        """A call that takes no minibatch: checked, and agreed on with the other ranks."""
+        self._check_open()
+        session = self._running
+        session.check_running()
+        session.check_changes()
+        with session.call():
+            session.agree(kind, self._num_minibatches)
+            yield session
+
+    def _drain(self, session: Session) -> None:
+        if session.in_flight:
+            program, self._stream = self._stream.flush()
+            session.run(program, self._num_minibatches)
+            session.in_flight = False
+
+    # -- parameters and state ----------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters with the model's names: tied ones on their owner only."""
+        return self._running.state.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this process's parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+        For your own loop around `forward_backward`; every rank calls it.  Returns the norm.
+        """
+        check_max_norm(max_norm)
+        with self._call("clip_grad_norm_") as session:
+            return session.clip(self._num_minibatches, max_norm)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's part of the state, live and detached, under the model's names.
+
+        Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
+        """
+        self.flush()
+        return with_position(self._running.state.part(), self.position)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
+
+        Flushes first, so every rank calls it; {} on the others.  Its ``_metadata``, which
+        torch.save keeps, has the `position`.
+        """
+        with self._call("full_state_dict") as session:
+            self._drain(session)
+            state = session.state.gather(session.workers[0].transport)
+        return with_position(state, self.position) if state else state
+
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], *, position: Position | None = None
+    ) -> None:
+        """Load weights and buffers, all or a part; schedules with older weights start afresh.
+
+        Training goes on at the `position` that the state was saved at: minibatches to come draw
+        the random numbers that they would have drawn then.  Give `position` for a state that has
+        lost its own (safetensors, a dict made from it); with neither, counting goes on.
+
+        Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
+        model does not have.
+        """
+        self.flush()
+        found = position or position_of(state) or self.position
+        self._running.load(state, found.minibatches)
+        self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
+        self._running.end_call()
+
+    def to_model(self) -> nn.Module | None:
+        """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""
+        session = self._running
+        if session.world is None:
+            self.flush()
+            return self._model
+        state = self.full_state_dict()
+        return session.state.whole_model(state) if session.world.rank == 0 else None
