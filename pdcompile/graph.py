@@ -1,7 +1,7 @@
 """OpGraph: what the model computes, as data.
 
-Free of torch: shapes are tuples, dtypes and targets are strings (`pdcompile.targets` maps
-them to torch and back), so that a graph can be printed, saved, diffed and planned anywhere.
+Free of torch: shapes are tuples, dtypes and targets strings (`pdcompile.targets` maps them to torch
+and back), so that a graph can be printed, saved, diffed and planned anywhere.
 """
 
 from __future__ import annotations
@@ -342,11 +342,7 @@ class OpGraph(_Remembered):
         return from_json(text, where=where)
 
     def to_module(self, model: Any = None) -> Any:
-        """A torch.fx.GraphModule that computes the graph, with the model's own parameters.
-
-        `model` may be left out while the captured one is alive.  See
-        `pdcompile.graph_module.to_module`.
-        """
+        """See `pdcompile.graph_module`; `model` may be left out while the captured one is alive."""
         from pdcompile.graph_module import to_module
 
         return to_module(self, model)
@@ -354,17 +350,12 @@ class OpGraph(_Remembered):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Both captures of a model over the same parameters: what compile works on.
-
-    `attributes` are the places of the attributes that forward read, and which the captures hold
-    for: the path of a module, the attribute, and where that is an object, its attribute.
-    `numbers` are the tensors whose values forward made Python numbers of.
-    """
+    """Both captures of a model over the same parameters: what compile works on."""
 
     train: OpGraph
     eval: OpGraph
-    attributes: tuple[tuple[str, ...], ...] = ()
-    numbers: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, ...], ...] = ()  # that forward read: (module, name, name in it)
+    numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
 
 
 _PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +26,22 @@ def snapshot(value: Any, depth: int = 4) -> Any:
     """Containers and numpy's arrays with a copy of their contents, everything else as it is."""
     if is_array(value):
         return Contents(value, value.copy())
-    if (depth and type(value) in (dict, list, set)) or _ordered(value):
-        if isinstance(value, dict):
-            return Contents(value, {key: snapshot(item, depth - 1) for key, item in value.items()})
+    if (depth and _is_container(value)) or _ordered(value):
+        if isinstance(value, dict | SimpleNamespace):
+            items = dict.items(_table(value))  # a class of its own may mean other items
+            return Contents(value, {key: snapshot(item, depth - 1) for key, item in items})
         if isinstance(value, list):
             return Contents(value, [snapshot(item, depth - 1) for item in value])
         return Contents(value, set(value))
     return value
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | SimpleNamespace) or type(value) in (list, set)
+
+
+def _table(value: Any) -> Any:
+    return vars(value) if isinstance(value, SimpleNamespace) else value
 
 
 def _ordered(value: Any) -> bool:
@@ -55,6 +64,7 @@ def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
         return None if _same(kept, value, alike) else path
     if type(kept.container) is not type(value):
         return path
+    value = _table(value)
     if is_array(value):
         old = kept.content
         equal = (old.shape, old.dtype, old.tobytes()) == (value.shape, value.dtype, value.tobytes())
@@ -116,7 +126,7 @@ def restore(kept: Any) -> None:
     """Put what was in the containers of a snapshot back into them, in place."""
     if not isinstance(kept, Contents):
         return
-    container = kept.container
+    container = _table(kept.container)
     if isinstance(container, dict):
         if any(container.get(k, container) is not _bare(v) for k, v in kept.content.items()) or (
             len(container) != len(kept.content)

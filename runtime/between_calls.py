@@ -9,6 +9,7 @@ refused.  So is everything that would hit an update in flight.  docs/between_cal
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class ModelWatch:
         if in_flight and replaced:
             raise _in_flight(replaced[0][2], "replaced by another tensor", "a buffer")
         if in_flight and self._gradient_hooks() != self._hooks:
-            raise _in_flight(None, "given another gradient hook", "a parameter")
+            raise _in_flight(self._rehooked(), "given another gradient hook", "a parameter")
         self._check_values(in_flight)
         for at, tensor, name in replaced:
             home, leaf = self._buffers[at][:2]
@@ -206,8 +207,13 @@ class ModelWatch:
                 remedy="call pipe.load_state_dict({name: value}) on every rank instead",
             )
 
-    def _gradient_hooks(self) -> list[Any]:
-        return [hook for *_, tensor in self._parameters for hook in gradient_hooks(tensor)]
+    def _gradient_hooks(self) -> list[tuple[str, Any]]:
+        return [(n, hook) for *_, n, tensor in self._parameters for hook in gradient_hooks(tensor)]
+
+    def _rehooked(self) -> str:
+        """The first parameter whose hooks changed."""
+        pairs = zip_longest(self._hooks, self._gradient_hooks())
+        return next((new or old)[0] for old, new in pairs if old != new)
 
 
 class OptimizerWatch:

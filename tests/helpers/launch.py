@@ -38,13 +38,13 @@ def torchrun(
     return _finish(_start(command, folder, env or {}))
 
 
-def processes(script: str, num_ranks: int, folder: Path) -> Run:
+def processes(script: str, num_ranks: int, folder: Path, *arguments: str) -> Run:
     """The same without torchrun, which would end the other ranks as soon as one has died."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(_write(script, folder))]
+    command = [sys.executable, str(_write(script, folder)), *arguments]
     started = [_start(command, folder, {**common, "RANK": str(rank)}) for rank in range(num_ranks)]
     runs = [_finish(process) for process in started]
     failed = [run.code for run in runs if run.code]
