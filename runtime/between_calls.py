@@ -25,6 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
           "_forward_hooks_always_called")  # fmt: skip
 _ANEW = "compile the changed model anew"
+_TABLES = ("other submodules", "other parameters", "other buffers")  # a state consists of these
 _VALUES = (
     "change values in place (p.copy_ under torch.no_grad, or load_state_dict), or "
     "compile the changed model anew"
@@ -89,8 +90,8 @@ class ModelWatch:
         `training`: the mode that the call runs in, None where no module begins to run.
         """
         self._check_parameters(training)
+        self._check_structure(_TABLES if training is None else ())
         if training is not None:
-            self._check_structure()
             self._attributes.check(self._model.training)
             self._check_modes(training)
         replaced = self._replaced_buffers()
@@ -110,12 +111,15 @@ class ModelWatch:
 
     # -- what the stages were made from -------------------------------------------------------
 
-    def _check_structure(self) -> None:
+    def _check_structure(self, only: Collection[str]) -> None:
+        """Compare all that modules are, or what they hold `only` (what a state consists of)."""
         for path, module, form in self._modules:
             now = _form(module)
-            if now != form:
-                what = next(k for k, v in form.items() if now[k] != v)
-                raise _changed(path, f"got {what}", "a module", _ANEW)
+            if now == form:
+                continue
+            changed = [what for what in only or form if now[what] != form[what]]
+            if changed:
+                raise _changed(path, f"got {changed[0]}", "a module", _ANEW)
         if torch.get_default_dtype() != self._default_dtype:
             raise ConfigError(
                 f"torch's default dtype is {torch.get_default_dtype()}, and was "
