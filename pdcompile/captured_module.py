@@ -1,46 +1,22 @@
-"""An OpGraph as a torch.fx GraphModule that behaves like the model it came from.
-
-torch.fx pastes module paths and placeholder names into source text, so only plain identifiers
-are given to it; a module or tensor with any other name is handed in as an argument.
-"""
+"""An OpGraph as a torch.fx GraphModule that behaves like the model it came from."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import groupby
-from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from pdcompile.autocast import OFF
-from pdcompile.batch import flatten_call, unflatten_output
+from pdcompile.batch import FlatCall, flatten_call, unflatten_output
 from pdcompile.errors import InputError, TraceError
-from pdcompile.graph import (
-    Affine,
-    Argument,
-    Attr,
-    DictOf,
-    ListOf,
-    Op,
-    OpGraph,
-    Ref,
-    Slice,
-    TorchLiteral,
-    leaves,
-)
-from pdcompile.targets import from_literal, resolve
+from pdcompile.fx_program import Program, merged, program_of
+from pdcompile.graph import GraphInput, OpGraph, SizeRange, size_at
+from pdcompile.twins import twins
 from pdcompile.value_checks import failed_check
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingFlag:
-    """Stands for a literal that is True in the train graph and False in the eval graph."""
+from pdcompile.warn import warn
 
 
 class CapturedModule(fx.GraphModule):
@@ -53,6 +29,14 @@ class CapturedModule(fx.GraphModule):
     call: _Call
     program: Program
     other: tuple[Program, Callable[..., Any]] | None
+    modes: tuple[bool, dict[nn.Module, bool]]  # of the model when it was captured, of its parts
+
+    def train(self, mode: bool = True) -> CapturedModule:
+        """As capture does: in the model's own mode, every module in the mode that it had."""
+        captured, own = self.modes
+        for module in self.modules():
+            module.training = own.get(module, mode) if mode == captured else mode
+        return self
 
     def recompile(self) -> Any:
         code = super().recompile()
@@ -60,19 +44,10 @@ class CapturedModule(fx.GraphModule):
         return code
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """One mode's fx graph and what its placeholders are, in order."""
-
-    graph: OpGraph
-    fx_graph: fx.Graph
-    extras: tuple[tuple[str, str], ...]  # (kind, FQN): b, device, training, module, tensor
-
-
 def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:
     """The GraphModule for a graph and, where there is one, the same model's other mode."""
-    merged = _merge(graph, other) if other is not None else None
-    program = _program(graph, merged if merged is not None else graph.ops)
+    one = merged(graph, other) if other is not None else None
+    program = program_of(graph, one if one is not None else graph.ops)
     module = CapturedModule(nn.Module(), fx.Graph())
     _copy_tree(model, module)
     for fqn, tensor in graph.tensor_values.items():
@@ -80,8 +55,8 @@ def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedMo
     module.program = program
     module.other = None
     module.train(graph.training)
-    if other is not None and merged is None:
-        second = _program(other, other.ops)
+    if other is not None and one is None:
+        second = program_of(other, other.ops)
         twin = fx.GraphModule(module, second.fx_graph)
         module.other = (second, type(twin).forward)
     elif other is None:
@@ -111,20 +86,9 @@ def _call(
     module: CapturedModule, program: Program, run: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     graph = program.graph
-    flat = flatten_call(module.call, args, kwargs)
-    tensors = []
-    for entry in graph.inputs:
-        leaf = flat.leaves.get(entry.path)
-        if not isinstance(leaf, torch.Tensor):
-            raise InputError("an input tensor is missing", where=entry.path)
-        tensors.append(leaf)
-    for path, text in graph.constants:
-        if repr(flat.leaves.get(path)) != text:
-            raise InputError(
-                f"the model was captured with {text} here", where=path, remedy="capture it again"
-            )
+    tensors, size = _checked(program, flatten_call(module.call, args, kwargs))
     lookup: dict[str, Callable[[str], Any]] = {
-        "b": lambda _: _batch_size(graph, tensors),
+        "b": lambda _: size,
         "device": lambda _: tensors[0].device if tensors else torch.device("cpu"),
         "training": lambda _: module.training,
         "module": module.get_submodule,
@@ -143,11 +107,77 @@ def _call(
     return output
 
 
-def _batch_size(graph: OpGraph, tensors: list[torch.Tensor]) -> int:
-    for entry, tensor in zip(graph.inputs, tensors, strict=True):
+_OTHER = "capture it again, with an example of this kind"
+
+
+def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
+    """The tensors in the order of the placeholders, and the number of samples.
+
+    Raises:
+        InputError: the graph is not the model for this call.
+    """
+    graph = program.graph
+    defaults = {name: p.default for name, p in flat.spec.signature.parameters.items()}
+    for path, text in graph.constants:
+        if repr(flat.leaves.get(path, defaults.get(path))) != text:
+            raise InputError(f"the model was captured with {text} here", where=path, remedy=_OTHER)
+    known = {path for path, _ in graph.constants} | {entry.path for entry in graph.inputs}
+    for path, leaf in flat.leaves.items():
+        if path not in known and leaf is not defaults.get(path, leaf) and leaf is not None:
+            raise InputError("the model was captured without this input", where=path, remedy=_OTHER)
+    tensors = []
+    size = None
+    for entry in program.inputs:
+        leaf = flat.leaves.get(entry.path)
+        if not isinstance(leaf, Tensor):
+            raise InputError("an input tensor is missing", where=entry.path)
+        _check_tensor(graph, entry, leaf)
         if entry.batch_dim is not None:
-            return int(tensor.shape[entry.batch_dim])
-    return graph.batch_size
+            found = leaf.shape[entry.batch_dim]
+            size = found if size is None else size
+            if size != found:
+                raise InputError(
+                    f"{found} samples, and {size} in other inputs",
+                    where=entry.path,
+                    remedy="pass inputs of as many samples each",
+                )
+        tensors.append(leaf)
+    if size is not None and not graph.sizes.holds(size):
+        _other_size(graph.sizes, size)
+    return tensors, graph.batch_size if size is None else size
+
+
+def _other_size(known: SizeRange, size: int) -> None:
+    """Refuse a number of samples with which the model is something else, or tell of the doubt."""
+    reason = known.below if size < known.smallest else known.above
+    alone = known.smallest == known.largest
+    count = (
+        f"{known.smallest} samples alone"
+        if alone
+        else f"{known.smallest} to {known.largest} samples"
+    )
+    held = f"the captured graph is the model for {count}"
+    if reason:
+        raise InputError(
+            f"{held}, and here are {size}: {reason}", where="the batch size", remedy=_OTHER
+        )
+    warn(f"{held}; whether it is for {size} was not tried: an example of {size} would tell")
+
+
+def _check_tensor(graph: OpGraph, entry: GraphInput, leaf: Tensor) -> None:
+    value = graph.values[entry.name]
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    shape = [size_at(size, graph.batch_size) for size in value.shape]
+    same = len(shape) == leaf.dim() and all(
+        dim == entry.batch_dim or size == leaf.shape[dim] for dim, size in enumerate(shape)
+    )
+    if not (same and dtype == value.dtype):
+        text = ", ".join("b" if d == entry.batch_dim else str(n) for d, n in enumerate(shape))
+        raise InputError(
+            f"this input is {dtype} {tuple(leaf.shape)}, captured was {value.dtype} ({text})",
+            where=entry.path,
+            remedy=_OTHER,
+        )
 
 
 class _Call(nn.Module):
@@ -163,216 +193,18 @@ class _Call(nn.Module):
         self.forward = forward
 
 
-# Building the fx graph.
-
-
-class _Builder:
-    def __init__(self, graph: OpGraph, ops: tuple[Op, ...]) -> None:
-        self.graph = graph
-        self.fx = fx.Graph()
-        self.extras: list[tuple[str, str]] = []
-        self.nodes: dict[str, fx.Node] = {}
-        self._made: dict[Any, fx.Node] = {}
-        for entry in graph.inputs:
-            self.nodes[entry.name] = self.fx.placeholder(entry.name)
-        for kind, name in _needed_extras(graph, ops):
-            self._made[kind, name] = self.fx.placeholder(f"{kind}_{len(self.extras)}")
-            self.extras.append((kind, name))
-
-    def add(self, op: Op) -> None:
-        args = tuple(self.argument(argument) for argument in op.args)
-        kwargs = {name: self.argument(argument) for name, argument in op.kwargs}
-        kind: str = "call_function"
-        target: Any = None
-        if op.kind in ("module", "opaque") and is_plain(op.module_path):
-            kind, target = "call_module", op.module_path
-        elif op.kind in ("module", "opaque"):
-            target, args = call_module, (self._made["module", op.module_path], *args)
-        elif op.kind == "method":
-            kind, target = "call_method", op.target
-        elif op.kind == "getattr":
-            target, args = getattr, (args[0], op.target)
-        else:
-            target = resolve(op.target)
-        # Our name: left to itself torch.fx calls the result of a module `self` just that.
-        node = self.fx.create_node(kind, target, args, kwargs, name=op.name)
-        node.meta["op"] = op
-        self.nodes[op.name] = node
-
-    def argument(self, argument: Argument) -> Any:
-        match argument:
-            case Ref(name):
-                return self.nodes[name]
-            case Attr(fqn) if is_plain(fqn):
-                return self.fx.create_node("get_attr", fqn, name=f"tensor_{len(self._made)}")
-            case Attr(fqn):
-                return self._made["tensor", fqn]
-            case Affine():
-                return self._affine(argument)
-            case TrainingFlag():
-                return self._made["training", ""]
-            case TorchLiteral("device", "self"):
-                return self._made["device", ""]
-            case TorchLiteral():
-                return from_literal(argument, torch.device("cpu"))
-            case ListOf(items):
-                return [self.argument(item) for item in items]
-            case DictOf(items):
-                return {key: self.argument(item) for key, item in items}
-            case Slice(start, stop, step):
-                return slice(*(self.argument(part) for part in (start, stop, step)))
-            case tuple():
-                return tuple(self.argument(item) for item in argument)
-        return argument
-
-    def _affine(self, size: Affine) -> Any:
-        node = self._made.get(size)
-        if node is None:
-            node = self._made["b", ""]
-            if size.scale != 1:
-                node = self.fx.call_function(_times, (node, size.scale))
-            if size.offset:
-                node = self.fx.call_function(_plus, (node, size.offset))
-            self._made[size] = node
-        return node
-
-
-def _times(a: int, b: int) -> int:
-    return a * b
-
-
-def _plus(a: int, b: int) -> int:
-    return a + b
-
-
-def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What fx's call_module does, for a module whose name fx must not see."""
-    return module(*args, **kwargs)
-
-
-def _program(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
-    builder = _Builder(graph, ops)
-    used = _model_ops(graph, ops)
-    for (grad, enables, autocast), region in groupby(
-        used, key=lambda op: (op.grad_enabled, op.enables_grad, op.autocast)
-    ):
-        before = None
-        context = None
-        if enables or not grad:
-            before = builder.fx.call_function(torch.is_grad_enabled)
-            builder.fx.call_function(torch._C._set_grad_enabled, (grad,))
-        if autocast is not None:
-            device, _, dtype = autocast.partition(":")
-            on = dtype != OFF
-            arguments = (device, getattr(torch, dtype) if on else None, on, None)
-            context = builder.fx.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
-        for op in region:
-            builder.add(op)
-        if context is not None:
-            builder.fx.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
-        if before is not None:
-            builder.fx.call_function(torch._C._set_grad_enabled, (before,))
-    builder.fx.output(tuple(builder.argument(leaf) for leaf in leaves(graph.output)))
-    return Program(graph, builder.fx, tuple(builder.extras))
-
-
-def _model_ops(graph: OpGraph, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The model's ops without those of loss_fn."""
-    return tuple(op for op in ops if op.region == "forward")
-
-
-def _needed_extras(graph: OpGraph, ops: tuple[Op, ...]) -> list[tuple[str, str]]:
-    found: dict[tuple[str, str], None] = {}
-    for op in _model_ops(graph, ops):
-        for part in _parts((op.args, op.kwargs)):
-            if isinstance(part, Affine):
-                found["b", ""] = None
-            elif isinstance(part, TrainingFlag):
-                found["training", ""] = None
-            elif part == TorchLiteral("device", "self"):
-                found["device", ""] = None
-            elif isinstance(part, Attr) and not is_plain(part.fqn):
-                found["tensor", part.fqn] = None
-        if op.kind in ("module", "opaque") and not is_plain(op.module_path):
-            found["module", op.module_path] = None
-    for part in _parts(graph.output):
-        if isinstance(part, Affine):
-            found["b", ""] = None
-        elif isinstance(part, Attr) and not is_plain(part.fqn):
-            found["tensor", part.fqn] = None
-    return list(found)
-
-
-def _parts(argument: Any) -> list[Any]:
-    if isinstance(argument, tuple):
-        return [part for item in argument for part in _parts(item)]
-    if isinstance(argument, ListOf | DictOf):
-        return _parts(argument.items)
-    if isinstance(argument, Slice):
-        return _parts((argument.start, argument.stop, argument.step))
-    return [argument]
-
-
-def is_plain(fqn: str) -> bool:
-    """Whether every part of a dotted name may appear in source text as it is."""
-    return all(
-        re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", part) and not iskeyword(part)
-        for part in fqn.split(".")
-    )
-
-
-# One program for both modes.
-
-
-def _merge(graph: OpGraph, other: OpGraph) -> tuple[Op, ...] | None:
-    """The ops of both modes with `TrainingFlag` where they differ; None if they differ more."""
-    if len(graph.ops) != len(other.ops) or graph.output != other.output:
-        return None
-    train, evaluation = (graph, other) if graph.training else (other, graph)
-    merged = []
-    alike = ("name", "kind", "target", "module_path", "grad_enabled", "enables_grad", "autocast")
-    for a, b in zip(train.ops, evaluation.ops, strict=True):
-        arguments = _merge_argument((a.args, a.kwargs), (b.args, b.kwargs))
-        same = all(getattr(a, name) == getattr(b, name) for name in alike)
-        if arguments is None or not same:
-            return None
-        merged.append(_with_arguments(a, *arguments))
-    return tuple(merged)
-
-
-def _with_arguments(op: Op, args: Any, kwargs: Any) -> Op:
-    return replace(op, args=args, kwargs=kwargs)
-
-
-def _merge_argument(a: Any, b: Any) -> Any:
-    if a is True and b is False:
-        return TrainingFlag()
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        parts = [_merge_argument(x, y) for x, y in zip(a, b, strict=True)]
-        differs = any(part is None and x is not None for part, x in zip(parts, a, strict=True))
-        return None if differs else tuple(parts)
-    return a if type(a) is type(b) and a == b else None
-
-
 # The model's names.
 
 
-def _copy_tree(model: nn.Module, root: nn.Module) -> None:
+def _copy_tree(model: nn.Module, root: CapturedModule) -> None:
     """Give `root` the model's modules, parameters and buffers, under all of their names."""
-    copies: dict[int, nn.Module] = {id(model): root}
-    for module in model.modules():
-        twin = copies.setdefault(id(module), copy.copy(module))
-        if module is not model:
-            twin.__dict__ = dict(vars(module))
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-            twin.__dict__[name] = copy.copy(vars(module)[name])
-    for module in model.modules():
-        children = {
-            name: None if child is None else copies[id(child)]
-            for name, child in module._modules.items()
-        }
-        copies[id(module)].__dict__["_modules"] = children
+    copies = twins(model)
+    top = copies[id(model)]
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        root.__dict__[name] = copy.copy(vars(top)[name])
     root.__dict__["call"] = _Call(model)
+    modes = {copies[id(module)]: module.training for module in model.modules()}
+    root.modes = (model.training, {**modes, root: model.training})
 
 
 def _place_constant(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:

@@ -7,11 +7,9 @@ nothing is known of what happens inside, and its random draws are announced one 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from pdcompile.errors import ContractError, SourceError
 from pdcompile.graph import Affine, size_at
 from pdcompile.modes import modes_in
 from pdcompile.stage import Expected, Place, StageInterface
+from pdcompile.twins import twins
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -102,47 +101,18 @@ def _problem(expected: Expected, args: Any, kwargs: Any, result: Any) -> str:
 def twin_of(model: nn.Module, path: str) -> nn.Module:
     """A copy of the module at `path` that shares tensors, attributes and hooks with it."""
     original = model.get_submodule(path)
-    copies: dict[int, nn.Module] = {}
-    for module in original.modules():
-        twin = copies[id(module)] = module.__class__.__new__(module.__class__)
-        twin.__dict__.update(vars(module))
-    found = {training: modes_in(model, training) for training in (True, False)}
-    kept = Kept(
-        path,
-        {
-            training: {copies[id(m)]: of_model[m] for m in original.modules()}
-            for training, of_model in found.items()
-        },
-    )
-    for module in original.modules():
-        table = copies[id(module)].__dict__
-        for name, value in vars(module).items():
-            if isinstance(value, dict) and name.startswith("_"):
-                table[name] = copy.copy(value)  # tensors, hooks
-            elif isinstance(value, MethodType) and id(value.__self__) in copies:
-                table[name] = MethodType(value.__func__, copies[id(value.__self__)])
-            elif isinstance(value, functools.partial):
-                table[name] = _rebound(value, copies)
-            elif isinstance(value, nn.Module) and id(value) in copies:
-                table[name] = copies[id(value)]
-        table["_modules"] = {
-            name: None if child is None else copies[id(child)]
-            for name, child in module._modules.items()
-        }
+    copies = twins(original)
+    modes = {
+        training: {copies[id(m)]: of_model[m] for m in original.modules()}
+        for training in (True, False)
+        for of_model in (modes_in(model, training),)
+    }
+    kept = Kept(path, modes)
     twin = copies[id(original)]
     cls: Any = type(original)
     twin.__class__ = _class_of(cls)
     twin.__dict__["_pdcompile"] = kept
     return twin
-
-
-def _rebound(value: functools.partial[Any], copies: Mapping[int, nn.Module]) -> Any:
-    def swap(part: Any) -> Any:
-        if isinstance(part, MethodType) and id(part.__self__) in copies:
-            return MethodType(part.__func__, copies[id(part.__self__)])
-        return copies.get(id(part), part)
-
-    return functools.partial(swap(value.func), *map(swap, value.args), **value.keywords)
 
 
 @functools.cache

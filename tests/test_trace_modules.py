@@ -108,6 +108,93 @@ def test_constants_and_other_models() -> None:
     assert torch.equal(graph.to_module(other)(rows()), other.lin(rows()) * scale)
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        return gradient * x * 3
+
+
+def test_custom_functions_keep_their_backward() -> None:
+    model = make(lambda self, x: Tripled.apply(self.lin(x)) + Tripled.apply(x))
+    assert_alike(model, trace(model, rows()).to_module(), rows(3))
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_modules(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(getattr(nn.utils.parametrizations, name)(nn.Linear(8, 8)), nn.Tanh())
+    module = trace(model, rows()).to_module()
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert_alike(model, module, rows(3))
+
+
+def test_modules_switched_apart_stay_so() -> None:
+    parts = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    model = make(lambda self, x: self.parts(self.lin(x)), parts=parts)
+    parts[2].eval()
+    for training in (True, False):
+        parts[0].train(training)
+        module = trace(model, rows()).to_module()
+        assert [m.training for m in module.parts] == [training, True, False]
+        for mode in (True, False, True):
+            module.train(mode)
+            torch.manual_seed(1)
+            found = module(rows(5))
+            if not mode:
+                model.eval()
+            torch.manual_seed(1)
+            assert torch.equal(found, model(rows(5)))
+            model.train()
+            parts[0].train(training)
+            parts[2].eval()
+
+
+def test_calls_that_were_not_captured_are_refused() -> None:
+    def forward(self, x, y=None, *, scale=1.0):  # type: ignore[no-untyped-def]
+        out = self.lin(x) * scale * x.shape[1]
+        return out if y is None else out + y
+
+    model = make(forward)
+    module = trace(model, rows()).to_module()
+    assert torch.equal(module(rows(3), None, scale=1.0), model(rows(3)))
+    with pytest.raises(InputError, match="without this input") as caught:
+        module(rows(), rows())
+    assert caught.value.where == "y"
+    with pytest.raises(InputError, match="without this input"):
+        module(rows(), scale=2.0)
+    with pytest.raises(InputError, match=r"float64 \(4, 8\), captured was float32 \(b, 8\)"):
+        module(rows().double())
+    with pytest.raises(InputError, match=r"captured was float32 \(b, 8\)"):
+        module(rows()[:, None])
+    both = trace(model, (rows(), rows()), batch_dims=0).to_module()
+    with pytest.raises(InputError, match="3 samples, and 4 in other inputs"):
+        both(rows(4), rows(3))
+    passed = trace(model, {"x": rows(), "scale": 1.0}).to_module()
+    assert torch.equal(passed(rows()), model(rows()))
+
+
+def test_sizes_with_which_the_model_is_another_are_refused() -> None:
+    model = make(lambda self, x: self.lin(x) * min(len(x), 20))
+    module = trace(model, rows()).to_module()
+    with pytest.raises(InputError, match=r"for 1 to 17 samples, and here are 40: .*not linearly"):
+        module(rows(40))
+    model = make(lambda self, x: self.lin(x))
+    with pytest.warns(UserWarning, match="for 1 to 65 samples; whether it is for 66"):
+        assert torch.equal(trace(model, rows()).to_module()(rows(66)), model(rows(66)))
+
+
+def test_a_graph_with_a_loss_computes_the_model() -> None:
+    model = make(lambda self, x: self.lin(x))
+    found = captured(model, loss_fn=F.mse_loss, target=rows(seed=1))
+    assert torch.equal(found.train.to_module(model)(rows(3)), model(rows(3)))
+
+
 def test_without_the_model_it_says_so() -> None:
     graph = trace(make(lambda self, x: self.lin(x)), rows())
     gc.collect()

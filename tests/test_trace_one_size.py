@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.errors import InputError
+from pdcompile.errors import ConfigError, InputError, TraceError
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.pipelines import states_equal
 
@@ -70,6 +70,84 @@ def test_training_is_that_of_the_reference_and_short_minibatches_are_refused() -
     with pytest.raises(InputError, match=r"one of 3, .* right for 4 alone: forward runs other"):
         pipe.step(rows(6), target=rows(6))
     pipe.close()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        return self.rnn(x, state)
+
+
+def _call(count: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    x, h, c = (
+        torch.randn(*shape, generator=draw) for shape in ((count, 3, 8), *[(2, count, 8)] * 2)
+    )
+    return x, (h, c)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    flat = [torch.utils._pytree.tree_flatten(part) for part in (found, expected)]
+    return flat[0][1] == flat[1][1] and all(map(torch.equal, flat[0][0], flat[1][0]))
+
+
+def test_inputs_that_differ_in_dimension_0_are_traced_with_these_shapes() -> None:
+    model = _Recurrent()
+    with pytest.warns(UserWarning, match=r"differ in dimension 0 \(x 4, state\[0\] 2, state\[1\]"):
+        graph = pdcompile.trace(model, _call(4))
+    assert all(entry.batch_dim is None for entry in graph.inputs)
+    module = graph.to_module()
+    assert _same(module(*_call(4, seed=1)), model(*_call(4, seed=1)))
+    with pytest.raises(InputError, match=r"float32 \(5, 3, 8\), captured was float32 \(4, 3, 8\)"):
+        module(*_call(5))
+
+
+def test_batch_dims_say_where_the_samples_are() -> None:
+    model = _Recurrent()
+    with pytest.raises(InputError, match="neither the batch size"):
+        pdcompile.trace(model, _call(4), batch_dims=0)
+    with pytest.raises(ConfigError, match="no meaning"):
+        pdcompile.trace(model, _call(4), batch_dims="first")
+    module = pdcompile.trace(model, _call(4), batch_dims={"state": 1}).to_module()
+    for count in (1, 4, 7):
+        assert _same(module(*_call(count)), model(*_call(count)))
+
+
+def _with_a_table(self: nn.Module, x: Tensor) -> Tensor:
+    return self.lin(x) + self.table
+
+
+def test_a_model_that_runs_with_its_own_size_alone() -> None:
+    model = make(_with_a_table, table=rows(seed=5))
+    with pytest.warns(
+        UserWarning, match=r"of 4 samples: with 2 samples the model's forward raised"
+    ):
+        graph = pdcompile.trace(model, rows())
+    assert (graph.sizes.smallest, graph.sizes.largest) == (4, 4)
+    module = graph.to_module()
+    assert torch.equal(module(rows(seed=1)), model(rows(seed=1)))
+    with pytest.raises(InputError, match=r"for 4 samples alone, and here are 3"):
+        module(rows(3))
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "costs": "estimated", "stages": 2}
+    with pytest.warns(UserWarning, match="of 4 samples"):
+        pipe = pdcompile.compile(
+            model, rows(8), example_target=rows(8), microbatches=2, keep_model=True, **options
+        )
+    pipe.close()
+
+
+def test_a_microbatch_that_the_model_does_not_take() -> None:
+    model = make(_with_a_table, table=rows(seed=5))
+    with pytest.raises(
+        TraceError, match=r"with the 2 samples of a microbatch .* 4 it does not"
+    ) as e:
+        captured(model, microbatch_size=2)
+    assert str(e.value.remedy).startswith("microbatches=1")
+    with pytest.raises(TraceError, match=r"^the model's forward raised"):
+        captured(model, rows(6), microbatch_size=3)
 
 
 class _Loop(nn.Module):

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
+from pdcompile.batch import (
+    BatchLayout,
+    FlatCall,
+    check_example,
+    example_call,
+    resize,
+    resolve_batch,
+)
 from pdcompile.errors import TraceError, VerifyError
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.graph_module import Origin
@@ -31,10 +38,13 @@ from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.reads import Reads, Undecided
+from pdcompile.passes.trace.refuse import ForwardRaised
 from pdcompile.passes.trace.sentinel import OutsideDraw
 from pdcompile.passes.trace.session import Recording, record
 from pdcompile.passes.trace.size_range import (
     alone,
+    fails_as_microbatch,
+    fails_at,
     few_sizes,
     size_range,
     warn_of_one_size,
@@ -42,22 +52,53 @@ from pdcompile.passes.trace.size_range import (
 from pdcompile.passes.trace.sizes import Fit, OtherBySize, probe_sizes
 from pdcompile.passes.trace.training_flag import watched_flag
 from pdcompile.passes.trace.whole import Whole
+from pdcompile.warn import warn
 
 __all__ = ["capture", "trace"]
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and three have to do
 
 
-def trace(model: nn.Module, example_inputs: Any) -> OpGraph:
+def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") -> OpGraph:
     """Capture the model's present mode (training or not) on one minibatch, without a loss_fn.
 
+    Args:
+        model: any nn.Module that `compile` takes.
+        example_inputs: a tensor, a tuple (positional) or a dict (keyword).
+        batch_dims: which dimension of each input counts samples, as for `compile`; None: none
+            does, and the graph is of these shapes alone.  "auto": dimension 0; where the inputs
+            differ in it, none, with a warning.
+
+    The graph is right for other numbers of samples too (`OpGraph.sizes`), unless a warning says
+    that it is of one size alone; ``graph.to_module()`` computes it.
+
     Raises:
-        InputError: the example inputs do not fit the model's forward.
+        InputError: the example inputs do not fit the model's forward, or not batch_dims.
+        ConfigError: batch_dims has no meaning.
         TraceError: the model cannot be captured faithfully.
     """
+    check_example(example_inputs)
     flat = example_call(model, example_inputs)
-    captured = capture(model, flat, resolve_batch(flat, 0), None)
+    captured = capture(model, flat, _layout(flat, batch_dims), None)
     return captured.train if model.training else captured.eval
+
+
+def _layout(flat: FlatCall, batch_dims: Any) -> BatchLayout:
+    if batch_dims != "auto":
+        return resolve_batch(flat, batch_dims)
+    sizes = {
+        path: leaf.shape[0]
+        for path, leaf in flat.leaves.items()
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != 1
+    }
+    if len(set(sizes.values())) <= 1:
+        return resolve_batch(flat, 0)
+    found = ", ".join(f"{path} {size}" for path, size in sizes.items())
+    warn(
+        f"the inputs differ in dimension 0 ({found}), so the graph is for inputs of these shapes "
+        "alone; batch_dims= says which dimension of each counts samples"
+    )
+    return resolve_batch(flat, None)
 
 
 def capture(
@@ -96,7 +137,13 @@ def capture(
     def once() -> tuple[Capture, Whole]:
         return _capture(model, table, flat, layout, loss_fn, size, origin)
 
-    found, whole = once()
+    try:
+        found, whole = once()
+    except ForwardRaised as error:
+        if size == layout.size or not layout.splits:
+            raise
+        _record(model, table, flat, layout, loss_fn, model.training, ())
+        raise fails_as_microbatch(size, layout.size, error) from error
     if table.eager_paths.asked_of_inputs:
         short = None
         if _differs(model, found, flat, layout):
@@ -226,7 +273,12 @@ def _capture_mode(
 
     def recorded(size: int) -> Recording:
         call = resize(flat, layout, size)
-        return _record(model, table, call, layout, loss_fn, training, tuple(whole.paths))
+        try:
+            return _record(model, table, call, layout, loss_fn, training, tuple(whole.paths))
+        except ForwardRaised as error:
+            if size == microbatch_size:
+                raise
+            raise fails_at(size, error) from error
 
     def fitted(sizes: tuple[int, ...], recordings: list[Recording]) -> OpGraph:
         graph = assemble(model, recordings, sizes, training=training)

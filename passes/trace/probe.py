@@ -139,7 +139,7 @@ def _run_once(
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(
+        raise refuse.ForwardRaised(
             f"the model's forward raised {type(error).__name__}: {error}",
             where=source_of_traceback(error),
             remedy=remedy(args, kwargs),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pdcompile.errors import TraceError
 from pdcompile.graph import Affine, Capture, SizeRange
 from pdcompile.passes.trace.session import Recording
-from pdcompile.passes.trace.sizes import Fit
+from pdcompile.passes.trace.sizes import Fit, OtherBySize
 from pdcompile.warn import warn
 
 _FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
@@ -54,6 +54,30 @@ def size_range(
     return SizeRange(smallest, max(sizes), below, above)
 
 
+def fails_at(size: int, error: TraceError) -> OtherBySize:
+    """What it means that a model which runs with some samples raises with `size` of them."""
+    return OtherBySize(
+        f"with {counted(size)} {error.message}",
+        where=error.where,
+        remedy="take the number of samples from the inputs (x.shape[0]) where forward needs it",
+    )
+
+
+def fails_as_microbatch(size: int, batch: int, error: TraceError) -> TraceError:
+    """What it means that a model which runs on the minibatch raises on a microbatch of it."""
+    return TraceError(
+        f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's {batch} "
+        "it does not",
+        where=error.where,
+        remedy="microbatches=1, or a number of microbatches that leaves the samples that it needs; "
+        "or let forward take the number of samples from its inputs (x.shape[0])",
+    )
+
+
+def counted(samples: int) -> str:
+    return f"{samples} samples" if samples > 1 else "one sample"
+
+
 def alone(size: int, error: TraceError) -> SizeRange:
     """The range of a model that is something else at every other size.
 
@@ -67,8 +91,7 @@ def warn_of_one_size(found: Capture) -> None:
     """Tell that later minibatches have to be as the first one is, where that is so."""
     graph = next((g for g in (found.train, found.eval) if _single(g.sizes)), None)
     if graph is not None:
-        count = f"{graph.batch_size} samples" if graph.batch_size > 1 else "one sample"
-        warn(f"every microbatch has to be of {count}: {graph.sizes.above}")
+        warn(f"every microbatch has to be of {counted(graph.batch_size)}: {graph.sizes.above}")
 
 
 def _single(sizes: SizeRange) -> bool:

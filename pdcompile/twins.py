@@ -1,0 +1,49 @@
+"""Copies of modules that share tensors, attributes and hooks with the originals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def twins(root: nn.Module) -> dict[int, nn.Module]:
+    """A twin of every module from `root` down, by the id of the original.
+
+    Each has tables of its own (parameters, buffers, submodules, hooks), so that changing the
+    twins does not change the originals; bound methods of one module become those of its twin.
+    Not by copy.copy, which asks the class: a parametrized module refuses.
+    """
+    copies: dict[int, nn.Module] = {}
+    for module in root.modules():
+        twin = copies[id(module)] = module.__class__.__new__(module.__class__)
+        twin.__dict__.update(vars(module))
+    for module in root.modules():
+        table = copies[id(module)].__dict__
+        for name, value in vars(module).items():
+            if isinstance(value, dict | set) and name.startswith("_"):
+                table[name] = copy.copy(value)  # tensors, hooks
+            elif isinstance(value, MethodType) and id(value.__self__) in copies:
+                table[name] = MethodType(value.__func__, copies[id(value.__self__)])
+            elif isinstance(value, functools.partial):
+                table[name] = _rebound(value, copies)
+            elif isinstance(value, nn.Module) and id(value) in copies:
+                table[name] = copies[id(value)]
+        table["_modules"] = {
+            name: None if child is None else copies[id(child)]
+            for name, child in module._modules.items()
+        }
+    return copies
+
+
+def _rebound(value: functools.partial[Any], copies: Mapping[int, nn.Module]) -> Any:
+    def swap(part: Any) -> Any:
+        if isinstance(part, MethodType) and id(part.__self__) in copies:
+            return MethodType(part.__func__, copies[id(part.__self__)])
+        return copies.get(id(part), part)
+
+    return functools.partial(swap(value.func), *map(swap, value.args), **value.keywords)
