@@ -7,6 +7,7 @@ values of one microbatch in a dict, gradients handed back along the edges in the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,6 +25,42 @@ from pdcompile.randomness import DrawScope, reseed, seed_of
 from pdcompile.stage import Signature, Sources, StageInterface
 
 
+@dataclass(slots=True)
+class _Tied:
+    """A parameter that several stages hold: the first one has the model's own, the others copies.
+
+    Copies have no hooks: those of the user's run once, on the whole gradient, as in eager.
+    """
+
+    owned: nn.Parameter
+    held: dict[int, nn.Parameter]  # by stage
+    sum: torch.Tensor | None = None  # of the gradients in the stages that have run
+
+    @classmethod
+    def of(cls, tied: TiedParameter, parameters: Mapping[str, nn.Parameter]) -> _Tied:
+        owned = parameters[tied.fqn]
+        copies = {
+            stage: nn.Parameter(owned.detach(), requires_grad=owned.requires_grad)
+            for stage in tied.stages[1:]
+        }
+        return cls(owned, {tied.stages[0]: owned, **copies})
+
+    def refresh(self) -> None:
+        """The parameter may have been given other data."""
+        for copy in self.held.values():
+            if copy is not self.owned:
+                copy.data = self.owned.data
+
+    def ran(self, stage: int) -> None:
+        """Take the gradient of a copy, to be summed further in the stage before."""
+        copy = self.held.get(stage)
+        if copy is None or copy is self.owned:
+            return
+        # Where there is none, a copy sends zeros.
+        self.sum = torch.zeros_like(copy) if copy.grad is None else copy.grad
+        copy.grad = None
+
+
 class Chain:
     """All stages of one mode, on the model's own tensors.  `running` is the stage at work."""
 
@@ -38,15 +75,17 @@ class Chain:
     ) -> None:
         self.graph = graph
         self.running = 0
+        self.edited = sources.edited  # names of files
         self._edges = {edge.value: edge for edge in edges}
         self._interfaces = sources.interfaces
-        parameters = dict(model.named_parameters())
-        self._tied = [(one.stages, parameters[one.fqn]) for one in tied]
-        tensors: dict[str, torch.Tensor] = dict(sources.constants)
-        tensors.update(model.named_parameters(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._tied = [_Tied.of(one, parameters) for one in tied]
+        tensors: dict[str, torch.Tensor] = {**sources.constants, **parameters}
         tensors.update(model.named_buffers(remove_duplicate=False))
         self._stages = [
-            build(cls, interface, tensors.__getitem__, model).train(graph.training)
+            build(cls, interface, self._tensors_of(interface.index, tensors), model).train(
+                graph.training
+            )
             for cls, interface in zip(stage_classes(sources), self._interfaces, strict=True)
         ]
         self._seed = seed
@@ -59,6 +98,8 @@ class Chain:
         """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
         for handle in self._announced:
             handle.remove()
+        for one in self._tied:
+            one.refresh()
         pairs = list(zip(self._stages, self._interfaces, strict=True))
         self._announced = [
             handle
@@ -68,6 +109,16 @@ class Chain:
         self._scopes = [DrawScope(stage, self._seed, minibatch, 0) for stage in self._stages]
         for (stage, interface), scope in zip(pairs, self._scopes, strict=True):
             opaque.announce(stage, interface, partial(_same, scope))
+
+    def _tensors_of(
+        self, stage: int, tensors: Mapping[str, torch.Tensor]
+    ) -> Callable[[str], torch.Tensor]:
+        copies = {id(one.owned): one.held[stage] for one in self._tied if stage in one.held}
+
+        def tensor(fqn: str) -> torch.Tensor:
+            return copies.get(id(tensors[fqn]), tensors[fqn])
+
+        return tensor
 
     def _signature(self, interface: StageInterface) -> Signature:
         return interface.train if self.graph.training else interface.eval
@@ -114,6 +165,8 @@ class Chain:
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of every parameter; sums along an edge start at its last reader."""
         sums: dict[str, torch.Tensor] = {}
+        for one in self._tied:
+            one.sum = None
         for k in reversed(range(len(self._stages))):
             self.running = k
             roots: list[torch.Tensor] = []
@@ -122,11 +175,10 @@ class Chain:
                 if value in sums:
                     roots.append(entrance.value)
                     gradients.append(sums[value])
-            for stages, parameter in self._tied:
-                if k in stages and parameter.grad is not None:  # summed by later stages
-                    roots.append(parameter)
-                    gradients.append(parameter.grad)
-                    parameter.grad = None
+            for one in self._tied:
+                if k in one.held and one.sum is not None:  # by later stages
+                    roots.append(one.held[k])
+                    gradients.append(one.sum)
             for value, tensor in self._left[k].items():
                 edge = self._edges.get(value)
                 if edge is not None and edge.source == k and value in sums and tensor.requires_grad:
@@ -142,9 +194,8 @@ class Chain:
             for value, entrance in self._entered[k].items():
                 if entrance.gradient is not None:
                     sums[value] = entrance.gradient
-            for stages, parameter in self._tied:
-                if k in stages[1:] and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)  # a copy sends zeros then
+            for one in self._tied:
+                one.ran(k)
 
 
 def _same(scope: DrawScope) -> DrawScope:

@@ -211,10 +211,10 @@ def _checked(graph: OpGraph, check: Op, position: dict[str, int]) -> list[int]:
 def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: int) -> None:
     """The ops between what is differentiated and what by: autograd has to see all of them.
 
-    They begin where forward itself marks a tensor: in evaluation nothing that a stage receives
-    needs a gradient.  A gradient that is differentiated again adds summands for what those ops
-    read, and does it before earlier readers in the middle of the span do: these stay here for
-    eager's order.
+    They begin where forward itself marks a tensor, or where a parameter makes one that needs a
+    gradient: in evaluation nothing that a stage receives does.  A gradient that is differentiated
+    again adds summands for what those ops read, and does it before earlier readers in the middle
+    of the span do: these stay here for eager's order.
     """
     op = graph.ops[i]
     by = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("inputs")
@@ -229,7 +229,7 @@ def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: 
         if reached.intersection(_reads(earlier)):
             reached.update((earlier.name, *earlier.mutates))
             span.append(at)
-    made = {position[name] for name in start if name in position}
+    made = {at for name in start for at in _from_a_parameter(graph, position, name)}
     read = {name for at in span for name in _reads(graph.ops[at])}
     first = min(span)
     beside = [
@@ -238,6 +238,26 @@ def _join_gradient(graph: OpGraph, groups: Groups, position: dict[str, int], i: 
         if read.intersection(name for name in _reads(other) if _has_gradient(graph, name))
     ]
     groups.join(sorted({*span, *made, *beside}), GRAD)
+
+
+def _from_a_parameter(graph: OpGraph, position: dict[str, int], name: str) -> list[int]:
+    """The ops on the shortest way to this value from a tensor that needs a gradient by itself."""
+    ways = [[name]] if name in position else []
+    seen = {name}
+    for way in ways:  # grows meanwhile
+        op = graph.ops[position[way[-1]]]
+        own = any(fqn in graph.tensors and graph.tensors[fqn].requires_grad for fqn in _reads(op))
+        if own or op.target == "requires_grad_":
+            return [position[one] for one in way]
+        inputs = [i for i in op.inputs if i in position and i not in seen]
+        seen.update(inputs)
+        ways += [[*way, i] for i in inputs if not _is_cut_off(graph, i)]
+    return [position[name]] if name in position else []
+
+
+def _is_cut_off(graph: OpGraph, name: str) -> bool:
+    value = graph.values[name]
+    return value.is_tensor and not value.requires_grad
 
 
 def _reads(op: Op) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
         raise SourceError(
             f"{file} cannot be loaded: {type(error).__name__}: {error}",
             where=file,
-            remedy="undo the last edit, or write the folder again",
+            remedy=_remedy(file in sources.edited, error),
         ) from error
     cls = vars(module).get(name)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
@@ -104,6 +104,15 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
             remedy=f"keep the class name {name}",
         )
     return cls
+
+
+def _remedy(edited: bool, error: Exception) -> str:
+    """What to try where a file does not run."""
+    if edited:
+        return "undo the last edit, or write the folder again"
+    if isinstance(error, ImportError):
+        return "make importable what the file imports: it names the user's modules at # needs:"
+    return "this is a mistake in pdcompile: please report it with the model"
 
 
 def _text(path: Path) -> str:

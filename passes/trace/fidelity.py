@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from pdcompile.passes.trace.streams import (
 )
 from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
 from pdcompile.randomness import DrawScope, preserved_rng
+
+Call: TypeAlias = Callable[[DrawScope | None], tuple[list[Any], torch.Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,13 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     streams = branches_draw(graph)
 
-    def run(call: Callable[..., tuple[list[Any], torch.Tensor | None]]) -> Outcome:
+    def run(call: Call, gradients: bool = graph.training) -> Outcome:
         scope = DrawScope(model, 0, 0, 0) if streams else None
         torch.default_generator.set_state(start)
         write_buffers(model, buffers)
         model.zero_grad(set_to_none=True)
         with same_buffers(model):
-            with torch.set_grad_enabled(graph.training):
+            with torch.set_grad_enabled(gradients):
                 with _ambient(graph):
                     outputs, loss = call(scope)
                 if graph.training:
@@ -82,18 +85,24 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
                 torch.default_generator.set_state(start)
             return _outcome(model, outputs, loss)
 
+    alone = partial(_eager, model, graph, flat)
+    recorded = None if graph.training else lambda: run(alone, gradients=True)
     try:
-        eager = run(lambda scope: _eager(model, graph, flat, scope))
+        eager = run(alone)
     except Exception as error:
-        raise VerifyError(
-            f"the model itself fails on this microbatch of {layout.size}: {error}",
-            where=source_of_traceback(error),
-            remedy="run the model once on these inputs without pdcompile",
-        ) from error
+        found = _attempt(recorded)  # what forward differentiates, a graph always records
+        if found is None:
+            raise VerifyError(
+                f"the model itself fails on this microbatch of {layout.size}: {error}",
+                where=source_of_traceback(error),
+                remedy="run the model once on these inputs without pdcompile",
+            ) from error
+        eager = found
     captured = run(lambda scope: _graph(model, graph, flat, layout, scope))
     problem = _difference(eager, captured)
     if problem is None:
         return
+    otherwise = _attempt(recorded)
     torch.default_generator.set_state(start)
     write_buffers(model, buffers)
     what, fqn = problem
@@ -103,11 +112,38 @@ def _compare_mode(model: nn.Module, graph: OpGraph, flat: FlatCall, layout: Batc
         op = _first_difference(model, graph, flat, layout, buffers, start)
     op = op or _reader(graph, fqn)
     place = f"operator {op.name} ({op.target})" if op is not None else "no operator"
+    where = op.source if op is not None else None
+    if otherwise is not None and _difference(otherwise, captured) is None:
+        raise AsksForGradients(what, place, where)
     raise VerifyError(
         f"graph and model differ in {what} in {mode} mode; first in {place}",
-        where=op.source if op is not None else None,
+        where=where,
         remedy="please report this model: capture has to refuse what it cannot reproduce",
     )
+
+
+class AsksForGradients(VerifyError):
+    """Forward goes another way in evaluation because autograd does not record there."""
+
+    def __init__(self, what: str, place: str, where: str | None) -> None:
+        super().__init__(
+            "under torch.no_grad(), in which evaluation runs, forward computes something else than "
+            "where autograd records, as it does while the model is captured: "
+            f"{what} differs, first in {place}",
+            where=where,
+            remedy="decide in forward by self.training or by an argument, not by requires_grad or "
+            "torch.is_grad_enabled()",
+        )
+
+
+def _attempt(run: Callable[[], Outcome] | None) -> Outcome | None:
+    """What it gives; None where there is nothing to run, or where that fails."""
+    if run is None:
+        return None
+    try:
+        return run()
+    except Exception:  # the user's code: the error that is told is the first one
+        return None
 
 
 def _ambient(graph: OpGraph) -> AbstractContextManager[Any]:

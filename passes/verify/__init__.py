@@ -19,11 +19,12 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.graph import Capture
 from pdcompile.passes.meta import unverifiable
 from pdcompile.passes.verify.blocks import verify_blocks
+from pdcompile.passes.verify.causes import unlike
 from pdcompile.passes.verify.full_batch import Reduction, intended
 from pdcompile.passes.verify.report import Compared, Difference, Verification
 from pdcompile.passes.verify.room import fits, room
 from pdcompile.passes.verify.steps import calls, is_large
-from pdcompile.passes.verify.whole import Comparison, unlike
+from pdcompile.passes.verify.whole import Comparison
 from pdcompile.plan import Plan
 from pdcompile.stage import Sources
 from pdcompile.warn import warn
@@ -67,7 +68,7 @@ def verify(
     if meta or mode == "blocks" or not fits(model, capture.train):
         report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, room=room())
         if report.differences and not sources.edited:
-            raise unlike(list(report.differences))
+            raise unlike(report.differences, capture.train)
         return replace(report, notes=capture.train.notes if mode != "auto" else ())
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
@@ -88,7 +89,7 @@ def verify(
         rows=tuple(comparison.rows),
     )
     if comparison.found and not sources.edited:
-        raise unlike(comparison.found)
+        raise unlike(comparison.found, capture.train)
     if comparison.found or (large and not full):
         return replace(report, notes=capture.train.notes)
     reduction = loss_reduction or plan.training.loss_reduction

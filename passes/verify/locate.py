@@ -15,7 +15,7 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.graph import Capture, Op, OpGraph
 from pdcompile.passes.chain import Chain
-from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.trace.fidelity import AsksForGradients, compare
 from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.replay import Replay, replay
 from pdcompile.passes.verify.report import Difference
@@ -63,9 +63,15 @@ def located(
 
 
 def _of_the_capture(model: nn.Module, graph: OpGraph, call: FlatCall, layout: BatchLayout) -> str:
-    """The graph itself is not the model: where that begins."""
+    """The graph itself is not the model: where that begins.
+
+    Raises:
+        AsksForGradients: where that is the cause.
+    """
     try:
         compare(model, Capture(graph, graph), call, layout)
+    except AsksForGradients:
+        raise
     except VerifyError as error:
         return f"{error.where}, in the capture already: {error.message}"
     return "an op of the captured graph whose random draws are not the model's"

@@ -35,9 +35,16 @@ class Outcome:
 
 
 def outcome_of(
-    model: nn.Module, graph: OpGraph, call: Callable[[], tuple[Values, Loss]]
+    model: nn.Module,
+    graph: OpGraph,
+    call: Callable[[], tuple[Values, Loss]],
+    *,
+    gradients: bool | None = None,
 ) -> Outcome:
-    """Call from the state that the model is in now, and put its buffers back."""
+    """Call from the state that the model is in now, and put its buffers back.
+
+    With `gradients` (None: as the graph's mode has it) autograd records the call.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
 
@@ -45,7 +52,7 @@ def outcome_of(
         return None if tensor is None else tensor.detach().clone()
 
     with same_buffers(model):
-        with torch.set_grad_enabled(graph.training):
+        with torch.set_grad_enabled(graph.training if gradients is None else gradients):
             outputs, loss = call()
         outcome = Outcome(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
@@ -112,10 +119,25 @@ class _told:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, PdcompileError):
             raise ModelFails(
-                f"{self._what} fails on these inputs: {type(error).__name__}: {error}",
+                f"{self._what} fails on these inputs: {_said(error)}",
                 where=source_of_traceback(error),
                 remedy=self._remedy,
             ) from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def needs_gradients(failed: ModelFails) -> ModelFails:
+    """What it means that the model can be evaluated with autograd alone."""
+    said = _said(failed.__cause__) if failed.__cause__ is not None else failed.message
+    return ModelFails(
+        f"evaluation runs under torch.no_grad(), where the model fails: {said}",
+        where=failed.where,
+        remedy="in forward, put torch.enable_grad() around what is differentiated, and "
+        "requires_grad_() on what it is differentiated by",
+    )
 
 
 def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
@@ -128,10 +150,13 @@ def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
     except PdcompileError:
         raise
     except Exception as error:
+        mode = "training" if chain.graph.training else "evaluation"
         raise VerifyError(
-            f"stage {chain.running} raises {type(error).__name__}: {error}",
+            f"stage {chain.running} raises in {mode}, where the model does not: {_said(error)}",
             where=line_of_traceback(error) or f"stage_{chain.running}.py",
-            remedy="see the traceback above; undo the last edit if there was one",
+            remedy="undo the last edit of the stage's file"
+            if f"stage_{chain.running}.py" in chain.edited
+            else "please report this model: stages have to do what it does",
         ) from error
     return outputs, loss
 

@@ -21,7 +21,15 @@ from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.report import Compared, Difference
-from pdcompile.passes.verify.runs import ModelFails, Outcome, autocast, eager, outcome_of, stages
+from pdcompile.passes.verify.runs import (
+    ModelFails,
+    Outcome,
+    autocast,
+    eager,
+    needs_gradients,
+    outcome_of,
+    stages,
+)
 from pdcompile.passes.verify.steps import advance, own_weights
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
@@ -87,17 +95,41 @@ class Comparison:
 
     def _step(self, chain: Chain, call: FlatCall, step: int) -> Outcome:
         graph = chain.graph
-        chain.begin(step)
-        with preserved_rng(self.device), untouched(self.model, graph.training):
-            expected = outcome_of(
-                self.model,
-                graph,
-                partial(eager, self.model, graph, call, self.loss_fn, self.plan, step),
-            )
-            got = outcome_of(self.model, graph, partial(stages, chain, call, self.plan))
+        try:
+            expected, got = self._both(chain, call, step, gradients=graph.training)
+        except ModelFails as error:
+            if graph.training:
+                raise
+            expected, got = self._with_gradients(chain, call, step, error)
         self.rows.append(_counted(graph, expected, step, follow_batch(call, self.layout).size))
         self.found += self._located(chain, call, step, expected, got)
         return expected
+
+    def _both(
+        self, chain: Chain, call: FlatCall, step: int, *, gradients: bool
+    ) -> tuple[Outcome, Outcome]:
+        """What the model and what the stages do; with `gradients` the model records autograd."""
+        graph = chain.graph
+        alone = partial(eager, self.model, graph, call, self.loss_fn, self.plan, step)
+        chain.begin(step)
+        with preserved_rng(self.device), untouched(self.model, graph.training):
+            expected = outcome_of(self.model, graph, alone, gradients=gradients)
+            return expected, outcome_of(self.model, graph, partial(stages, chain, call, self.plan))
+
+    def _with_gradients(
+        self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
+    ) -> tuple[Outcome, Outcome]:
+        """Evaluation of a model that cannot be evaluated under no_grad, where `failed` was raised.
+
+        Stages record what forward differentiates, in evaluation too; a module that is kept whole
+        does not, and fails as the model does.
+        """
+        try:
+            return self._both(chain, call, step, gradients=True)
+        except ModelFails:
+            raise failed from failed.__cause__
+        except VerifyError:
+            raise needs_gradients(failed) from failed.__cause__
 
     def _located(
         self,
@@ -144,15 +176,4 @@ def _counted(graph: OpGraph, expected: Outcome, step: int, samples: int) -> Comp
         outputs=len(expected.outputs) + (expected.loss is not None),
         gradients=sum(gradient is not None for gradient in expected.gradients.values()),
         buffers=len(expected.buffers),
-    )
-
-
-def unlike(report_differences: list[Difference]) -> VerifyError:
-    """The error for sources that nobody edited."""
-    first = report_differences[0]
-    return VerifyError(
-        f"the generated stages differ from the model: {first}"
-        + (f"; first at {first.first}" if first.first else ""),
-        where=f"stage_{first.stage}.py",
-        remedy="please report this model; verify='off' runs it all the same",
     )
