@@ -14,9 +14,12 @@ from pdcompile.batch import FlatCall, flatten_call, unflatten_output
 from pdcompile.errors import InputError, TraceError
 from pdcompile.fx_program import Program, merged, program_of
 from pdcompile.graph import GraphInput, OpGraph, SizeRange, size_at
+from pdcompile.targets import dtype_name
 from pdcompile.twins import twins
 from pdcompile.value_checks import failed_check
 from pdcompile.warn import warn
+
+_OF_THE_GRAPH = ("_graph", "_code", "_tracer_cls", "_tracer_extras")  # attributes of torch.fx
 
 
 class CapturedModule(fx.GraphModule):
@@ -37,6 +40,16 @@ class CapturedModule(fx.GraphModule):
         for module in self.modules():
             module.training = own.get(module, mode) if mode == captured else mode
         return self
+
+    def __deepcopy__(self, memo: Any = None) -> CapturedModule:
+        twin = CapturedModule(nn.Module(), fx.Graph())
+        memo = {} if memo is None else memo
+        memo.update({id(self): twin, id(self.program): self.program, id(self.other): self.other})
+        graph = self.graph
+        own = {name: part for name, part in vars(self).items() if name not in _OF_THE_GRAPH}
+        vars(twin).update(copy.deepcopy(own, memo))
+        twin.graph = graph
+        return twin
 
     def recompile(self) -> Any:
         code = super().recompile()
@@ -166,18 +179,23 @@ def _other_size(known: SizeRange, size: int) -> None:
 
 def _check_tensor(graph: OpGraph, entry: GraphInput, leaf: Tensor) -> None:
     value = graph.values[entry.name]
-    dtype = str(leaf.dtype).removeprefix("torch.")
+    dtype = dtype_name(leaf.dtype)
     shape = [size_at(size, graph.batch_size) for size in value.shape]
     same = len(shape) == leaf.dim() and all(
         dim == entry.batch_dim or size == leaf.shape[dim] for dim, size in enumerate(shape)
     )
-    if not (same and dtype == value.dtype):
+    # Another precision is for the kernels to take or refuse: the module may have been converted.
+    if not (same and _kind(leaf.dtype) == _kind(getattr(torch, value.dtype))):
         text = ", ".join("b" if d == entry.batch_dim else str(n) for d, n in enumerate(shape))
         raise InputError(
             f"this input is {dtype} {tuple(leaf.shape)}, captured was {value.dtype} ({text})",
             where=entry.path,
             remedy=_OTHER,
         )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 class _Call(nn.Module):

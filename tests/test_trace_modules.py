@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -168,8 +169,8 @@ def test_calls_that_were_not_captured_are_refused() -> None:
     assert caught.value.where == "y"
     with pytest.raises(InputError, match="without this input"):
         module(rows(), scale=2.0)
-    with pytest.raises(InputError, match=r"float64 \(4, 8\), captured was float32 \(b, 8\)"):
-        module(rows().double())
+    with pytest.raises(InputError, match=r"int64 \(4, 8\), captured was float32 \(b, 8\)"):
+        module(rows().long())
     with pytest.raises(InputError, match=r"captured was float32 \(b, 8\)"):
         module(rows()[:, None])
     both = trace(model, (rows(), rows()), batch_dims=0).to_module()
@@ -177,6 +178,31 @@ def test_calls_that_were_not_captured_are_refused() -> None:
         both(rows(4), rows(3))
     passed = trace(model, {"x": rows(), "scale": 1.0}).to_module()
     assert torch.equal(passed(rows()), model(rows()))
+
+
+def test_a_copy_is_a_module_of_its_own() -> None:
+    model = models.gpt(layers=1)
+    batch, _ = models.batch_for(model, 2)
+    module = trace(model, batch).to_module()
+    twin = copy.deepcopy(module)
+    assert list(twin.state_dict()) == list(model.state_dict())
+    assert len(list(twin.parameters())) == len(list(model.parameters()))
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    for training in (True, False):
+        torch.manual_seed(0)
+        expected = model.train(training)(batch)
+        torch.manual_seed(0)
+        assert torch.equal(twin.train(training)(batch), expected)
+    assert module.training
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    assert not torch.equal(twin(batch), model(batch))
+
+
+def test_a_module_may_be_converted() -> None:
+    model = make(lambda self, x: self.lin(x))
+    module = trace(model, rows()).to_module().double()
+    assert torch.equal(module(rows().double()), model.double()(rows().double()))
 
 
 def test_sizes_with_which_the_model_is_another_are_refused() -> None:

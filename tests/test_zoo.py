@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from pdcompile.batch import example_call, resolve_batch
+from pdcompile.batch import example_call, output_leaves, resolve_batch
 from pdcompile.passes.codegen import generate
-from pdcompile.passes.trace import capture
+from pdcompile.passes.trace import capture, trace
+from pdcompile.passes.trace.fidelity import same as equal
 from tests.helpers.launch import torchrun
 from tests.zoo import check as checking
 from tests.zoo.case import BATCH, build
@@ -50,6 +52,30 @@ def checked(folder: Path, *arguments: str) -> dict[str, Report]:
         del data["peers"]
         reports[data["name"]] = Report.from_dict(data)
     return reports
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "t5", "unet", "gnmt", "message_passing"])
+@pytest.mark.filterwarnings("ignore:the inputs differ in dimension 0", "ignore:every microbatch")
+def test_a_graph_as_a_module_is_the_model(name: str) -> None:
+    if ENTRIES[name].missing:
+        pytest.importorskip(ENTRIES[name].library)
+    case = build(ENTRIES[name], 0.1)
+    module = trace(case.model, case.inputs(0)).to_module()
+    assert list(module.state_dict()) == list(case.model.state_dict())
+    for training in (True, False):
+        for step in range(2):
+            found = []
+            for run in (case.model.train(training), module.train(training)):
+                torch.manual_seed(step)
+                call = case.inputs(step)
+                output = run(**call) if isinstance(call, dict) else run(*call)
+                leaves = output_leaves(output)
+                found.append((type(output), leaves, torch.get_rng_state()))
+            (kind, leaves, after), (other, same, there) = found
+            assert kind is other
+            assert torch.equal(after, there)
+            assert len(leaves) == len(same)
+            assert all(equal(a, b) for a, b in zip(leaves, same, strict=True))
 
 
 def test_the_list_has_what_was_promised() -> None:
