@@ -142,7 +142,10 @@ def capture(
     except ForwardRaised as error:
         if size == layout.size or not layout.splits:
             raise
-        _record(model, table, flat, layout, loss_fn, model.training, ())
+        try:
+            _record(model, table, flat, layout, loss_fn, model.training, ())
+        except TraceError as other:  # not of the microbatch's size
+            raise other if isinstance(other, ForwardRaised) else error from None
         raise fails_as_microbatch(size, layout.size, error) from error
     if table.eager_paths.asked_of_inputs:
         short = None
