@@ -15,12 +15,14 @@ from pdcompile.batch import (
     FlatCall,
     as_one_argument,
     follow_batch,
+    lone_row_error,
+    lone_rows,
     microbatch_sizes,
     split,
     weights,
 )
 from pdcompile.errors import ConfigError, InputError, PdcompileError
-from pdcompile.graph import OpGraph, size_at
+from pdcompile.graph import Affine, OpGraph, size_at, walk
 from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.prepared import Prepared
@@ -147,10 +149,25 @@ def check_call(
     known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
     present = FlatCall(known, flat.spec)
     layout = follow_batch(present, prepared.layout)
+    for path in lone_rows(present, layout, prepared.layout):
+        if several or _counts_rows(graph, path):
+            raise lone_row_error(flat, path, layout.size)
     if all(layout.dims[path] is None for path in tensors):
         return None
     _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
     return layout.size
+
+
+def _counts_rows(graph: OpGraph, path: str) -> bool:
+    """Whether what is computed of an input depends on its number of rows other than by shape:
+    the capture then took the microbatch's size for it."""
+    reached = {item.name for item in graph.inputs if item.path == path}
+    for op in graph.ops:
+        if not reached.isdisjoint(op.inputs):
+            if walk((op.args, op.kwargs), Affine):
+                return True
+            reached.add(op.name)
+    return not graph.sizes.holds(1)
 
 
 def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bool) -> None:

@@ -15,7 +15,14 @@ from pdcompile.batch.call import (
     example_call,
     flatten_call,
 )
-from pdcompile.batch.layout import BatchLayout, check_batch_dims, follow_batch, resolve_batch
+from pdcompile.batch.layout import (
+    BatchLayout,
+    check_batch_dims,
+    follow_batch,
+    lone_row_error,
+    lone_rows,
+    resolve_batch,
+)
 from pdcompile.batch.memory import memory_order
 from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
 from pdcompile.batch.structure import (
@@ -38,6 +45,8 @@ __all__ = [
     "flatten_call",
     "flatten_output",
     "follow_batch",
+    "lone_row_error",
+    "lone_rows",
     "map_tensors",
     "memory_order",
     "microbatch_sizes",

@@ -90,7 +90,8 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
 
     So a short last minibatch cannot make a replicated tensor look like a batch by chance.
     A leaf that is None now (a rank that does not need it) keeps its dimension; the size is
-    `layout`'s where no leaf tells it.
+    `layout`'s where no leaf tells it.  A leaf with one row for several samples has no dimension
+    in the result: see `lone_rows`.
 
     Raises:
         InputError: the tensors disagree on the size, have no samples, or a path is new.
@@ -116,6 +117,30 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
         for path, leaf in flat.leaves.items()
     }
     return BatchLayout(size, dims, layout.orders)
+
+
+def lone_rows(flat: FlatCall, later: BatchLayout, first: BatchLayout) -> tuple[str, ...]:
+    """Inputs that had a row for each sample in the first minibatch, and have one for several
+    samples in a later one, whose layout is `later` (of `follow_batch` or `resolve_batch`)."""
+    return tuple(
+        path
+        for path, dim in later.dims.items()
+        if dim is None
+        and first.dims.get(path) is not None
+        and isinstance(flat.leaves[path], Tensor)
+        and later.size > 1
+    )
+
+
+def lone_row_error(flat: FlatCall, path: str, size: int) -> InputError:
+    """The refusal of one of `lone_rows`: eager would broadcast it, microbatches have to be cut."""
+    return InputError(
+        f"{_shown(flat.leaves[path])} has one row for {size} samples; in the first minibatch it "
+        "had a row for each",
+        where=path,
+        remedy="expand() it to a row for each sample; or make another pipeline whose first "
+        "minibatch has one row there and several elsewhere: every microbatch gets that row then",
+    )
 
 
 def check_batch_dims(batch_dims: Any) -> None:

@@ -17,6 +17,8 @@ from pdcompile.batch import (
     FlatCall,
     concatenate,
     flatten_call,
+    lone_row_error,
+    lone_rows,
     map_tensors,
     microbatch_sizes,
     output_leaves,
@@ -58,7 +60,7 @@ class Reference:
             )
         self._num_minibatches = 0
         self._num_evaluations = 0
-        self._orders: dict[str, tuple[int, ...]] | None = None  # in memory, of the first inputs
+        self._first: BatchLayout | None = None  # of each input when it first came
         self._closed = False
 
     # -- training
@@ -274,9 +276,16 @@ class Reference:
                 "(step_call(args, kwargs) for an argument called target)",
             )
         flat = flatten_call(self._model, args, kwargs, target)
-        layout = resolve_batch(flat, self._options.batch_dims)
-        self._orders = layout.orders if self._orders is None else self._orders
-        return flat, replace(layout, orders=self._orders)
+        return flat, self._laid_out(flat, resolve_batch(flat, self._options.batch_dims))
+
+    def _laid_out(self, flat: FlatCall, layout: BatchLayout) -> BatchLayout:
+        """The layout of a call: an input counts samples and lies in memory as it first did."""
+        dims = {path: dim for path, dim in layout.dims.items() if path in layout.orders}
+        first = self._first or layout
+        self._first = first = replace(first, dims=dims | first.dims)
+        for path in lone_rows(flat, layout, first) if self._num_microbatches > 1 else ():
+            raise lone_row_error(flat, path, layout.size)
+        return replace(layout, orders=first.orders)
 
     def _forward(
         self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool

@@ -10,6 +10,7 @@ import torch
 from pdcompile.batch import (
     flatten_call,
     follow_batch,
+    lone_rows,
     resize,
     resolve_batch,
     split,
@@ -141,8 +142,12 @@ def test_later_minibatches_keep_their_dimensions() -> None:
 
 def test_a_batch_of_one_first_leaves_masks_replicated_later() -> None:
     layout = resolve_batch(call(rows(1, 3), rows(1, 3)))
-    later = follow_batch(call(rows(5, 3), rows(1, 3)), layout)
+    flat = call(rows(5, 3), rows(1, 3))
+    later = follow_batch(flat, layout)
     assert (later.size, later.dims["x"], later.dims["y"]) == (5, 0, None)
+    assert lone_rows(flat, later, layout) == ("y",)
+    one = call(rows(1, 3), rows(1, 3))
+    assert lone_rows(one, follow_batch(one, layout), layout) == ()
 
 
 def test_resize_repeats_and_cuts_rows() -> None:
