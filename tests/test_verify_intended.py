@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
@@ -172,3 +173,47 @@ def test_complex_gradients_are_compared_whole() -> None:
             costs="estimated", verify="full", optimizer=None,
         )  # fmt: skip
     pipe.close()
+
+
+class Recomputing(nn.Module):
+    """A checkpointed layer whose parameters are read elsewhere too, as `again` says."""
+
+    def __init__(self, again, reentrant):
+        super().__init__()
+        self.first, self.layer, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.again, self.reentrant = again, reentrant
+
+    def inside(self, x):
+        return checkpoint(lambda t: self.layer(t).tanh(), x, use_reentrant=self.reentrant)
+
+    def forward(self, x):
+        x = self.inside(self.first(x).tanh())
+        if self.again == "outside":
+            x = self.layer(x)
+        elif self.again == "in another region":
+            x = self.inside(x)
+        elif self.again == "without gradients":
+            with torch.no_grad():
+                x = x + self.layer(x.detach())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("again", ["outside", "in another region"])
+def test_reentrant_regions_that_share_parameters_are_named(again):
+    batches = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(2)]
+    flat = example_call(Recomputing(again, True), *batches[0])
+    notes, _ = told(Recomputing(again, True), *batches[0], mean)
+    assert [note for note in notes if "layer.weight, layer.bias: used in a region" in note]
+    assert told(Recomputing(again, False), *batches[0], mean) == ((), ())
+    pipe = pdcompile.compile(
+        Recomputing(again, True), flat.leaves["x"], example_target=batches[0][1], loss_fn=mean,
+        costs="estimated", cluster=pdcompile.Cluster.local(2), microbatches=4, optimizer=None,
+    )  # fmt: skip
+    assert (
+        "use_reentrant=True eager adds the gradient of the region to .grad apart" in pipe.explain()
+    )
+
+
+@pytest.mark.parametrize("again", ["", "without gradients"])
+def test_reentrant_regions_with_parameters_of_their_own_are_exact(again):
+    assert told(Recomputing(again, True), torch.randn(8, 4), torch.randn(8, 4), mean) == ((), ())

@@ -10,6 +10,7 @@ from torch import nn
 from pdcompile.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.gradients import with_consumers, with_gradients
 from pdcompile.passes.trace.prune import prune
+from pdcompile.passes.trace.recomputed import summed_apart
 from pdcompile.passes.trace.session import Recording
 from pdcompile.passes.trace.sizes import Fit
 
@@ -49,7 +50,11 @@ def assemble(
         batch_size=sizes[0],
         constants=first.constants,
         classes=first.classes,
-        notes=(*_notes(ops), *returned(values, output, loss)),
+        notes=(
+            *_notes(ops),
+            *(summed_apart(ops, first.regions, dict(tensors)) if training else ()),
+            *returned(values, output, loss),
+        ),
         output_spec=first.output_spec,
         tensor_values=first.tensor_values,
     )

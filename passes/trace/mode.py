@@ -83,6 +83,7 @@ class Recorder(TorchFunctionMode):
         self.hits = Hits(self)
         self.transforms = observer.transforms = Transforms(self)
         self.training = table.modules[""].training
+        self.regions: list[frozenset[str]] = []  # names of ops, see `recomputed`
         self.within = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)

@@ -7,14 +7,14 @@ random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.utils import checkpoint
 
-from pdcompile.graph import Op
+from pdcompile.graph import Op, TensorInfo
 from pdcompile.passes.trace import refuse
 
 
@@ -22,6 +22,7 @@ class Recording(Protocol):
     """What a recorder is asked here."""
 
     ops: list[Op]
+    regions: list[frozenset[str]]  # names of the ops of each reentrant region
 
     def call(self, func: Any, args: tuple[Any, ...]) -> Any: ...
 
@@ -45,7 +46,38 @@ def reentrant(recorder: Recording, function: Any, preserve: bool, *inputs: Any) 
     start = len(recorder.ops)
     result = function(*inside)
     check_region(recorder.ops[start:], preserve)
+    recorder.regions.append(frozenset(op.name for op in recorder.ops[start:]))
     return result
+
+
+def summed_apart(
+    ops: Sequence[Op], regions: Sequence[frozenset[str]], tensors: Mapping[str, TensorInfo]
+) -> tuple[str, ...]:
+    """A note on parameters that reentrant regions share with other ops, if there are any.
+
+    A reentrant region has a backward of its own, which adds to ``.grad`` apart from the rest; in a
+    graph all uses of a parameter are summed first.  From the second microbatch on, whose gradient
+    meets an earlier one, that is another order of the same sum.
+    """
+    uses: dict[str, set[str]] = {}
+    for op in ops:
+        for fqn in op.parameters if op.grad_enabled else ():
+            if tensors[fqn].requires_grad:
+                uses.setdefault(fqn, set()).add(op.name)
+    shared = [
+        fqn
+        for fqn, names in uses.items()
+        if any(not names.isdisjoint(region) and not names <= region for region in regions)
+    ]
+    if not shared:
+        return ()
+    more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+    return (
+        f"{', '.join(shared[:3])}{more}: used in a region of torch.utils.checkpoint and elsewhere. "
+        "With use_reentrant=True eager adds the gradient of the region to .grad apart from the "
+        "others, the stages add their sum: from the second microbatch on, last bits may differ "
+        "(use_reentrant=False is exact)",
+    )
 
 
 def check_region(ops: list[Op], preserve: bool) -> None:

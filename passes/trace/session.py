@@ -62,6 +62,7 @@ class Recording:
     meaning: tuple[Any, ...] = ()
     memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
     decisions: tuple[Decision, ...] = ()  # that this run took one way each
+    regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
 
 
 def record(
@@ -232,6 +233,7 @@ def _record(
         meaning=(meanings.argument(returned), tuple(meanings.effects)),
         memos=tuple(fakes.memos),
         decisions=tuple(recorder.reads.decisions),
+        regions=tuple(recorder.regions),
     )
     return recording, observer.selections
 
