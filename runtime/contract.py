@@ -72,7 +72,15 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     A tensor with gaps (a slice) arrives without them, its dimensions in the order that they had:
     what kernels compute from it is laid out as in one process.  At least one byte: an empty
     message still is a message.
+
+    Raises ContractError for a sparse gradient, whose size no receiver could know.
     """
+    if tensor.layout != torch.strided:
+        raise ContractError(
+            "a sparse gradient is to be sent to another rank",
+            remedy="keep all that reads its parameter on one stage (constraints=, or another "
+            "plan), or leave sparse=True out",
+        )
     dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous()
     if not dense.numel():
         return torch.zeros(1, dtype=torch.uint8)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError
+from pdcompile.gradients import norm_of
 from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.transport import Handle, Transport
 
@@ -39,7 +40,7 @@ class Norms:
     def post(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
         """Send this rank's norms to all others, and post the receives of theirs."""
         rank = self._transport.rank
-        mine = {fqn: torch.linalg.vector_norm(g.detach(), 2.0) for fqn, g in gradients.items()}
+        mine = {fqn: norm_of(g) for fqn, g in gradients.items()}
         absent = torch.tensor(ABSENT)
         listed = [mine.get(fqn, absent).to(torch.float64) for fqn in self._owned[rank]]
         vector = torch.stack([*listed, absent.to(torch.float64)])

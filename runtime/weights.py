@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.gradients import memory_of
 from pdcompile.opaque import bind
 from pdcompile.stage import StageInterface
 from pdcompile.weights import set_tensor
@@ -96,11 +97,11 @@ class StageWeights:
     def separate_gradients(self, version: int, sent: list[Tensor]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent, and the
         next microbatch would add to it there: give such parameters memory of their own."""
-        memories = {gradient.untyped_storage().data_ptr() for gradient in sent}
+        memories = {memory_of(gradient) for gradient in sent}
         for fqn in self.owned if memories else ():
             parameter = self.parameter(version, fqn)
             gradient = parameter.grad
-            if gradient is not None and gradient.untyped_storage().data_ptr() in memories:
+            if gradient is not None and memory_of(gradient) in memories:
                 parameter.grad = gradient.clone()
 
     def harvest(self, minibatch: int) -> Gradients:

@@ -12,6 +12,7 @@ import networkx as nx  # type: ignore[import-untyped]
 from pdcompile.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
 from pdcompile.passes.coarsen.casts import join_casts
 from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.sparse import join_sparse
 from pdcompile.summation import summation_order
 
 CONTAINER = "a container and what takes it apart"
@@ -38,6 +39,7 @@ def join_spans(graph: OpGraph, groups: Groups) -> None:
     _join_mutations(graph, groups, position)
     _join_buffers(graph, groups, position)
     _join_without_gradient(graph, groups)
+    join_sparse(graph, groups, position)
     join_casts(graph, groups)
     _join_calls(graph, groups, position)
     _join_output(graph, groups, position)

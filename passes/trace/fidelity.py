@@ -251,8 +251,9 @@ def same(a: Any, b: Any) -> bool:
     """Equal to the last bit; NaN equals NaN."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return type(a) is type(b) and bool(a == b or (a != a and b != b))
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    a, b = (t if t.layout == torch.strided else t.to_dense() for t in (a, b))  # sparse gradients
     if not a.is_floating_point() and not a.is_complex():
         return torch.equal(a, b)
     return bool(torch.all((a == b) | ((a != a) & (b != b))))

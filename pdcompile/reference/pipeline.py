@@ -27,6 +27,7 @@ from pdcompile.batch import (
     weights,
 )
 from pdcompile.errors import ClosedError, ConfigError, InputError
+from pdcompile.gradients import norm_of
 from pdcompile.modes import apply_overrides, in_mode
 from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
@@ -127,7 +128,7 @@ class Reference:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if not gradients:
             return torch.zeros(())
-        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        norms = torch.stack([norm_of(gradient) for gradient in gradients])
         total: Tensor = torch.linalg.vector_norm(norms)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in gradients:

@@ -1,0 +1,22 @@
+"""Gradients as torch.autograd leaves them: dense, or sparse where an embedding asked for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def memory_of(gradient: Tensor) -> int:
+    """The address of the memory that holds the gradient's numbers."""
+    numbers = gradient._values() if gradient.is_sparse else gradient
+    return numbers.untyped_storage().data_ptr()
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """The 2-norm.  Of a sparse gradient it is the dense one's: rows that occur twice are summed
+    first, and the others are zero."""
+    numbers = gradient.detach()
+    if numbers.is_sparse:
+        numbers = numbers.coalesce().values()
+    norm: Tensor = torch.linalg.vector_norm(numbers, 2.0)
+    return norm
