@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
+from pdcompile.runtime.endings import Ending
 
 WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
 _stores: list[Any] = []  # the store of this process, once it was needed
@@ -37,6 +38,7 @@ class World:
         # Before anyone connects: one that leaves would disturb those that still do.
         self._check_agreement(agreed)
         self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
+        self.ending = Ending(self.store, rank)
 
     def _check_agreement(self, agreed: str) -> None:
         self.store.set(f"agreement/{self.rank}", agreed)
@@ -50,6 +52,7 @@ class World:
 
     def close(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
+        self.ending.over()
         self.group = None
         gc.collect()
 

@@ -91,6 +91,7 @@ class Pipeline(PipelineState):
         )
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
+            world.ending.belongs_to(self)
 
     # -- training ----------------------------------------------------------------------------
 
@@ -253,7 +254,7 @@ class Pipeline(PipelineState):
             # Peers may be anywhere: no message of ours would be expected.
             self._closed = True
             if self._session is not None and self._session.failed is None:
-                self._session.leave(error)
+                self._session.leave(describe(self._session.ranks[0], error, None, 0))
 
     def __del__(self) -> None:
         session = getattr(self, "_session", None)

@@ -68,6 +68,7 @@ class Session:
         self.agreement: Agreement | None = None
         if world is not None:
             self._failures = Failures(world.store, world.rank, world.size)
+            world.ending.leave = weakref.WeakMethod(self.leave)
         wires = Wires()
         streams = Streams(plan.training.seed)
         self.wirings: dict[tuple[int, bool], Wiring] = {}
@@ -165,8 +166,9 @@ class Session:
         self._call += 1
         for worker in self.workers:
             worker.settle(self._call)
-        if self.agreement is None:
+        if self.agreement is None or self.world is None:
             return size
+        self.world.ending.called(call, minibatch)
         return self.agreement.reach(call, self._call, minibatch, size, leaves or {})
 
     @property
@@ -351,9 +353,9 @@ class Session:
                 worker.abandon()
             self.world.close()
 
-    def leave(self, error: BaseException) -> None:
+    def leave(self, cause: str) -> None:
         """The user's program ends with an error: let the peers know."""
-        self.failed = describe(self.ranks[0], error, None, 0)
+        self.failed = cause
         if self.world is not None:
             self._failures.report(self.failed)
             self._abandon()
