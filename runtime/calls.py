@@ -96,6 +96,47 @@ def check_call(
     Raises InputError for a missing input, another shape or dtype, or another constant than
     the captured one.
     """
+    _check_constants(graph, flat)
+    for path in needed:
+        if flat.leaves.get(path) is None:
+            target = _of_target(path)
+            raise InputError(
+                "the target is missing" if target else "an input is missing",
+                where=path,
+                remedy="pass target=... to step: loss_fn needs it" if target else
+                _passed_whole(flat) or
+                "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
+            )  # fmt: skip
+    refuse_modes()
+    tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
+    if graph is prepared.capture.train:
+        _check_trainable(tensors)
+    several = prepared.layout.splits and prepared.plan.training.num_microbatches > 1
+    _check_written(graph, tensors, several=several)
+    for item in graph.inputs:
+        if item.path in needed and item.path not in tensors:
+            raise InputError(
+                f"this input is {flat.leaves[item.path]!r}, captured was a tensor",
+                where=item.path,
+                remedy="pass a tensor of the captured shape and dtype, or make another pipeline",
+            )
+        if item.path in tensors:
+            _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
+    if not prepared.layout.splits:
+        return prepared.layout.size
+    known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
+    present = FlatCall(known, flat.spec)
+    layout = follow_batch(present, prepared.layout)
+    for path in lone_rows(present, layout, prepared.layout):
+        if several or _counts_rows(graph, path):
+            raise lone_row_error(flat, path, layout.size)
+    if all(layout.dims[path] is None for path in tensors):
+        return None
+    _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
+    return layout.size
+
+
+def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
     for path, text in graph.constants:
         if _of_target(path) and flat.leaves.get("target", flat) is None:
             continue  # none was given: predict needs none, and `needed` says who does
@@ -113,49 +154,23 @@ def check_call(
                 where=path,
                 remedy="pass it as before, or make another pipeline without it",
             )
-    for path in needed:
-        if flat.leaves.get(path) is None:
-            target = _of_target(path)
-            raise InputError(
-                "the target is missing" if target else "an input is missing",
-                where=path,
-                remedy="pass target=... to step: loss_fn needs it" if target else
-                _passed_whole(flat) or
-                "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
-            )  # fmt: skip
-    refuse_modes()
-    tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
+
+
+def _check_trainable(tensors: Mapping[str, Tensor]) -> None:
     for path, leaf in tensors.items():
-        if leaf.is_inference() and graph is prepared.capture.train:
+        if leaf.is_inference():
             raise InputError(
                 "this input was made under torch.inference_mode, and cannot be trained on",
                 where=path,
                 remedy="clone() it outside",
             )
-        if leaf.grad_fn is not None and graph is prepared.capture.train:
+        if leaf.grad_fn is not None:
             raise InputError(
                 "this input is the result of a computation that waits for gradients, which "
                 "would be computed once a microbatch",
                 where=path,
                 remedy="detach() it, or make that computation a part of the model",
             )
-    several = prepared.layout.splits and prepared.plan.training.num_microbatches > 1
-    _check_written(graph, tensors, several=several)
-    for item in graph.inputs:
-        if item.path in tensors:
-            _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
-    if not prepared.layout.splits:
-        return prepared.layout.size
-    known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
-    present = FlatCall(known, flat.spec)
-    layout = follow_batch(present, prepared.layout)
-    for path in lone_rows(present, layout, prepared.layout):
-        if several or _counts_rows(graph, path):
-            raise lone_row_error(flat, path, layout.size)
-    if all(layout.dims[path] is None for path in tensors):
-        return None
-    _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
-    return layout.size
 
 
 def _counts_rows(graph: OpGraph, path: str) -> bool:

@@ -322,3 +322,14 @@ def test_minibatches_for_which_the_model_is_another() -> None:
         pipe.eval_step(**data(60))
     pipe.step(**data(5 * 2))
     pipe.close()
+
+
+def test_a_number_where_a_tensor_was() -> None:
+    x, y = xy()
+    pipe = compiled(models.mlp(), stages=2)
+    pipe.prepare(x, target=y)
+    with pytest.raises(InputError, match=r"this input is 0.5, captured was a tensor") as caught:
+        pipe.step(x, target=0.5)
+    assert caught.value.where == "target"
+    pipe.step(x, target=y)
+    pipe.close()
