@@ -237,7 +237,7 @@ class Pipeline(PipelineState):
             try:
                 session.check_changes()
             except PdcompileError as error:
-                session.leave(error)
+                session.leave(describe(session.ranks[0], error, None, 0))
                 raise
         with session.guard():
             session.agree("close", self._num_minibatches)

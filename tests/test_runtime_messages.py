@@ -18,9 +18,9 @@ from pdcompile.runtime.contract import (
     read_header,
     to_bytes,
 )
+from pdcompile.runtime.interpreter import run_together
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.reduce import Norms, clip
-from pdcompile.runtime.session import _run_together
 from pdcompile.schedule import Action, Instruction
 
 DTYPES = [
@@ -177,5 +177,5 @@ def test_a_program_in_which_nobody_can_go_on() -> None:
     column = (Instruction(Action.POST_RECV, 0), Instruction(Action.WAIT_RECV, 0, 0, 2, 5, 1))
     workers = [Stuck(0), Stuck(1)]
     with pytest.raises(DeadlockError, match="rank 0 at WAIT_RECV of edge 5, microbatch 2; rank 1"):
-        _run_together(workers, [column, column])  # type: ignore[arg-type]
+        run_together(workers, [column, column])  # type: ignore[arg-type]
     assert [len(worker.done) for worker in workers] == [1, 1]
