@@ -1,10 +1,12 @@
 """Predicted against measured memory of every stage, and how much of it has a closed form.
 
-    python -m benchmarks.memory [--stages 3] [--only gpt2 t5] [--no-symbolic] [--write FILE]
+    python -m benchmarks.memory [--stages 3] [--only gpt2 t5] [--no-symbolic] [--no-ranks]
+                                [--write FILE]
 
 Every model is captured and planned; the forecast of each stage is written down, and only then
 does the generated stage run, forward and backward of one microbatch, while live untyped storages
 are counted, each once.  Parameters, buffers and what a stage receives are left out.
+Then whole ranks are trained on two processes (`benchmarks.whole_ranks`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import whole_ranks
 from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.choices import choose
@@ -38,8 +41,11 @@ MICROBATCHES = 4
 
 HEADER = """# Memory: forecast and measurement
 
-Written by `python -m benchmarks.memory --write docs/memory.md`; bytes of one microbatch on one
-stage, without parameters, buffers and received values.
+Written by `python -m benchmarks.memory --write docs/memory.md`.
+
+## One microbatch on one stage
+
+Without parameters, buffers and received values.
 
 - **resident**: alive when the forward has returned, results among it.
 - **first peak**: the most that is alive during forward and backward of the first microbatch,
@@ -157,6 +163,23 @@ def closed_form(name: str) -> list[str]:
     ]  # fmt: skip
 
 
+RANKS_HEADER = f"""## Whole ranks
+
+The total of a rank's ledger beside the most that the rank held: training on
+{whole_ranks.RANKS} processes, {whole_ranks.MICROBATCHES} microbatches, counted is every byte that
+torch's CPU allocator has given out since before the model was built, without the caller's inputs.
+Unlike above, that includes what kernels allocate for themselves (convolutions change layouts),
+which the forecast does not see.  `clip`: the gradient's norm is clipped.  `outputs`: which ranks
+get the outputs of training; the loop assigns each step's result, so that two are alive.
+
+- **peak**: from call {whole_ranks.WARM_UP + 1} on.
+- **first calls**: before.  Messages of the call that opens a channel are copied, and the copies
+  live for two calls; the ledger does not count them."""
+RANK_COLUMNS = (
+    "model", "optimizer", "schedule", "clip", "outputs", "rank", "forecast", "peak", "error",
+    "first calls",
+)  # fmt: skip
+
 FORMS_HEADER = """## Closed forms
 
 b is the microbatch size, s the sequence length; of what has no closed form the number of the
@@ -185,6 +208,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--no-symbolic", action="store_true")
+    parser.add_argument("--no-ranks", action="store_true")
     parser.add_argument("--write", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -202,6 +226,9 @@ def main() -> None:
     console.print("\n".join(summary(rows)))
     parts = [HEADER, markdown(COLUMNS, [row.cells() for row in rows]), _listed(summary(rows))]
     _write(options.write, parts)
+    if not options.no_ranks:
+        parts += _ranks(console)
+        _write(options.write, parts)
     if options.no_symbolic:
         return
     forms: list[list[str]] = []
@@ -209,6 +236,27 @@ def main() -> None:
         forms.append(closed_form(name))
         console.print(" ".join(forms[-1]), soft_wrap=True, highlight=False)
         _write(options.write, [*parts, FORMS_HEADER, markdown(FORMS, forms)])
+
+
+def _ranks(console: Console) -> list[str]:
+    """The rows of whole ranks, printed, and as parts of the page."""
+    rows = whole_ranks.measured()
+    cells = [
+        [
+            row.case.model, row.case.optimizer, row.case.schedule, "yes" if row.case.clip else "",
+            row.case.outputs, str(row.rank), format_bytes(row.forecast), format_bytes(row.steady),
+            f"{row.error:+.2%}", format_bytes(row.first),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    table = Table(*RANK_COLUMNS)
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+    errors = [abs(row.error) for row in rows]
+    said = f"whole ranks: median error {median(errors):.2%}, largest {max(errors):.2%}"
+    console.print(said)
+    return [RANKS_HEADER, markdown(RANK_COLUMNS, cells), _listed([said])]
 
 
 def _listed(lines: Sequence[str]) -> str:

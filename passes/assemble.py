@@ -7,17 +7,18 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.graph import Op, OpCost, OpGraph
+from pdcompile.graph import Op, OpCost, OpGraph, Ref, walk
 from pdcompile.graph import fingerprint as graph_fingerprint
 from pdcompile.passes import boundaries
 from pdcompile.passes.coarsen.items import held_by
 from pdcompile.passes.costs import Resident, forecast
-from pdcompile.plan import Certificate, Plan, StagePlan, Training
+from pdcompile.plan import Certificate, Plan, StagePlan, TiedParameter, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.written import written_inputs
 
@@ -44,17 +45,26 @@ def assemble(
     by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
     num_stages = len(problem.stages)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    resident = forecast(graph, stage_of, num_stages, b)
+    resident = forecast(graph, stage_of, num_stages, b, keeps_outputs=training.keeps_outputs)
+    tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         ops[stage].append(op)
     return Plan(
         fingerprint=fingerprint(graph, cluster),
         stages=tuple(
-            _stage(graph, s, ops[s], problem.stages[s], resident[s]) for s in range(num_stages)
+            _of_minibatches(
+                _stage(graph, s, ops[s], problem.stages[s], resident[s]),
+                graph,
+                ops[s],
+                tied,
+                training,
+                b if s == num_stages - 1 else 0,
+            )
+            for s in range(num_stages)
         ),
         edges=boundaries.edges(graph, by_name, num_stages, b),
-        tied=boundaries.tied(graph, by_name),
+        tied=tied,
         training=training,
         cluster=cluster.to_toml(),
         certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
@@ -134,6 +144,36 @@ def _stage(
         trainable_bytes=sum(info.bytes for info in parameters if info.requires_grad),
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
+    )
+
+
+def _of_minibatches(
+    stage: StagePlan,
+    graph: OpGraph,
+    ops: Sequence[Op],
+    tied: Sequence[TiedParameter],
+    training: Training,
+    b: int,
+) -> StagePlan:
+    """The stage with what an update needs, and what belongs to the caller.
+
+    `b`: the size of a microbatch on the last stage, which has the outputs; 0 on others.
+    """
+    copies = {one.fqn for one in tied if stage.index in one.stages[1:]}
+    sizes = [
+        info.bytes
+        for fqn, info in graph.tensors.items()  # in the order in which the optimizer gets them
+        if info.requires_grad and fqn in stage.parameters and fqn not in copies
+    ]
+    read = {name for op in ops for name in op.inputs}
+    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
+    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
+    made = outputs & set(stage.ops)
+    return replace(
+        stage,
+        step_bytes=training.step_bytes(sizes),
+        input_bytes=sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
+        output_bytes=sum(graph.values[name].bytes(b) for name in made) if b else 0,
     )
 
 

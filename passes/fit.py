@@ -1,7 +1,8 @@
 """Fit: keep memory limits by the schedule's own ledger, not only by the planner's formula.
 
 The planner works with a formula that is a lower bound of what a rank holds; the ledger, read
-off the schedule's instructions, also counts look-ahead receive slots and sends under way.
+off the schedule's instructions, also counts look-ahead receive slots, sends under way and what
+the optimizer's step needs for a moment.
 Where a plan's ledger exceeds a device, that stage's limit is lowered and the problem is solved
 again.  The bound of the first solution stays the bound: it had the loosest
 limits, so nothing that fits can be better.
@@ -149,7 +150,8 @@ def _does_not_fit(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -
     return InfeasibleError(
         f"stage {stage} has {format_bytes(limit or 0)} of memory, and its schedule needs "
         f"{format_bytes((limit or 0) + over[stage])}: weights, gradients, optimizer state and "
-        "activations fit, but not the receive slots and sends under way as well",
+        "activations fit, but not what comes on top for a moment (receive slots, sends under way, "
+        "temporaries of the optimizer's step)",
         where=f"stage {stage}",
         remedy=f"add {format_bytes(over[stage])} of memory on stage {stage}",
     )

@@ -9,7 +9,7 @@ weights, gradients and optimizer state are those of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
@@ -64,6 +64,7 @@ def sketch(
                 + sum(one.bytes for one in trainable),
                 saved_bytes=sum(item.saved_bytes for item in items),
                 workspace_bytes=max((item.workspace_bytes for item in items), default=0),
+                step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
             )
         )
     plan = Plan(
@@ -93,6 +94,16 @@ def ledgers_of(plan: Plan) -> tuple[MemoryLedger, ...]:
         program, stream = stream.step(plan.training.num_microbatches)
         programs.append(program)
     return ledgers(plan, (*programs, stream.flush()[0]))
+
+
+def updated_sizes(problem: PartitionProblem, stage_of: Sequence[int], stage: int) -> Iterator[int]:
+    """Bytes of the parameters that a stage updates; shared ones belong to their first holder."""
+    for one in problem.shared:
+        if one.trainable and min(stage_of[i] for i in one.items) == stage:
+            yield one.bytes
+    for item, at in zip(problem.items, stage_of, strict=True):
+        if at == stage:
+            yield from item.trained_sizes
 
 
 def _edges(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Edge, ...]:

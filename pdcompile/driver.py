@@ -27,7 +27,7 @@ from pdcompile.passes.costs.devices import relative
 from pdcompile.passes.fit import fit
 from pdcompile.passes.loss_only import loss_only
 from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
-from pdcompile.passes.optimizer_state import optimizer_factor
+from pdcompile.passes.optimizer_state import optimizer_memory
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import check_costs, profile
 from pdcompile.passes.schedules import memory_rule, warmup
@@ -157,14 +157,14 @@ def make_plan(
     step: Steps,
 ) -> Plan:
     """Costs, a plan, and where that pays the same again with costs that timed stages mend."""
-    factor, assumed = optimizer_factor(options.optimizer)
+    takes, assumed = optimizer_memory(options.optimizer)
     depths = warmup(chosen.schedule, chosen.num_stages, chosen.num_microbatches)
     memory = memory_rule(
         chosen.schedule,
         depths,
         chosen.num_microbatches,
         clipping=options.max_grad_norm is not None,
-        optimizer_factor=factor,
+        optimizer_factor=takes.factor,
     )
     said = [assumed] if assumed else []
     graph = step(
@@ -189,8 +189,10 @@ def make_plan(
         loss_reduction=chosen.loss_reduction,
         autocast=chosen.autocast,
         max_grad_norm=options.max_grad_norm,
-        optimizer_factor=factor,
+        optimizer_factor=takes.factor,
         seed=options.seed,
+        step=takes.step,
+        keeps_outputs=options.outputs != "none",
     )
 
     def planned(graph: OpGraph, step: Steps) -> Plan:

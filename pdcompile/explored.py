@@ -10,7 +10,7 @@ from pdcompile.choices import Choices
 from pdcompile.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.explore import Explored, explore
-from pdcompile.passes.optimizer_state import optimizer_factor
+from pdcompile.passes.optimizer_state import optimizer_memory
 from pdcompile.passes.profile.sizes import Sizes
 from pdcompile.plan import Plan, Training, check
 from pdcompile.searching import Open, search_space
@@ -34,7 +34,7 @@ def explored_plan(
         InfeasibleError: no plan of the space fits.
         ConfigError: wishes that cannot be.
     """
-    factor, assumed = optimizer_factor(options.optimizer)
+    takes, assumed = optimizer_memory(options.optimizer)
     space = search_space(wish, options, chosen, captured.train.sizes)
 
     said = [assumed] if assumed else []
@@ -57,8 +57,10 @@ def explored_plan(
         loss_reduction=chosen.loss_reduction,
         autocast=chosen.autocast,
         max_grad_norm=options.max_grad_norm,
-        optimizer_factor=factor,
+        optimizer_factor=takes.factor,
         seed=options.seed,
+        step=takes.step,
+        keeps_outputs=options.outputs != "none",
     )
 
     def search() -> Explored:

@@ -25,6 +25,7 @@ class Item:
     trainable_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0  # largest transient of one of its ops
+    trained_sizes: tuple[int, ...] = ()  # bytes of each parameter in trainable_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,14 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """How many bytes a stage needs: filled in by the schedule functions, one number for all.
+    """How many bytes a stage needs at least: filled in by the schedule functions.
 
-    bytes = trainable·(versions + gradient_buffers + optimizer_factor) + frozen
+    bytes = trainable·versions + updated·(gradient_buffers + optimizer_factor) + frozen
             + in_flight[s]·(saved + received) + workspace
+
+    A stage updates what it trains, without copies of shared parameters that an earlier stage
+    holds too.  What comes on top at one moment (receives ahead, sends under way, temporaries of
+    the optimizer's step) is in the ledger of the schedule alone.
     """
 
     versions: int = 1

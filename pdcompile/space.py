@@ -102,6 +102,7 @@ class Setting:
     extra_warmup: int = 0
     optimizer_factor: float = 2.0
     clipping: bool = False
+    step: tuple[float, float, float] = (0.0, 0.0, 0.0)  # as in the plan's training
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -208,16 +209,18 @@ class Pipeline(PipelineState):
                 transport = session.workers[0].transport
                 last, size = session.last_rank, session.world.size
                 share(feed, signature.outputs, transport, last, size)
+        # The caller's alone: they last as long as the result, not as the minibatch's feed.
+        made, feed.outputs = replace(feed, outputs=feed.outputs), []
         lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
 
         def outputs() -> Any:
-            if not self._has_outputs or (feed.wiring.training and chosen == "none"):
+            if not self._has_outputs or (made.wiring.training and chosen == "none"):
                 raise ConfigError(
                     f"under outputs={chosen!r} this process gets no outputs of this call",
                     remedy='compile(..., outputs="last") gives them to the last rank, "all" to all',
                 )
             total = None if lazy is None else lazy.wait()
-            return join(graph, feed, prepared.layout, total, session.state.tensors)
+            return join(graph, made, prepared.layout, total, session.state.tensors)
 
         return StepResult(lazy, outputs)
 

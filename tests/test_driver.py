@@ -42,11 +42,12 @@ def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: i
 
 
 def test_memory_limits_hold_by_the_ledger() -> None:
-    free = compiled("gpt", schedule="2bw", stages=3).plan
+    options = {"schedule": "2bw", "stages": 3, "outputs": "none"}
+    free = compiled("gpt", **options).plan
     assert free.forecast is not None
     needed = max(ledger.total_bytes for ledger in free.forecast.ledgers)
     limit = needed - 4096
-    plan = compiled("gpt", schedule="2bw", stages=3, memory=limit).plan
+    plan = compiled("gpt", **options, memory=limit).plan
     assert plan.forecast is not None
     assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds * (1 + 1e-9)

@@ -166,6 +166,17 @@ def test_in_flight(schedule: str, expected: list[int]) -> None:
     assert [plan_table.in_flight(made, stage) for stage in (0, 1)] == expected
 
 
+def test_temporaries_of_the_optimizer_have_a_line_of_their_own() -> None:
+    forecast = plan().forecast
+    assert forecast is not None
+    ledger = MemoryLedger(weights_bytes=1_000_000, temporaries_bytes=500_000)
+    made = dataclasses.replace(forecast, ledgers=(ledger,) * 2)
+    text = plan_table.explain(dataclasses.replace(plan(), forecast=made))
+    assert "temporaries" in text
+    assert "500 kB" in text
+    assert "workspace" not in text  # lines that are 0 everywhere are left out
+
+
 def test_html_is_complete_escaped_and_loads_nothing() -> None:
     hostile = dataclasses.replace(plan(), notes=("<script>alert(1)</script>",))
     text = html.page(hostile, one_f_one_b(2), title="a & b")

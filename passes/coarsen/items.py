@@ -65,6 +65,7 @@ class Assembly:
                     trainable_bytes=sum(info.bytes for info in own if _trainable(info)),
                     saved_bytes=sum(cost.saved_bytes for cost in costs),
                     workspace_bytes=max((cost.workspace_bytes for cost in costs), default=0),
+                    trained_sizes=tuple(info.bytes for info in own if _trainable(info)),
                 )
             )
         return tuple(found)

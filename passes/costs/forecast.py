@@ -25,16 +25,23 @@ _known: dict[str, Rehearsal | None] = {}  # by structure; None: cannot be rehear
 
 
 def forecast(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
+    graph: OpGraph,
+    stage_of: Sequence[int],
+    num_stages: int,
+    b: int,
+    *,
+    keeps_outputs: bool = True,
 ) -> tuple[Resident, ...]:
     """For every stage, given the stage of each op of the graph, at microbatch size b.
+
+    `keeps_outputs`: what the last stage makes for the caller outlives its forward.
 
     `saved_bytes` is what is alive when the forward of a microbatch has returned, its results
     among it; `workspace_bytes` how far forward and backward exceed that, beside gradients of
     parameters that have memory already; `first_peak_bytes` the peak of both together for the
     first microbatch, gradients of parameters among it.
     """
-    ports = ports_of(graph, stage_of, num_stages)
+    ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     members: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         members[stage].append(op)
@@ -54,7 +61,9 @@ def forecast(
     )
 
 
-def ports_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> list[Ports]:
+def ports_of(
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, *, keeps_outputs: bool = True
+) -> list[Ports]:
     """What each stage takes and gives; ops of the loss are on the last one."""
     from pdcompile.passes.costs.rehearse import Ports
 
@@ -72,7 +81,7 @@ def ports_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> list[P
         readers = {stage_of[position[name]] for name in value.consumers if name in position}
         readers.discard(home)
         targets = readers | ({last} if op.name in returned and home != last else set())
-        if targets or op.name in returned:
+        if targets or op.name == graph.loss or (op.name in returned and keeps_outputs):
             results[home].append(op.name)
         for target in targets:
             received[target].append(op.name)
@@ -83,13 +92,29 @@ def ports_of(graph: OpGraph, stage_of: Sequence[int], num_stages: int) -> list[P
                 chained[target].append(op.name)
         if readers and value.needs_gradient:
             roots[home].append(op.name)
+    tied = _tied(graph, stage_of)
     return [
         Ports(
             tuple(received[s]), tuple(entered[s]), tuple(chained[s]), tuple(results[s]),
             frozenset(roots[s]),
+            tuple(fqn for fqn, stages in tied if s in stages and s != max(stages)),
+            tuple(fqn for fqn, stages in tied if s in stages and s != min(stages)),
         )
         for s in range(num_stages)
     ]  # fmt: skip
+
+
+def _tied(graph: OpGraph, stage_of: Sequence[int]) -> list[tuple[str, set[int]]]:
+    """Trainable parameters that several stages hold, and which."""
+    holders: dict[str, set[int]] = {}
+    for op, stage in zip(graph.ops, stage_of, strict=True):
+        for fqn in (*op.parameters, *op.attributes):
+            holders.setdefault(fqn, set()).add(stage)
+    return [
+        (fqn, holders[fqn])
+        for fqn, info in graph.tensors.items()
+        if info.kind == "parameter" and info.requires_grad and len(holders.get(fqn, ())) > 1
+    ]
 
 
 def _rehearsed(
@@ -129,6 +154,7 @@ class _Key:
         lines.append(self._names(sorted(ports.roots, key=self._number)))
         lines.append(self._names([self.graph.loss or ""]))
         lines += [self._names(part) for part in freed]
+        lines += [" ".join(map(self._tensor, part)) for part in (ports.summed, ports.passed)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _number(self, name: str) -> int:
@@ -136,6 +162,9 @@ class _Key:
 
     def _names(self, names: Sequence[str]) -> str:
         return " ".join(str(self._number(name)) for name in names)
+
+    def _tensor(self, fqn: str) -> str:
+        return self._text(Attr(fqn))
 
     def _value(self, name: str) -> str:
         value = self.graph.values[name]
@@ -151,7 +180,7 @@ class _Key:
         parts = (
             self._number(op.name), op.kind, op.target, own, op.grad_enabled, op.autocast,
             op.saved_bytes, self._names(op.mutates), self._text(op.args), self._text(op.kwargs),
-            self._text(op.constructor), " ".join(self._text(Attr(fqn)) for fqn in tensors),
+            self._text(op.constructor), " ".join(map(self._tensor, tensors)),
         )  # fmt: skip
         return "|".join(str(part) for part in parts)
 

@@ -38,6 +38,8 @@ class Ports:
     `received`: values of earlier stages; `entered`: those of them whose gradients go back;
     `chained`: those of these that bring the sum of later readers; `results`: values that leave
     the stage or the model; `roots`: those of them that get a gradient from outside.
+    Tied parameters: `summed` bring the gradient of later holders, `passed` go to an earlier one,
+    and leave none here.
     """
 
     received: tuple[str, ...]
@@ -45,6 +47,8 @@ class Ports:
     chained: tuple[str, ...]
     results: tuple[str, ...]
     roots: frozenset[str]
+    summed: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ def _staged(
             fakes.fill()
             names = dict.fromkeys((*_outside(ops), *ports.received))
             arguments = {name: _given(graph, name, b, fakes.device) for name in names}
+            for fqn in ports.passed:
+                fakes.tensor(fqn).grad = None
             given = [*fakes.tensors.values(), *arguments.values()]
             given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
             yield _Stage(index, ops, ports, fakes, _Meter(given), roles), arguments
@@ -308,6 +314,8 @@ class _Stage:
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         sums = {name: entered[name].value for name in self.ports.chained}
+        for fqn in self.ports.summed:
+            sums[fqn] = self.fakes.tensor(fqn)
         for name, value in (*sums.items(), *results.items()):
             if name == self.index.graph.loss and value.requires_grad:
                 roots.append(value)
@@ -317,8 +325,8 @@ class _Stage:
                 self.meter.give([gradient])
                 roots.append(value)
                 gradients.append(gradient)
-        for tensor in self.fakes.tensors.values():
-            if tensor.requires_grad:
+        for fqn, tensor in self.fakes.tensors.items():
+            if tensor.requires_grad and fqn not in self.ports.passed:
                 hook: Any = tensor.register_post_accumulate_grad_hook
                 hook(self.meter.accumulated)
         if roots:

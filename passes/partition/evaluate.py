@@ -107,29 +107,35 @@ def stage_seconds(
 
 
 def memory(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[int, ...]:
-    """Bytes per stage by `MemoryRule`'s formula; a shared parameter counts on every holder."""
+    """Bytes per stage by `MemoryRule`'s formula; every holder of a shared parameter has a copy."""
     rule = problem.memory
     num_stages = len(problem.stages)
     trainable, frozen, saved = [0] * num_stages, [0] * num_stages, [0] * num_stages
-    workspace = [0] * num_stages
+    workspace, copied = [0] * num_stages, [0] * num_stages
     for item, s in zip(problem.items, stage_of, strict=True):
         trainable[s] += item.trainable_bytes
         frozen[s] += item.parameter_bytes - item.trainable_bytes
         saved[s] += item.saved_bytes
         workspace[s] = max(workspace[s], item.workspace_bytes)
     for parameter in problem.shared:
-        for s in {stage_of[i] for i in parameter.items}:
+        holders = {stage_of[i] for i in parameter.items}
+        for s in holders:
             if parameter.trainable:
                 trainable[s] += parameter.bytes
+                copied[s] += parameter.bytes if s > min(holders) else 0
             else:
                 frozen[s] += parameter.bytes
     for value in problem.traffic:
         for s in {stage_of[c] for c in value.consumers} - {stage_of[value.producer]}:
             saved[s] += value.forward_bytes
-    copies = rule.versions + rule.gradient_buffers + rule.optimizer_factor
+    updated = rule.gradient_buffers + rule.optimizer_factor
     in_flight = rule.in_flight or (1,) * num_stages
     return tuple(
-        math.ceil(trainable[s] * copies) + frozen[s] + in_flight[s] * saved[s] + workspace[s]
+        math.ceil((trainable[s] - copied[s]) * updated)
+        + trainable[s] * rule.versions
+        + frozen[s]
+        + in_flight[s] * saved[s]
+        + workspace[s]
         for s in range(num_stages)
     )
 

@@ -157,7 +157,11 @@ def _too_many_stages(model: Model) -> InfeasibleError | None:
 
 def _alone(model: Model, group: int, stage: int) -> int:
     """Bytes that a group needs on a stage, alone."""
-    copies = sum(b for ends, b in model.copies if group in ends)
+    copies = sum(
+        copy.held_bytes + (copy.updated_bytes if copy.ends == (group,) else 0)
+        for copy in model.copies
+        if group in copy.ends
+    )
     return (
         math.ceil(model.fixed_bytes[group] + copies)
         + model.in_flight(stage) * model.saved_bytes[group]
@@ -193,7 +197,7 @@ def _sum_too_large(model: Model) -> InfeasibleError | None:
     if any(limit is None for limit in limits):
         return None
     total = sum(limit for limit in limits if limit is not None)
-    copies = sum(num_bytes for _, num_bytes in model.copies)
+    copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
     least = min(model.in_flight(s) for s in range(model.num_stages))
     need = math.ceil(sum(model.fixed_bytes) + copies) + least * sum(model.saved_bytes)
     if need <= total:

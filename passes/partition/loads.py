@@ -84,9 +84,14 @@ class Loads:
             for e, flow in enumerate(model.flows):
                 if size := flow.received_bytes * count // unit:
                     total = total + size * self.received(e, s)
-            for c, (ends, num_bytes) in enumerate(model.copies):
-                held = self.x.implied(f"held{c}_{s}", [self.x.elsewhere(v, s) for v in ends])
-                total = total + math.floor(num_bytes) // unit * held
+            for c, copy in enumerate(model.copies):
+                absent = [self.x.elsewhere(v, s) for v in copy.ends]
+                held = self.x.implied(f"held{c}_{s}", absent)
+                total = total + math.floor(copy.held_bytes) // unit * held
+                if size := math.floor(copy.updated_bytes) // unit:
+                    earlier = [_negated(self.x.from_stage(v, s)) for v in copy.ends]
+                    cases = [[*one, *earlier] for one in absent]
+                    total = total + size * self.x.implied(f"updated{c}_{s}", cases)
             self.cp.add(total + workspace <= -(-stage.memory_bytes // unit))
 
     @property
@@ -94,7 +99,7 @@ class Loads:
         model = self.model
         most = max((model.in_flight(s) for s in range(model.num_stages)), default=1)
         kept = sum(model.saved_bytes) + sum(flow.received_bytes for flow in model.flows)
-        copies = sum(num_bytes for _, num_bytes in model.copies)
+        copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
         largest = max(model.workspace_bytes, default=0)
         return math.ceil(sum(model.fixed_bytes) + copies) + most * kept + largest
 

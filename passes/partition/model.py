@@ -46,12 +46,22 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A shared parameter: bytes on every stage that holds one of its groups, and on the first of
+    these, which updates it, further ones."""
+
+    ends: tuple[int, ...]
+    held_bytes: float
+    updated_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Groups 0 … n−1 in a topological order; seconds at speed 1, bytes with all copies.
 
     `lowest` and `highest` bound each group's stage, and are none of those that `forbidden`
     (group, stage) lists.  `arcs` are precedence pairs, `apart` pairs on different stages,
-    `copies` shared parameters that cost `bytes` on each holder's stage.
+    `copies` shared parameters.
     """
 
     problem: PartitionProblem
@@ -62,7 +72,7 @@ class Model:
     saved_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     flows: tuple[Flow, ...]
-    copies: tuple[tuple[tuple[int, ...], float], ...]
+    copies: tuple[Copy, ...]
     arcs: tuple[tuple[int, int], ...]
     apart: tuple[tuple[int, int], ...]
     lowest: tuple[int, ...]
@@ -123,7 +133,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
                 remedy="drop one of the constraints",
             )
     rule, items = problem.memory, problem.items
-    copies = rule.versions + rule.gradient_buffers + rule.optimizer_factor
+    updated = rule.gradient_buffers + rule.optimizer_factor
 
     def total(value: Callable[[int], float]) -> tuple[float, ...]:
         return tuple(sum(map(value, group)) for group in members)
@@ -135,7 +145,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         backward=total(lambda i: items[i].backward_seconds),
         fixed_bytes=total(
             lambda i: (
-                items[i].trainable_bytes * copies
+                items[i].trainable_bytes * (rule.versions + updated)
                 + items[i].parameter_bytes
                 - items[i].trainable_bytes
             )
@@ -144,7 +154,9 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         workspace_bytes=tuple(max(items[i].workspace_bytes for i in g) for g in members),
         flows=_flows(problem, group_of),
         copies=tuple(
-            (ends, p.bytes * (copies if p.trainable else 1))
+            Copy(ends, p.bytes * rule.versions, p.bytes * updated)
+            if p.trainable
+            else Copy(ends, p.bytes)
             for p in problem.shared
             if len(ends := _unique(group_of[i] for i in p.items)) > 0
         ),

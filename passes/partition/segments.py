@@ -137,7 +137,7 @@ class _Features:
             source[:, e] = inside[:, list(flow.sources)].any(1)
             outside[:, e] = ~inside[:, list(flow.sinks)].all(1)
         pattern, column = _patterns(inside, [flow.sinks for flow in flows])
-        copy_pattern, copy_column = _patterns(inside, [ends for ends, _ in model.copies])
+        copy_pattern, copy_column = _patterns(inside, [copy.ends for copy in model.copies])
         return _Features(source, outside, pattern, column, copy_pattern, copy_column)
 
     def seconds(self, f: Matrix, b: Matrix) -> tuple[Matrix, ...]:
@@ -166,9 +166,11 @@ class _Features:
             numbers = inside.astype(np.float64)
             base = _difference(numbers @ np.array(model.fixed_bytes, dtype=np.float64))
             if model.copies:
-                weight = np.array([num_bytes for _, num_bytes in model.copies])
+                weight = np.array([copy.held_bytes for copy in model.copies])
                 left = self.copy_pattern * weight[self.copy_column]
                 base += weight.sum() - left @ self.copy_pattern.T
+                begun = np.array([inside[:, list(copy.ends)].any(1) for copy in model.copies])
+                base += _difference(begun.T @ np.array([c.updated_bytes for c in model.copies]))
             kept = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
             received = np.array([float(flow.received_bytes) for flow in model.flows])
             if received.any():

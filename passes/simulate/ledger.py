@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from pdcompile.passes.layout import (
     FAMILIES,
     GRADIENT,
-    GRADIENT_SLOTS,
-    TIED,
     VALUE,
-    Hop,
+    WEIGHT,
+    Family,
     Layout,
-    hops,
     layout_of,
 )
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Schedule
 
-_FAMILY_OF = {action: family for family in FAMILIES for action in (family.send, family.wait_send)}
+_FAMILY_OF = {action: family for family in FAMILIES for action in family}
+_Microbatch = tuple[int, int]  # minibatch, microbatch
 
 
 def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...]:
-    """One ledger a rank, for these successive programs.
+    """One ledger a rank, for these successive programs: what it holds at its peak.
 
-    Weights: trainable ones times live versions, others once.  Gradients: buffers that live at
-    once, from a minibatch's first backward to its update.  Optimizer: the factor times what this
-    stage updates itself (not the copies of a tied parameter that another stage owns).
-    Activations: saved bytes times the most microbatches between forward and backward; a stage
-    that recomputes holds one saved set, and of the others their inputs, which are receive slots.
-    Receive slots: all of every pool, allocated once.  Send buffers: the most bytes between send
-    and its wait.  The sum of the lines is an upper bound of the peak: their peaks need not
-    coincide.
+    Weights: trainable ones times live versions, others once.  Optimizer: the factor times what
+    this stage updates itself (not the copies of a tied parameter that another stage owns).
+    Gradients: buffers of the same parameters, from a minibatch's first backward to its update.
+    Activations: saved bytes times the microbatches between forward and backward; a stage that
+    recomputes holds one saved set, and of the others their inputs, which are receive slots.
+    Receive: slots of values, which are kept for the next ones, and the memory of other messages
+    from their post to their use.  Send: gradients until they are out, and values where that is
+    later than their microbatch's backward (until then they are activations).  Workspace is held
+    during a backward, temporaries during the optimizer's step: never both.  Inputs: copies of a
+    minibatch's, where the next one begins before its last backward.  Outputs: those of the
+    minibatch so far and of the one before, which a loop holds that assigns the result.
     """
     layout = layout_of(plan)
     stage_of = {rank: s for s, ranks in enumerate(layout.ranks) for rank in ranks}
@@ -40,11 +45,12 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
         if rank not in stage_of:
             found.append(MemoryLedger())
             continue
-        column = [
-            (one, base) for base, program in _bases(layout, programs)
-            for one in program.columns[rank]
-        ]  # fmt: skip
-        found.append(_ledger(plan, layout, stage_of[rank], column))
+        walk = _Walk(plan, layout, stage_of[rank], rank)
+        for base, program in _bases(layout, programs):
+            walk.begin(base, trains=program.name == layout.name)
+            for one in program.columns[rank]:
+                walk.execute(one, base)
+        found.append(walk.peak)
     return tuple(found)
 
 
@@ -55,46 +61,127 @@ def _bases(layout: Layout, programs: Sequence[Schedule]) -> Iterable[tuple[int, 
         base += program.name == layout.name
 
 
-def _ledger(
-    plan: Plan, layout: Layout, index: int, column: Sequence[tuple[Instruction, int]]
-) -> MemoryLedger:
-    stage = plan.stages[index]
-    copies = sum(one.bytes for one in plan.tied if index in one.stages[1:])
-    in_flight, sent, gradients = 0, 0, set[int]()
-    most_in_flight, most_sent, in_buffers = 0, 0, 0
-    for one, base in column:
-        action = one.action
+@dataclass
+class _Walk:
+    """What one rank of a stage holds, instruction by instruction, and the most of it."""
+
+    plan: Plan
+    layout: Layout
+    index: int
+    rank: int
+    in_flight: int = 0
+    buffers: set[int] = field(default_factory=set)  # minibatches that have gradients
+    arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
+    received: int = 0  # bytes of gradients and new weights that have memory
+    slots: dict[_Microbatch, list[int]] = field(default_factory=dict)  # edges that came in
+    taken: Counter[int] = field(default_factory=Counter)  # slots of each edge, now
+    made: Counter[int] = field(default_factory=Counter)  # the most of them so far
+    pool: int = 0  # bytes of those
+    leaving: Counter[tuple[_Microbatch, int]] = field(default_factory=Counter)  # peers of values
+    over: set[_Microbatch] = field(default_factory=set)  # freed, and not all of it sent
+    sending: int = 0  # bytes that only a send still needs
+    inputs: Counter[int] = field(default_factory=Counter)  # microbatches to come, by minibatch
+    outputs: Counter[int] = field(default_factory=Counter)  # microbatches made, by minibatch
+    most: int = -1
+    peak: MemoryLedger = field(default_factory=MemoryLedger)
+
+    def __post_init__(self) -> None:
+        stage, training = self.plan.stages[self.index], self.plan.training
+        copies = sum(one.bytes for one in self.plan.tied if self.index in one.stages[1:])
+        self.stage = stage
+        self.owned = max(0, stage.trainable_bytes - copies)
+        self.weights = stage.parameter_bytes + (self.layout.versions - 1) * stage.trainable_bytes
+        self.state = math.floor(training.optimizer_factor * self.owned)
+        ranks = self.layout.ranks[self.index]
+        of_rank = self.layout.share(
+            self.index, ranks.index(self.rank), self.layout.num_microbatches
+        )
+        self.share = len(of_rank)
+        self.outputs[-1] = self.share  # there was a call before the first of these
+        self.outgoing = [e for e, one in enumerate(self.plan.edges) if one.source == self.index]
+        self._note()
+
+    def begin(self, minibatch: int, *, trains: bool) -> None:
+        """A call begins: its inputs are copied if the next one's may come before its backward."""
+        if trains and self.layout.versions > 1 and self.share:
+            self.inputs[minibatch] = self.share
+        self.outputs = Counter({t: n for t, n in self.outputs.items() if t >= minibatch - 1})
+        self._note()
+
+    def execute(self, one: Instruction, base: int) -> None:
+        """Account for one instruction, and for what is there only while it runs."""
+        at, action = (base + one.minibatch, one.microbatch), one.action
         if action is Action.FORWARD:
-            in_flight += 1
-            most_in_flight = max(most_in_flight, in_flight)
+            self.in_flight += 1
+            self.outputs[at[0]] += 1
         elif action is Action.BACKWARD:
-            in_flight -= 1
-            gradients.add(base + one.minibatch)
-            in_buffers = max(in_buffers, len(gradients))
+            self.buffers.add(at[0])
+            self._note(workspace=self.stage.workspace_bytes)
+            self.in_flight -= 1
+            self.received -= self.arriving.pop(at, 0)
+            self.inputs[at[0]] -= 1
+            self.inputs = +self.inputs  # without those that are used up
         elif action is Action.STEP:
-            gradients.discard(base + one.minibatch)
-        elif (family := _FAMILY_OF.get(action)) is not None:
-            size = _bytes(plan, family, one.edge)
-            sent += size if action is family.send else -size
-            most_sent = max(most_sent, sent)
-    mine = hops(layout, index)
-    slots: list[tuple[Hop, int]] = [(hop, layout.pool(index)) for hop in mine.before_forward]
-    slots += [(hop, GRADIENT_SLOTS) for hop in mine.before_backward]
-    return MemoryLedger(
-        weights_bytes=stage.parameter_bytes + (layout.versions - 1) * stage.trainable_bytes,
-        gradients_bytes=in_buffers * stage.trainable_bytes,
-        optimizer_bytes=int(
-            plan.training.optimizer_factor * max(0, stage.trainable_bytes - copies)
-        ),
-        activations_bytes=(1 if stage.recompute else most_in_flight) * stage.saved_bytes,
-        receive_bytes=sum(count * _bytes(plan, hop.family, hop.edge) for hop, count in slots),
-        send_bytes=most_sent,
-        workspace_bytes=stage.workspace_bytes,
-    )
+            self._note(temporaries=self.stage.step_bytes)
+            self.buffers.discard(at[0])
+        elif action is Action.FREE:
+            self._free(at)
+        elif (family := _FAMILY_OF.get(action)) is VALUE:
+            self._value(action, one.edge, at)
+        elif family is not None:
+            self._message(family, action, one.edge, at)
+        self._note()
 
+    def _value(self, action: Action, edge: int, at: _Microbatch) -> None:
+        """A value comes into a slot, or leaves from where the forward has made it."""
+        size = self.plan.edges[edge].bytes
+        if action is VALUE.post:
+            self.slots.setdefault(at, []).append(edge)
+            self.taken[edge] += 1
+            if self.taken[edge] > self.made[edge]:
+                self.made[edge] += 1
+                self.pool += size
+        elif action is VALUE.send:
+            self.leaving[at, edge] += 1
+        elif action is VALUE.wait_send:
+            self.leaving[at, edge] -= 1
+            if not self.leaving[at, edge]:
+                del self.leaving[at, edge]
+                self.sending -= size if at in self.over else 0
 
-def _bytes(plan: Plan, family: tuple[Action, ...], edge: int) -> int:
-    """What a buffer of this transfer takes; new weights are sent from where they live."""
-    if family is VALUE or family is GRADIENT:
-        return plan.edges[edge].bytes
-    return plan.tied[edge].bytes if family is TIED else 0
+    def _free(self, at: _Microbatch) -> None:
+        self.taken.subtract(self.slots.pop(at, ()))
+        left = [edge for edge in self.outgoing if (at, edge) in self.leaving]
+        if left:
+            self.over.add(at)
+            self.sending += sum(self.plan.edges[edge].bytes for edge in left)
+
+    def _message(self, family: Family, action: Action, edge: int, at: _Microbatch) -> None:
+        """Gradients are used by a backward, new weights when they have come."""
+        edges = self.plan.edges if family is GRADIENT else self.plan.tied
+        size = edges[edge].bytes
+        if action is family.post:
+            self.received += size
+            self.arriving[at] += 0 if family is WEIGHT else size
+        elif family is WEIGHT:  # sent from where they live
+            self.received -= size if action is family.wait else 0
+        elif action is family.send:
+            self.sending += size
+        elif action is family.wait_send:
+            self.sending -= size
+
+    def _note(self, *, workspace: int = 0, temporaries: int = 0) -> None:
+        """Keep what is held now if it is the most."""
+        sets = min(1, self.in_flight) if self.stage.recompute else self.in_flight
+        gradients = len(self.buffers) * self.owned
+        kept, received = sets * self.stage.saved_bytes, self.pool + self.received
+        # What is in flight has its outputs among its activations.
+        made = max(0, self.outputs.total() - self.in_flight) * self.stage.output_bytes
+        parts = (
+            self.weights, gradients, self.state, kept, received, self.sending, workspace,
+            temporaries, len(self.inputs) * self.stage.input_bytes, made,
+        )  # fmt: skip
+        total = sum(parts)
+        if total > self.most:
+            self.most = total
+            self.peak = MemoryLedger(*parts)

@@ -253,6 +253,15 @@ def _stages(
         if stage.trainable_bytes != trainable:
             message = f"trainable_bytes is {stage.trainable_bytes}, its parameters have {trainable}"
             yield f"stages[{s}].trainable_bytes", message, AGAIN
+        copied = {tied.fqn for tied in plan.tied if s in tied.stages[1:]}
+        sizes = [
+            info.bytes
+            for fqn, info in graph.tensors.items()
+            if fqn in stage.parameters and info.requires_grad and fqn not in copied
+        ]
+        if stage.step_bytes != (expected := plan.training.step_bytes(sizes)):
+            message = f"step_bytes is {stage.step_bytes}, a step on its parameters needs {expected}"
+            yield f"stages[{s}].step_bytes", message, AGAIN
 
 
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
@@ -273,7 +282,8 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
         count = _in_flight(plan)[s]
         needed = (
             stage.parameter_bytes
-            + stage.trainable_bytes * versions  # one more version each, and one gradient
+            + stage.trainable_bytes * (versions - 1)
+            + (stage.trainable_bytes - copied)  # a gradient
             + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
             + (1 if stage.recompute else count) * saved
             + count * received

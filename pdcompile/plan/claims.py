@@ -34,7 +34,7 @@ def findings(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     yield from _bytes(plan, graph)
     yield from _fingerprint(plan, graph, cluster)
     if plan.problem is not None:
-        yield from _items(plan.problem, graph)
+        yield from _items(plan.problem, graph, sized=any(plan.training.step))
         yield from _values(plan.problem, graph)
         yield from _machines(plan, plan.problem, cluster)
         yield from _training(plan, plan.problem)
@@ -72,29 +72,37 @@ def _fingerprint(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Findi
         yield "cluster", "the plan is for another cluster", AGAIN
 
 
-def _items(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
-    """Seconds and bytes of every item are those of its ops."""
+def _items(problem: PartitionProblem, graph: OpGraph, *, sized: bool) -> Iterator[Finding]:
+    """Seconds and bytes of every item are those of its ops.
+
+    `sized`: sizes of single parameters matter, which plans of earlier versions do not know.
+    """
     ops = {op.name: op for op in graph.ops}
     if not all(op.cost is not None for op in graph.ops):
         return
     held: dict[int, list[TensorInfo]] = defaultdict(list)
-    for fqn, items in _owners(problem, graph).items():
-        if len(items) == 1:
-            held[min(items)].append(graph.tensors[fqn])
+    owners = _owners(problem, graph)
+    for fqn, info in graph.tensors.items():
+        if len(items := owners.get(fqn, set())) == 1:
+            held[min(items)].append(info)
     for i, item in enumerate(problem.items):
         costs = [cost for name in item.ops if (cost := ops[name].cost) is not None]
         own = held[i]
+        trained = [one.bytes for one in own if one.kind == "parameter" and one.requires_grad]
         expected = Item(
             item.name,
             item.ops,
             math.fsum(cost.forward_seconds for cost in costs),
             math.fsum(cost.backward_seconds for cost in costs),
             sum(info.bytes for info in own),
-            sum(info.bytes for info in own if info.kind == "parameter" and info.requires_grad),
+            sum(trained),
             sum(cost.saved_bytes for cost in costs),
             max((cost.workspace_bytes for cost in costs), default=0),
         )
-        for name in Item.__slots__[2:]:
+        if sized and item.trained_sizes != tuple(trained):
+            message = f"{item.trained_sizes}, the ops of {item.name!r} train {tuple(trained)}"
+            yield f"problem.items[{i}].trained_sizes", message, AGAIN
+        for name in Item.__slots__[2:-1]:
             given, found = getattr(item, name), getattr(expected, name)
             if not math.isclose(given, found, rel_tol=CLOSE, abs_tol=1e-300):
                 message = f"{name} is {given!r}, the ops of {item.name!r} make it {found!r}"

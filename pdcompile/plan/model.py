@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pdcompile.errors import PlanError
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
 from pdcompile.plan.validate import validate
 from pdcompile.problem import PartitionProblem
 
-SCHEMA = "pdcompile.plan/1"
+SCHEMA = "pdcompile.plan/2"
+EARLIER = {  # versions that are read as well, and what they do not know
+    "pdcompile.plan/1": "made by an earlier version: its memory is without temporaries of the "
+    "optimizer's step, copies of inputs and kept outputs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +42,18 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Bytes that one rank will hold, by line. `peak_bytes` is the simulator's, per schedule."""
+    """Bytes that one rank will hold when it holds the most, by line."""
 
     weights_bytes: int = 0  # all versions
     gradients_bytes: int = 0
-    optimizer_bytes: int = 0
+    optimizer_bytes: int = 0  # its state
     activations_bytes: int = 0  # saved for backward, times in flight
-    receive_bytes: int = 0  # receive slots
-    send_bytes: int = 0
-    workspace_bytes: int = 0
+    receive_bytes: int = 0  # receive slots, and gradients and weights on their way
+    send_bytes: int = 0  # what only a send still needs
+    workspace_bytes: int = 0  # of a backward
+    temporaries_bytes: int = 0  # of the optimizer's step
+    inputs_bytes: int = 0  # copies of what the caller gave, where minibatches overlap
+    outputs_bytes: int = 0  # of this minibatch and the last one, for the caller
 
     @property
     def total_bytes(self) -> int:
@@ -67,6 +76,9 @@ class StagePlan:
     saved_bytes: int = 0  # per microbatch in flight; with `recompute` of one microbatch only
     workspace_bytes: int = 0
     recompute: bool = False  # runs its forward again, from its inputs, just before a backward
+    step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
+    input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
+    output_bytes: int = 0  # what it makes for the caller, per microbatch
 
     @property
     def backward_pass_seconds(self) -> float:
@@ -117,6 +129,19 @@ class Training:
     max_grad_norm: float | None = None
     optimizer_factor: float = 2.0
     seed: int = 0
+    # what the optimizer's step needs for a moment, per byte of the parameter whose turn it is, of
+    # the one before it, and of all that the stage updates
+    step: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    keeps_outputs: bool = True  # the caller gets the outputs of training, not the loss alone
+
+    def step_bytes(self, sizes: Iterable[int]) -> int:
+        """Temporaries of an update of parameters of these sizes in bytes, in this order."""
+        of_one, of_previous, of_all = self.step
+        most = previous = total = 0
+        for size in sizes:
+            most = max(most, math.floor(of_one * size + of_previous * previous))
+            previous, total = size, total + size
+        return most + math.floor(of_all * total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +198,9 @@ class Plan:
         """
         data = loads(text, where=where)
         schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
-        if schema != SCHEMA:
+        if schema in EARLIER:
+            data = {**data, "schema": SCHEMA, "notes": _noted(data.get("notes", []), schema)}
+        elif schema != SCHEMA:
             raise PlanError(
                 f"schema {schema!r} is not {SCHEMA!r}",
                 where=f"{where}: schema",
@@ -189,3 +216,8 @@ class Plan:
 
     def __str__(self) -> str:
         return self.to_json()
+
+
+def _noted(notes: Any, schema: str) -> Any:
+    """The notes of a plan file, and one on its version; what are no notes is refused later."""
+    return [*notes, EARLIER[schema]] if isinstance(notes, list) else notes

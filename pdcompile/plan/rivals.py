@@ -145,9 +145,9 @@ def _allowed(problem: PartitionProblem, stage_of: Sequence[int]) -> bool:
 
 
 def _memory(problem: PartitionProblem, stage_of: Sequence[int]) -> list[int]:
-    """Bytes by the rule of the problem, tied copies with everything: never too few."""
+    """Bytes by the rule of the problem; the first holder of a tied parameter updates it."""
     rule = problem.memory
-    copies = rule.versions + rule.gradient_buffers + rule.optimizer_factor
+    updated = rule.gradient_buffers + rule.optimizer_factor
     found = []
     for s in range(len(problem.stages)):
         here = {i for i, at in enumerate(stage_of) if at == s}
@@ -163,7 +163,13 @@ def _memory(problem: PartitionProblem, stage_of: Sequence[int]) -> list[int]:
             for value in problem.traffic
             if value.producer not in here and here & set(value.consumers)
         )
+        copied = sum(
+            one.bytes for one in tied if one.trainable and min(stage_of[i] for i in one.items) < s
+        )
         in_flight = rule.in_flight[s] if rule.in_flight else 1
         workspace = max((item.workspace_bytes for item in items), default=0)
-        found.append(math.ceil(trained * copies) + frozen + in_flight * kept + workspace)
+        weights = trained * rule.versions + frozen
+        found.append(
+            weights + math.ceil((trained - copied) * updated) + in_flight * kept + workspace
+        )
     return found

@@ -19,7 +19,10 @@ from pdcompile.report.svg import Panel, draw
 from pdcompile.report.timeline import Event
 from pdcompile.units import format_bytes, format_seconds
 
-LEDGER_FILLS = ("#3b6fb6", "#5f9ea0", "#8c6bb1", "#4f8ff7", "#2f9e5f", "#93d6ae", "#d08a13")
+LEDGER_FILLS = (
+    "#3b6fb6", "#5f9ea0", "#8c6bb1", "#4f8ff7", "#2f9e5f", "#93d6ae", "#d08a13", "#e6c35c",
+    "#9aa5b1", "#c9d1d9",
+)  # fmt: skip
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;margin:2rem auto;padding:0 1rem;color:#222}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from pdcompile.graph import Capture
 from pdcompile.passes import codegen
 from pdcompile.passes.chain import announce, build
 from pdcompile.passes.costs.live import LiveStorages
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, TiedParameter
 from pdcompile.randomness import DrawScope, preserved_rng
 from pdcompile.stage import Signature
 
@@ -41,10 +41,14 @@ class _Runs:
     edges: Mapping[str, Any]
     stage: int
     leaves: Mapping[str, Any]
+    tied: Sequence[TiedParameter] = ()
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def once(self, module: nn.Module) -> tuple[int, int]:
+    def once(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
         """(bytes after forward, peak) of one forward and backward."""
+        for one in self.tied:
+            if self.stage in one.stages[1:]:  # every microbatch's gradient is passed on
+                parameters[one.fqn].grad = None
         held = [*module.parameters(), *module.buffers()]
         held += [p.grad for p in module.parameters() if p.grad is not None]
         arguments = [
@@ -57,6 +61,10 @@ class _Runs:
             entered = self._forward(module, arguments)
         resident = live.now_bytes
         roots, gradients = self._heads(entered)
+        for one in self.tied:
+            if self.stage in one.stages[:-1]:  # later holders' gradient has come in
+                roots.insert(0, parameters[one.fqn])
+                gradients.insert(0, torch.zeros_like(parameters[one.fqn]))
         live.give(gradient for gradient in gradients if gradient is not None)
         if roots:
             with live:
@@ -117,8 +125,8 @@ def measured(model: nn.Module, flat: FlatCall, capture: Capture, plan: Plan) -> 
                 announce(module, interface.train, 0)
                 scope = DrawScope(module, 0, 0, 0)
                 opaque.announce(module, interface, lambda scope=scope: scope)  # type: ignore[misc]
-                run = _Runs(interface.train, edges, interface.index, flat.leaves, values)
-                runs.append(run.once(module))
+                run = _Runs(interface.train, edges, interface.index, flat.leaves, plan.tied, values)
+                runs.append(run.once(module, tensors))
             values.update({name: one.detach().clone() for name, one in run.results.items()})
             found.append(Measured(runs[0][0], runs[0][1], runs[1][1]))
     model.zero_grad(set_to_none=True)

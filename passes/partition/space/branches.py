@@ -93,6 +93,7 @@ class _Branches:
                         extra,
                         self.training.optimizer_factor,
                         self.training.max_grad_norm is not None,
+                        self.training.step,
                     )
 
     def _most_stages(self) -> int | None:

@@ -21,8 +21,6 @@ from pdcompile.passes.partition.makespan import Timing, makespan
 from pdcompile.problem import PartitionProblem
 from pdcompile.space import Candidate
 
-SENDS_UNDER_WAY = 2  # of each message, at least, between a send and its wait
-
 
 @dataclass(frozen=True, slots=True)
 class Hop:
@@ -220,11 +218,11 @@ class Measure:
         )
 
     def memory(self, s: int) -> int:
-        """Bytes of one rank, as its ledger counts them (sends under way: at least).
+        """Bytes of one rank when it holds the most, as its ledger counts them, at least.
 
-        Trainable · (versions + gradient buffers), the optimizer's state where it is updated,
-        what is never trained, saved · in flight (recomputing: one set), receive slots, sends,
-        and the largest workspace.
+        Trainable · versions, gradient buffers and the optimizer's state of what it updates, what
+        is never trained, saved · in flight (recomputing: one set), receive slots, and the largest
+        workspace; without sends under way and what the optimizer's step needs for a moment.
         """
         problem, option = self.problem, self.candidate.options[s]
         items = [i for i, t in zip(problem.items, self.candidate.stage_of, strict=True) if t == s]
@@ -243,18 +241,15 @@ class Measure:
         slots = in_flight + LOOKAHEAD
         if not self.lag:
             in_flight, slots = min(in_flight, share), min(slots, share)
-        sends = min(SENDS_UNDER_WAY, self.m // option.replicas)
-        total = trainable * (self.versions + (2 if late else 1)) + frozen
+        total = trainable * self.versions + owned * (2 if late else 1) + frozen
         total += math.floor(owned * self.setting.optimizer_factor)
         total += (1 if option.recompute else in_flight) * sum(item.saved_bytes for item in items)
         total += max((item.workspace_bytes for item in items), default=0)
         for hop in self.hops:
-            if hop.kind == "once":
-                continue
-            if hop.target == s:
-                total += hop.bytes * (slots if hop.kind == "forward" else GRADIENT_SLOTS)
-            elif hop.source == s:
-                total += hop.bytes * sends
+            if hop.target == s and hop.kind == "forward":
+                total += hop.bytes * slots
+            elif hop.target == s and hop.kind == "backward":
+                total += hop.bytes * min(GRADIENT_SLOTS, in_flight)
         return total
 
     # -- who sends what to whom ----------------------------------------------------------------

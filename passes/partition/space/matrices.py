@@ -25,7 +25,6 @@ from pdcompile.problem import StageLimits
 from pdcompile.space import Setting
 
 Bool = NDArray[np.bool_]
-SENDS_UNDER_WAY = 2
 SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes
 FREE = StageLimits()
 
@@ -153,15 +152,12 @@ class Matrices:
         slots = in_flight + LOOKAHEAD
         if not lag:
             in_flight, slots = min(in_flight, share), min(slots, share)
-        copies = versions - 1 + (2 if late else 1)
-        total = self._fixed[rows] + copies * self._trainable[rows]
-        total = total + setting.optimizer_factor * self._owned[rows]
+        total = self._fixed[rows] + (versions - 1) * self._trainable[rows]
+        total = total + ((2 if late else 1) + setting.optimizer_factor) * self._owned[rows]
         total = (
             total + (1 if again else in_flight) * self._saved[rows] + slots * self._received[rows]
         )
-        returned, sent = self._messages
-        sends = min(SENDS_UNDER_WAY, m // r)
-        result: Matrix = total + GRADIENT_SLOTS * returned[rows] + sends * sent[rows]
+        result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * self._returned[rows]
         return result
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
@@ -249,22 +245,12 @@ class Matrices:
         return replace(self.segments, model=replace(model, problem=problem)).memory(0)
 
     @cached_property
-    def _messages(self) -> tuple[Matrix, Matrix]:
-        """Bytes of gradients that come back to the stage, and of all that it sends."""
+    def _returned(self) -> Matrix:
+        """Bytes of gradients that come back to the stage."""
         model = self.segments.model
-        bytes_only = [
-            replace(flow, forward_messages=0.0, backward_messages=0.0) for flow in model.flows
-        ]
-        ahead = tuple(
-            replace(f, backward_bytes=0.0, forward_bytes=0.0 if f.tied else f.forward_bytes)
-            for f in bytes_only
+        back = tuple(
+            replace(flow, forward_bytes=0.0, forward_messages=0.0, backward_messages=0.0)
+            for flow in model.flows
         )
-        back = tuple(replace(flow, forward_bytes=0.0) for flow in bytes_only)
         half = replace(SAME_BYTES, full_duplex=False)
-        none = replace(model, flows=ahead)
-        out_ahead = self._sent(none, FREE, half)
-        returned = self._sent(replace(model, flows=back), FREE, half)
-        out_back = self._sent(
-            replace(model, flows=back), SAME_BYTES, replace(FREE, full_duplex=True)
-        )
-        return returned, out_ahead + out_back
+        return self._sent(replace(model, flows=back), FREE, half)

@@ -9,6 +9,7 @@ from functools import cache
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.evaluate import Measure
 from pdcompile.passes.simulate import simulate
+from pdcompile.passes.sketch import updated_sizes
 from pdcompile.plan import Certificate, Edge, Forecast, Plan, StagePlan, TiedParameter, Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.space import Candidate
@@ -38,6 +39,15 @@ def sketch(
     """
     setting, measure = candidate.setting, Measure(problem, cluster, candidate)
     known = held(candidate) if held else ()
+    training = Training(
+        setting.schedule,
+        setting.num_microbatches,
+        setting.num_microbatches,
+        candidate.warmup,
+        max_grad_norm=1.0 if setting.clipping else None,
+        optimizer_factor=setting.optimizer_factor,
+        step=setting.step,
+    )
     stages = []
     for s, (option, ranks) in enumerate(zip(candidate.options, candidate.ranks, strict=True)):
         items = [i for i, t in zip(problem.items, candidate.stage_of, strict=True) if t == s]
@@ -61,16 +71,9 @@ def sketch(
                 saved,
                 workspace,
                 option.recompute,
+                training.step_bytes(updated_sizes(problem, candidate.stage_of, s)),
             )
         )
-    training = Training(
-        setting.schedule,
-        setting.num_microbatches,
-        setting.num_microbatches,
-        candidate.warmup,
-        max_grad_norm=1.0 if setting.clipping else None,
-        optimizer_factor=setting.optimizer_factor,
-    )
     merge = not any(level.latency_seconds for level in cluster.levels)
     edges, tied = _edges(problem, candidate, merge), _tied(problem, candidate)
     return Plan("", tuple(stages), edges, tied, training, "", NOTHING)

@@ -1,0 +1,202 @@
+"""The ledger of whole ranks against what two real processes hold.
+
+    torchrun --nproc-per-node=2 -m benchmarks.whole_ranks FOLDER
+
+`benchmarks.memory` starts that and shows the rows.  Each case is planned, and its ledger written
+down, before the first step.  Counted is every byte that torch's CPU allocator has given out since
+before the model was built and not got back: weights, versions, gradients, optimizer state,
+activations, messages, and what kernels need inside.  The caller's inputs are taken away.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import pdcompile
+from tests.helpers import models
+
+RANKS, MICROBATCHES = 2, 8
+WARM_UP, STEADY = 3, 3  # calls: what messages need when a channel opens is gone by the fourth
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=1e-3),
+    "SGD momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+}
+
+
+class Residual(nn.Module):
+    """Images (b, 3, 32, 32) -> logits (b, 10): convolutions with batch norm, and skips."""
+
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(_block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+def _block(width: int) -> nn.Module:
+    def conv() -> nn.Module:
+        return nn.Conv2d(width, width, 3, padding=1, bias=False)
+
+    norm = nn.BatchNorm2d
+    return nn.Sequential(conv(), norm(width), nn.ReLU(), conv(), norm(width))
+
+
+def gpt(*, tied: bool) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """A small GPT: tied, activations weigh most; untied, with a large vocabulary, weights do."""
+    vocab, context = (512, 32) if tied else (4096, 8)
+    model = models.gpt(tied=tied, dropout=0.1, width=128, vocab=vocab, context=context)
+    return model, *models.batch_for(model, 32), models.token_loss
+
+
+def convnet() -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """The residual network."""
+    return Residual(), torch.randn(32, 3, 32, 32), torch.randint(10, (32,)), F.cross_entropy
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor, Any]]] = {
+    "GPT": partial(gpt, tied=False),
+    "GPT, tied": partial(gpt, tied=True),
+    "residual, batch norm": convnet,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to train one model."""
+
+    model: str
+    optimizer: str
+    schedule: str
+    clip: bool = False
+    outputs: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of a case: bytes of its ledger, and the most that it held."""
+
+    case: Case
+    rank: int
+    forecast: int
+    steady: int  # once every channel is open
+    first: int  # in the first calls
+
+    @property
+    def error(self) -> float:
+        return self.forecast / self.steady - 1
+
+
+def cases() -> Iterator[Case]:
+    """Every optimizer without clipping, one with it, and one that keeps the outputs."""
+    for model in MODELS:
+        for schedule in ("1f1b", "2bw"):
+            for optimizer in OPTIMIZERS:
+                yield Case(model, optimizer, schedule)
+            yield Case(model, "AdamW", schedule, clip=True)
+            yield Case(model, "SGD", schedule, clip=True)
+            yield Case(model, "AdamW", schedule, outputs="last")
+
+
+def measure(case: Case) -> RankRow:
+    """Plan, write down the ledger, then train."""
+    gc.collect()
+    torch.manual_seed(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model, inputs, target, loss_fn = MODELS[case.model]()
+        pipe = pdcompile.compile(
+            model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer], stages=RANKS,
+            microbatches=MICROBATCHES, schedule=case.schedule, costs="estimated", verify="off",
+            max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
+        )  # fmt: skip
+        with pipe:
+            pipe.prepare(inputs, target=target)
+            rank = int(os.environ["RANK"])
+            assert pipe.plan.forecast is not None
+            forecast = pipe.plan.forecast.ledgers[rank].total_bytes
+            del model
+            gc.collect()
+            for part, count in (("first calls", WARM_UP), ("steady", STEADY)):
+                with record_function(part):
+                    for _ in range(count):
+                        result = pipe.step(inputs, target=target)
+            pipe.flush()
+            del result
+    given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
+    first, steady = _peaks(seen)
+    return RankRow(case, rank, forecast, steady - given, first - given)
+
+
+def _peaks(seen: profile) -> tuple[int, int]:
+    """The most bytes in the first calls, and after them."""
+    assert seen.profiler is not None
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda one: one.start_ns())
+    now, most = 0, {"first calls": 0, "steady": 0}
+    part = ""
+    for event in events:
+        if event.name() in most:
+            part = event.name()
+            most[part] = max(most[part], now)
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            if part:
+                most[part] = max(most[part], now)
+    return most["first calls"], most["steady"]
+
+
+def measured() -> list[RankRow]:
+    """All cases on two processes of this machine, by torchrun; rows in order of case and rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        subprocess.run([*command, "-m", "benchmarks.whole_ranks", folder], check=True)
+        of_rank = [
+            [_row(line) for line in Path(folder, f"{rank}.jsonl").read_text().splitlines()]
+            for rank in range(RANKS)
+        ]
+    return [row for rows in zip(*of_rank, strict=True) for row in rows]
+
+
+def _row(line: str) -> RankRow:
+    found = json.loads(line)
+    return RankRow(**{**found, "case": Case(**found["case"])})
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    file = Path(sys.argv[1], f"{os.environ['RANK']}.jsonl")
+    with file.open("w") as out:
+        for case in cases():
+            row = measure(case)
+            print(json.dumps(asdict(row)), file=out, flush=True)
+            print(f"{row.case} rank {row.rank}: {row.error:+.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

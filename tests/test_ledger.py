@@ -1,0 +1,166 @@
+"""The ledger of a rank: what its lines count, and when it holds the most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.passes.optimizer_state import ADAM, OptimizerMemory, optimizer_memory
+from pdcompile.passes.partition.evaluate import memory
+from pdcompile.passes.schedules import memory_rule
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
+from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
+from tests.helpers.schedules import chain, make_plan
+
+
+def ledgers(plan: Plan) -> tuple[MemoryLedger, ...]:
+    return simulate(plan).forecast.ledgers
+
+
+def test_temporaries_of_the_step_count_where_they_are_the_most() -> None:
+    """A flush: nothing is in flight when the optimizer steps."""
+    sizes = {"parameter_bytes": 100, "trainable_bytes": 100, "saved_bytes": 30}
+    plan = make_plan("1f1b", 2, 4, edges=chain(2, 0), workspace_bytes=10, step_bytes=80, **sizes)
+    for one in ledgers(plan):
+        assert (one.temporaries_bytes, one.workspace_bytes, one.activations_bytes) == (80, 0, 0)
+        assert one.total_bytes == 100 + 100 + 200 + 80
+    calm = make_plan("1f1b", 2, 4, edges=chain(2, 0), workspace_bytes=10, step_bytes=20, **sizes)
+    assert [one.temporaries_bytes for one in ledgers(calm)] == [0, 0]
+    assert [one.activations_bytes for one in ledgers(calm)] == [60, 30]
+    assert [one.workspace_bytes for one in ledgers(calm)] == [10, 10]
+
+
+def test_a_stream_steps_with_microbatches_in_flight() -> None:
+    plan = make_plan(
+        "2bw", 2, 4, edges=chain(2, 0), trainable_bytes=100, parameter_bytes=100, saved_bytes=30,
+        step_bytes=80,
+    )  # fmt: skip
+    first = ledgers(plan)[0]
+    assert (first.temporaries_bytes, first.activations_bytes) == (80, 30)
+
+
+def test_a_copy_of_a_tied_parameter_keeps_no_gradient() -> None:
+    """Its gradient is sent after every microbatch; the owner keeps one, and receives two."""
+    tied = (TiedParameter("w", (0, 1), 60),)
+    plan = make_plan(
+        "1f1b", 2, 4, edges=chain(2, 0), tied=tied, parameter_bytes=100, trainable_bytes=100,
+        workspace_bytes=70,
+    )  # fmt: skip
+    owner, copy = ledgers(plan)
+    assert (owner.gradients_bytes, copy.gradients_bytes) == (100, 40)
+    assert (owner.optimizer_bytes, copy.optimizer_bytes) == (200, 80)
+    assert (owner.receive_bytes, owner.send_bytes) == (120, 0)
+    assert (copy.receive_bytes, copy.send_bytes) == (0, 120)
+
+
+def test_new_weights_of_a_tied_parameter_have_memory_until_they_are_used() -> None:
+    tied = (TiedParameter("w", (0, 1), 60),)
+    plan = make_plan(
+        "2bw", 2, 4, edges=chain(2, 0), tied=tied, parameter_bytes=60, trainable_bytes=60
+    )
+    assert ledgers(plan)[1].receive_bytes == 60
+
+
+def test_values_in_flight_are_activations_and_not_sends() -> None:
+    plan = make_plan("1f1b", 2, 4, edges=chain(2, 10), saved_bytes=30)
+    first, second = ledgers(plan)
+    assert (first.activations_bytes, first.send_bytes) == (60, 0)
+    assert (second.activations_bytes, second.send_bytes) == (30, 20)  # gradients that are made anew
+
+
+def test_a_stream_copies_the_inputs_of_minibatches_that_overlap() -> None:
+    for name, count in (("1f1b", 0), ("2bw", 2)):
+        plan = make_plan(name, 3, 6, edges=chain(3, 0), saved_bytes=5, input_bytes=7)
+        assert [one.inputs_bytes for one in ledgers(plan)] == [count * 7] * 3
+
+
+def test_kept_outputs_are_those_of_two_minibatches() -> None:
+    plan = make_plan("1f1b", 2, 4, edges=chain(2, 0), saved_bytes=9, output_bytes=3)
+    stages = (replace(plan.stages[0], output_bytes=0), plan.stages[1])
+    first, second = ledgers(replace(plan, stages=stages))
+    assert first.outputs_bytes == 0
+    # the last backward: one microbatch has its outputs among its activations
+    assert (second.activations_bytes, second.outputs_bytes) == (9, (4 + 3) * 3)
+
+
+def test_temporaries_depend_on_the_order_of_the_parameters() -> None:
+    one_by_one = Training(step=(2.0, 1.0, 0.0))
+    assert one_by_one.step_bytes([100, 10, 40, 40]) == 200
+    assert one_by_one.step_bytes([10, 100, 90]) == 280
+    assert Training(step=(0.0, 0.0, 1.0)).step_bytes([100, 10, 40]) == 150
+    assert Training().step_bytes([100]) == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (partial(torch.optim.AdamW, foreach=False), ADAM),
+        (partial(torch.optim.AdamW, foreach=True), OptimizerMemory(2.0, (0.0, 0.0, 1.0))),
+        (partial(torch.optim.AdamW, fused=True), OptimizerMemory(2.0)),
+        (partial(torch.optim.SGD, lr=0.1), OptimizerMemory()),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), OptimizerMemory(1.0)),
+        (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), OptimizerMemory(0.0, (1.0, 0.0, 0.0))),
+        (None, OptimizerMemory()),
+    ],
+)
+def test_an_optimizer_is_asked_what_it_takes(build: Any, expected: OptimizerMemory) -> None:
+    assert optimizer_memory(build) == (expected, None)
+
+
+def test_an_optimizer_that_cannot_be_asked_is_taken_for_adam() -> None:
+    def by_name(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([dict(named.named)["head.weight"]], lr=0.1)
+
+    found, note = optimizer_memory(by_name)
+    assert found == ADAM
+    assert note is not None
+    assert "could not be probed" in note
+
+
+@st.composite
+def shared_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Plan]:
+    """A chain of items of which two share a parameter, one a stage, and the plan of that cut."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "2bw"]))
+    n, m = draw(st.integers(2, 4)), draw(st.integers(4, 8))
+    clip = draw(st.sampled_from([None, 1.0]))
+    own, saved, size = (draw(st.integers(0, 50)) for _ in range(3))
+    held = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=n))))
+    tied = TiedParameter("w", held, draw(st.integers(1, 90)))
+    plan = make_plan(name, n, m, edges=chain(n, size), tied=(tied,), clip=clip)
+    plan = replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage, saved_bytes=saved, workspace_bytes=3,
+                parameter_bytes=own + (tied.bytes if stage.index in held else 0),
+                trainable_bytes=own + (tied.bytes if stage.index in held else 0),
+            )
+            for stage in plan.stages
+        ),
+    )  # fmt: skip
+    item = Item("", (), 1.0, 2.0, own, own, saved, 3)
+    problem = PartitionProblem(
+        items=(item,) * n,
+        traffic=tuple(Traffic(f"x{s}", s, (s + 1,), size, size) for s in range(n - 1)),
+        stages=(StageLimits(),) * n,
+        shared=(SharedParameter("w", tied.bytes, True, held),),
+        memory=memory_rule(name, plan.training.warmup, m, clipping=clip is not None),
+        num_microbatches=m,
+    )
+    return problem, plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(shared_problems())
+def test_the_planners_formula_is_at_most_the_ledger(case: tuple[PartitionProblem, Plan]) -> None:
+    problem, plan = case
+    least = memory(problem, range(len(problem.stages)))
+    for s, (formula, ledger) in enumerate(zip(least, ledgers(plan), strict=True)):
+        assert formula <= ledger.total_bytes, s
