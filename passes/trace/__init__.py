@@ -140,31 +140,12 @@ def capture(
     try:
         found, whole = once()
     except ForwardRaised as error:
-        if size == layout.size or not layout.splits:
+        told = _of_the_microbatch(model, table, flat, layout, loss_fn, size, error)
+        if told is error:
             raise
-        try:
-            _record(model, table, flat, layout, loss_fn, model.training, ())
-        except TraceError as other:  # not of the microbatch's size
-            raise other if isinstance(other, ForwardRaised) else error from None
-        raise fails_as_microbatch(size, layout.size, error) from error
+        raise told from error
     if table.eager_paths.asked_of_inputs:
-        short = None
-        if _differs(model, found, flat, layout):
-            reads, table.reads = table.reads, Reads(flat, layout)
-            table.eager_paths.always = True
-            with suppress(TraceError):
-                short = once()
-            if short is not None and not (
-                set(short[1].paths) <= set(whole.paths)
-                and not _differs(model, short[0], flat, layout)
-            ):
-                short = None
-            if short is None:
-                table.reads = reads
-        if short is not None:
-            found, whole = short
-        else:
-            found = replace(found, train=_noted(found.train), eval=_noted(found.eval))
+        found, whole = _where_paths_differ(model, table, flat, layout, once, found, whole)
     whole.warn()
     table.reads.warn()
     warn_of_one_size(found)
@@ -173,8 +154,54 @@ def capture(
     return found
 
 
-def _noted(graph: OpGraph) -> OpGraph:
-    return replace(graph, notes=(*graph.notes, GENERAL_PATH))
+def _where_paths_differ(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    once: Callable[[], tuple[Capture, Whole]],
+    found: Capture,
+    whole: Whole,
+) -> tuple[Capture, Whole]:
+    """The capture on the path that eager takes, or where that cannot be, a note on the general."""
+    if not _differs(model, found, flat, layout):
+        return _noted(found), whole
+    reads, table.reads = table.reads, Reads(flat, layout)
+    table.eager_paths.always = True
+    short = None
+    with suppress(TraceError):
+        short = once()
+    smaller = short is not None and set(short[1].paths) <= set(whole.paths)
+    if short is not None and smaller and not _differs(model, short[0], flat, layout):
+        return short
+    table.reads = reads
+    return _noted(found), whole
+
+
+def _of_the_microbatch(
+    model: nn.Module,
+    table: ModuleTable,
+    flat: FlatCall,
+    layout: BatchLayout,
+    loss_fn: Callable[..., Any] | None,
+    size: int,
+    error: ForwardRaised,
+) -> TraceError:
+    """What forward raised on a microbatch of `size`, and whether it is the size that it means."""
+    if size == layout.size or not layout.splits:
+        return error
+    try:
+        _record(model, table, flat, layout, loss_fn, model.training, ())
+    except TraceError as other:
+        return other if isinstance(other, ForwardRaised) else error
+    return fails_as_microbatch(size, layout.size, error)
+
+
+def _noted(found: Capture) -> Capture:
+    train, evaluation = (
+        replace(graph, notes=(*graph.notes, GENERAL_PATH)) for graph in (found.train, found.eval)
+    )
+    return replace(found, train=train, eval=evaluation)
 
 
 def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
