@@ -170,14 +170,9 @@ The total of a rank's ledger beside the most that the rank held: training on
 torch's CPU allocator has given out since before the model was built, without the caller's inputs.
 Unlike above, that includes what kernels allocate for themselves (convolutions change layouts),
 which the forecast does not see.  `clip`: the gradient's norm is clipped.  `outputs`: which ranks
-get the outputs of training; the loop assigns each step's result, so that two are alive.
-
-- **peak**: from call {whole_ranks.WARM_UP + 1} on.
-- **first calls**: before.  Messages of the call that opens a channel are copied, and the copies
-  live for two calls; the ledger does not count them."""
+get the outputs of training; the loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (
     "model", "optimizer", "schedule", "clip", "outputs", "rank", "forecast", "peak", "error",
-    "first calls",
 )  # fmt: skip
 
 FORMS_HEADER = """## Closed forms
@@ -244,8 +239,8 @@ def _ranks(console: Console) -> list[str]:
     cells = [
         [
             row.case.model, row.case.optimizer, row.case.schedule, "yes" if row.case.clip else "",
-            row.case.outputs, str(row.rank), format_bytes(row.forecast), format_bytes(row.steady),
-            f"{row.error:+.2%}", format_bytes(row.first),
+            row.case.outputs, str(row.rank), format_bytes(row.forecast), format_bytes(row.peak),
+            f"{row.error:+.2%}",
         ]
         for row in rows
     ]  # fmt: skip

@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import pdcompile
 from tests.helpers import models
 
-RANKS, MICROBATCHES = 2, 8
-WARM_UP, STEADY = 3, 3  # calls: what messages need when a channel opens is gone by the fourth
+RANKS, MICROBATCHES, CALLS = 2, 8, 5
+TRAINING = "training"  # from the first call on
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
@@ -101,17 +101,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a case: bytes of its ledger, and the most that it held."""
+    """One rank of a case: bytes of its ledger, and the most that it held from the first call."""
 
     case: Case
     rank: int
     forecast: int
-    steady: int  # once every channel is open
-    first: int  # in the first calls
+    peak: int
 
     @property
     def error(self) -> float:
-        return self.forecast / self.steady - 1
+        return self.forecast / self.peak - 1
 
 
 def cases() -> Iterator[Case]:
@@ -143,39 +142,34 @@ def measure(case: Case) -> RankRow:
             forecast = pipe.plan.forecast.ledgers[rank].total_bytes
             del model
             gc.collect()
-            for part, count in (("first calls", WARM_UP), ("steady", STEADY)):
-                with record_function(part):
-                    for _ in range(count):
-                        result = pipe.step(inputs, target=target)
+            with record_function(TRAINING):
+                for _ in range(CALLS):
+                    result = pipe.step(inputs, target=target)
             pipe.flush()
             del result
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
-    first, steady = _peaks(seen)
-    return RankRow(case, rank, forecast, steady - given, first - given)
+    return RankRow(case, rank, forecast, _peak(seen) - given)
 
 
-def _peaks(seen: profile) -> tuple[int, int]:
-    """The most bytes in the first calls, and after them."""
+def _peak(seen: profile) -> int:
+    """The most bytes from the first call on."""
     assert seen.profiler is not None
     events = sorted(seen.profiler.kineto_results.events(), key=lambda one: one.start_ns())
-    now, most = 0, {"first calls": 0, "steady": 0}
-    part = ""
+    now, most, trains = 0, 0, False
     for event in events:
-        if event.name() in most:
-            part = event.name()
-            most[part] = max(most[part], now)
-        elif event.name() == "[memory]":
+        trains = trains or event.name() == TRAINING
+        if event.name() == "[memory]":
             now += event.nbytes()
-            if part:
-                most[part] = max(most[part], now)
-    return most["first calls"], most["steady"]
+        most = max(most, now) if trains else 0
+    return most
 
 
 def measured() -> list[RankRow]:
     """All cases on two processes of this machine, by torchrun; rows in order of case and rank."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-        subprocess.run([*command, "-m", "benchmarks.whole_ranks", folder], check=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.whole_ranks", folder]
+        subprocess.run(command, check=True)
         of_rank = [
             [_row(line) for line in Path(folder, f"{rank}.jsonl").read_text().splitlines()]
             for rank in range(RANKS)

@@ -5,15 +5,14 @@ sends deadlock under most schedules.  One tag a channel keeps channels first-in-
 apart.  Every Work is kept and waited for, and the memory of a message belongs to it until then.
 
 The header of a channel's first message (see `contract`) makes the receiver post its first
-payloads only when it waits for them.  A sender must not wait for that, or a schedule that was
-proved with receives posted ahead could deadlock: what is sent in the call that opens a channel
-is copied, and its completion is awaited two calls later (`settle`).
+payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
+sender may wait for its sends as usual.  The header itself is awaited two calls later (`settle`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -98,24 +97,21 @@ class GroupTransport:
         self._group = group
         self._plan = plan
         self._call = 0
-        self._outgoing: dict[Channel, _Outgoing] = {}
+        self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
         self._incoming: dict[Channel, _Incoming] = {}
         self._deferred: deque[tuple[int, _Transfer]] = deque()
 
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
-        state = self._outgoing.get(channel)
-        if state is None:
-            state = self._outgoing[channel] = _Outgoing(memory_order(tensor), self._call)
+        order = self._outgoing.get(channel)
+        if order is None:
+            order = self._outgoing[channel] = memory_order(tensor)
             if channel.kind is not Kind.CALL:
-                header = header_of(channel, tensor, state.order, minibatch, self._plan)
+                header = header_of(channel, tensor, order, minibatch, self._plan)
                 self._defer(_Transfer(self, to_bytes(header, (0,)), channel, sending=True))
-        payload = to_bytes(tensor, state.order)
-        opening = state.opened == self._call
-        memory = payload.clone() if opening else payload
-        sent = _Transfer(self, memory, channel, sending=True)
-        if not (deferred or opening):
+        sent = _Transfer(self, to_bytes(tensor, order), channel, sending=True)
+        if not deferred:
             return sent
         self._defer(sent)
         return Done()
@@ -181,13 +177,6 @@ class _Transfer(Handle):
             text = str(error)
         self._work = None
         raise PeerLost(self._channel.peer, text)
-
-
-class _Outgoing(NamedTuple):
-    """The sending end of a channel: its memory order, and the call that opened it."""
-
-    order: tuple[int, ...]
-    opened: int
 
 
 class _Incoming:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pdcompile.batch import memory_order
 from pdcompile.errors import ContractError, DeadlockError
 from pdcompile.runtime.contract import (
+    HEADER_LENGTH,
     Channel,
     Expected,
     Kind,
@@ -21,6 +22,7 @@ from pdcompile.runtime.contract import (
 from pdcompile.runtime.interpreter import run_together
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.reduce import Norms, clip
+from pdcompile.runtime.transport import GroupTransport
 from pdcompile.schedule import Action, Instruction
 
 DTYPES = [
@@ -137,6 +139,38 @@ def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:
     a.send(Channel(Kind.GRADIENT, 0, 1), torch.zeros(3), 0)
     with pytest.raises(ContractError, match=r"gradient 0 with rank 0 is float32 \(3,\)"):
         other.wait()
+
+
+class _Wire:
+    """A process group that notes what it is given to send; nothing ever arrives."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.waited = 0
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Wire:
+        self.sent += tensors
+        return self
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> None:
+    """A copy that lives until the receiver has read the header would be one a microbatch."""
+    wire = _Wire()
+    transport = GroupTransport(wire, rank=0, plan=7)
+    transport.settle(1)
+    tensors = [torch.randn(3, 4), torch.randn(3, 4)]
+    sends = [transport.send(Channel(Kind.VALUE, 0, 1), tensor, 0) for tensor in tensors]
+    header, *payloads = wire.sent
+    assert header.numel() == 8 * HEADER_LENGTH
+    assert [p.data_ptr() for p in payloads] == [tensor.data_ptr() for tensor in tensors]
+    for send in sends:
+        send.wait()
+    assert wire.waited == 2  # the header is awaited two calls later
+    transport.settle(3)
+    assert wire.waited == 3
 
 
 def test_norms_are_those_of_torch() -> None:
