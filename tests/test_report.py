@@ -177,6 +177,17 @@ def test_temporaries_of_the_optimizer_have_a_line_of_their_own() -> None:
     assert "workspace" not in text  # lines that are 0 everywhere are left out
 
 
+def test_all_lines_of_memory_fit_into_a_hundred_columns() -> None:
+    forecast = plan().forecast
+    assert forecast is not None
+    ledger = MemoryLedger(*[17_400_000] * len(plan_table.LEDGER_LINES))
+    made = dataclasses.replace(forecast, ledgers=(ledger,) * 2)
+    lines = plan_table.explain(dataclasses.replace(plan(), forecast=made)).splitlines()
+    (row,) = [line for line in lines if line.startswith("rank 0 ")]
+    assert row.split()[2:] == [*["17.4MB"] * len(plan_table.LEDGER_LINES), "174MB", "4.00MB"]
+    assert max(map(len, lines)) <= 100
+
+
 def test_html_is_complete_escaped_and_loads_nothing() -> None:
     hostile = dataclasses.replace(plan(), notes=("<script>alert(1)</script>",))
     text = html.page(hostile, one_f_one_b(2), title="a & b")

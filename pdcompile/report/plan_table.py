@@ -17,6 +17,9 @@ LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
 )
 
+NUMBER = len("17.4 MB")
+MOST_LINES = 9  # with more, numbers are written without a space
+
 
 def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
     """The tables of `plan_report` as text of at most `width` columns."""
@@ -108,27 +111,36 @@ def limits(plan: Plan) -> dict[int, int | None]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """What each rank will hold at its peak, line by line, against its limit."""
+    """What each rank will hold at its peak, line by line, against its limit.
+
+    Headings fold where there are many lines, numbers do not.
+    """
     assert plan.forecast is not None
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("memory", no_wrap=True)
     used = [
         (name, label)
         for name, label in LEDGER_LINES
         if any(getattr(ledger, name) for ledger in plan.forecast.ledgers)
     ]
+
+    def number(count: int) -> str:
+        text = format_bytes(count)
+        return text.replace(" ", "") if len(used) > MOST_LINES else text
+
+    least = NUMBER - (len(used) > MOST_LINES)
     for _, label in used:
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("total", justify="right", style="bold", no_wrap=True)
-    table.add_column("limit", justify="right", no_wrap=True)
+        table.add_column(label, justify="right", min_width=least, overflow="fold")
+    table.add_column("total", justify="right", style="bold", min_width=least)
+    table.add_column("limit", justify="right", min_width=least)
     limit_of = limits(plan)
     for rank, ledger in enumerate(plan.forecast.ledgers):
         limit = limit_of.get(rank)
         table.add_row(
             f"rank {rank}",
-            *(format_bytes(getattr(ledger, name)) for name, _ in used),
-            format_bytes(ledger.total_bytes),
-            "none" if limit is None else format_bytes(limit),
+            *(number(getattr(ledger, name)) for name, _ in used),
+            number(ledger.total_bytes),
+            "none" if limit is None else number(limit),
             style="red" if limit is not None and ledger.total_bytes > limit else None,
         )
     return table
