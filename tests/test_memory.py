@@ -61,6 +61,7 @@ def recurrent() -> tuple[nn.Module, Any, Any, Any]:
 SMALL = {
     "gpt": ours("gpt"),
     "gpt with dropout": ours("gpt", dropout=0.1),
+    "gpt, mostly a tied embedding": ours("gpt", layers=1, vocab=2000, context=4),
     "mlp": ours("mlp"),
     "convnet": ours("convnet"),
     "unet": ours("unet"),
