@@ -76,7 +76,7 @@ def with_remedy(error: InfeasibleError, found: Enough) -> InfeasibleError:
     known = three_digits(found.least, up=False)[1]
     known = f"; with less than {known} there is none" if found.least else ""
     memory = f"{found.text} of memory on every stage (a plan was found for that{known})"
-    return InfeasibleError(
+    return type(error)(
         error.message, where=error.where, remedy=", or ".join([memory, *error.others])
     )
 

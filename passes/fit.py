@@ -1,11 +1,11 @@
 """Fit: keep memory limits by the schedule's own ledger, not only by the planner's formula.
 
-The planner works with a formula that is a lower bound of what a rank holds; the ledger, read
-off the schedule's instructions, also counts look-ahead receive slots, sends under way and what
-the optimizer's step needs for a moment.
-Where a plan's ledger exceeds a device, that stage's limit is lowered and the problem is solved
-again.  The bound of the first solution stays the bound: it had the loosest
-limits, so nothing that fits can be better.
+The planner works with a formula that adds up what ops save; the ledger, read off the schedule's
+instructions, also counts look-ahead receive slots, sends in flight and what the optimizer's step
+needs for a moment.  A plan has to keep both: the scope of its certificate says so.  Where a plan's
+ledger exceeds a device, that stage's limit is lowered and the problem is solved again.  The bound
+of the first solution stays the bound: it had the loosest limits, so nothing that keeps both can be
+better.  Where no lower limit leads to a plan, that is no proof that there is none.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdcompile.errors import InfeasibleError
+from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.enough import enough, with_remedy
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes
 
 ATTEMPTS = 8
-SCOPE = "; memory by the ledger of the schedule: {}"
+SCOPE = "memory by formula and by the ledger of the schedule"
+LOOSER = "the bound is by the formula"
 
 
 def fit(
@@ -33,11 +34,15 @@ def fit(
             raises InfeasibleError.
 
     Raises:
-        InfeasibleError: no such plan was found; names the stage, its limit and what its schedule
-            needs, and a limit under which a plan was found.
+        InfeasibleError: no plan keeps the formula.
+        NotFoundError: none was found that keeps the ledgers as well; names the stage, its limit
+            and what its schedule needs.  Both name a limit under which a plan was found.
     """
     try:
-        return _fit(problem, solve)
+        plan = _fit(problem, solve)
+        if all(stage.memory_bytes is None for stage in problem.stages):
+            return plan
+        return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
     except InfeasibleError as error:
         raise advised(error, problem, solve) from error.__cause__
 
@@ -135,23 +140,25 @@ def _weaker(plan: Plan, first: Plan) -> Certificate:
     ours, loosest = plan.certificate, first.certificate
     bound = min(loosest.bound_seconds, ours.objective_seconds)
     certificate = replace(
-        ours,
-        bound_seconds=bound,
-        seconds=ours.seconds + loosest.seconds,
-        scope=ours.scope + SCOPE.format("the bound is that of the looser formula"),
+        _scoped(ours, LOOSER), bound_seconds=bound, seconds=ours.seconds + loosest.seconds
     )
     return replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
 
 
-def _does_not_fit(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -> InfeasibleError:
+def _scoped(certificate: Certificate, words: str) -> Certificate:
+    return replace(certificate, scope=f"{certificate.scope}; {words}")
+
+
+def _does_not_fit(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -> NotFoundError:
     assert plan.forecast is not None
     stage = max(over, key=lambda s: over[s])
     limit = problem.stages[stage].memory_bytes
-    return InfeasibleError(
-        f"stage {stage} has {format_bytes(limit or 0)} of memory, and its schedule needs "
-        f"{format_bytes((limit or 0) + over[stage])}: weights, gradients, optimizer state and "
-        "activations fit, but not what comes on top for a moment (receive slots, sends under way, "
-        "temporaries of the optimizer's step)",
+    return NotFoundError(
+        f"stage {stage} has {format_bytes(limit or 0)} of memory, and the schedule of the best "
+        f"plan by the planner's formula needs {format_bytes((limit or 0) + over[stage])} there: "
+        "weights, gradients, optimizer state and activations fit, but not what comes on top for a "
+        "moment (receive slots, sends in flight, temporaries of the optimizer's step); no other "
+        "plan was found that fits, and it is not proved that there is none",
         where=f"stage {stage}",
         remedy=f"add {format_bytes(over[stage])} of memory on stage {stage}",
     )

@@ -84,6 +84,10 @@ class InfeasibleError(PdcompileError):
     others: tuple[str, ...] = ()
 
 
+class NotFoundError(InfeasibleError):
+    """No plan was found that satisfies the limits; it is not proved that there is none."""
+
+
 class ScheduleError(PdcompileError):
     """A schedule fails its proof: pairing, order, weight versions, live slots, memory."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from pdcompile.cli import main
 from pdcompile.cli.options import Flags
-from pdcompile.errors import InfeasibleError, PlanError
+from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
@@ -161,18 +161,29 @@ def test_error_as_json(tmp_path: Path, call: Call) -> None:
     assert "error: " in err
 
 
-def test_infeasible_has_its_own_exit_code(
-    plan_file: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "status", "begin"),
+    [(InfeasibleError, "infeasible", "infeasible"), (NotFoundError, "unknown", "not found")],
+)
+def test_no_plan_has_its_own_exit_code(
+    kind: type[InfeasibleError],
+    status: str,
+    begin: str,
+    plan_file: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whether it is proved that there is none, the status says."""
+
     def refuse(path: Path) -> None:
-        raise InfeasibleError("20 MB cannot hold it", where="stage 0", remedy="add memory")
+        raise kind("20 MB cannot hold it", where="stage 0", remedy="add memory")
 
     monkeypatch.setattr("pdcompile.cli.compiling.read_plan", refuse)
     code, out, err = call("explain", str(plan_file), "--json")
     assert code == 3
-    assert json.loads(out)["status"] == "infeasible"
+    assert json.loads(out)["status"] == status
     assert json.loads(out)["error"]["remedy"] == "add memory"
-    assert err.startswith("infeasible: 20 MB cannot hold it\n  where: stage 0\n  remedy: add")
+    assert err.startswith(f"{begin}: 20 MB cannot hold it\n  where: stage 0\n  remedy: add")
 
 
 def test_a_defect_keeps_its_traceback(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdcompile.change import Change
 from pdcompile.cluster import Cluster
 from pdcompile.constraints import Forbid
-from pdcompile.errors import InfeasibleError
+from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.graph import OpCost, OpGraph
 from pdcompile.passes.whatif import whatif
 from pdcompile.plan import Plan
@@ -63,6 +63,20 @@ def test_the_limit_that_is_named_is_enough(schedule: str) -> None:
     found = planned(graph, with_memory(Cluster.local(2), enough), schedule=schedule)
     assert found.forecast is not None
     assert max(ledger.total_bytes for ledger in found.forecast.ledgers) <= enough
+
+
+def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
+    """Between what the formula needs and what a ledger holds, no plan found proves nothing."""
+    graph = chain(2, 256)
+    free = planned(graph, Cluster.local(2), schedule="2bw").forecast
+    assert free is not None
+    held = max(ledger.total_bytes for ledger in free.ledgers)
+    assert type(refusal(graph, held // 4, 2, "2bw")) is InfeasibleError
+    unknown = refusal(graph, held - 1, 2, "2bw")
+    assert isinstance(unknown, NotFoundError)
+    assert "it is not proved that there is none" in unknown.message
+    found = planned(graph, with_memory(Cluster.local(2), named(unknown)), schedule="2bw")
+    assert "memory by formula and by the ledger of the schedule" in found.certificate.scope
 
 
 def test_what_if_names_such_a_limit_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from pdcompile.errors import CostError, InfeasibleError, PlanError
+from pdcompile.errors import CostError, InfeasibleError, NotFoundError, PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.conflict import Conflict, Oracle, conflict
 from pdcompile.passes.partition.limits import listed
@@ -86,8 +86,8 @@ def unknown(model: Model) -> InfeasibleError:
     for reason in (_too_many_stages, _item_too_large, _sum_too_large):
         if error := reason(model):
             return error
-    return InfeasibleError(
-        "no plan was found within the time limit, and none was proved impossible",
+    return NotFoundError(
+        "no plan was found within the time limit, and it is not proved that there is none",
         remedy="raise time_limit",
     )
 
@@ -226,4 +226,5 @@ def _rule(model: Model) -> str:
     rule = model.problem.memory
     versions = "1 weight version" if rule.versions == 1 else f"{rule.versions} weight versions"
     buffers = "1 gradient" if rule.gradient_buffers == 1 else f"{rule.gradient_buffers} gradients"
-    return f"{versions}, {buffers}, optimizer {rule.optimizer_factor:g} times the weights"
+    optimizer = f"optimizer {rule.optimizer_factor:g} times the weights"
+    return f"by the planner's formula: {versions}, {buffers}, {optimizer}"

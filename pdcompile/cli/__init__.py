@@ -13,8 +13,9 @@ __all__ = ["app", "main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 bad input, 3 infeasible, 130 interrupted.
+    """Run the command line and exit.
 
+    0: done, 2: bad input, 3: no plan within the limits, 130: interrupted.
     A `PdcompileError` is printed as its message, place and remedy; any other exception is a
     defect and keeps its traceback (exit code 1).
     """

@@ -52,8 +52,9 @@ def front(
     A TARGET is [bold]file.py:function[/] or [bold]package.module:function[/]; the function
     returns a pdcompile.Workload (model, example inputs, loss function, batches).
 
-    Exit codes: 0 done, 1 edited stages differ (verify), 2 bad input, 3 no plan satisfies the
-    limits.  --json prints exactly one JSON object on stdout; progress and messages go to stderr.
+    Exit codes: 0 done, 1 edited stages differ (verify), 2 bad input, 3 no plan within the
+    limits (there is none, or none was found).  --json prints exactly one JSON object on stdout;
+    progress and messages go to stderr.
     """
 
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from pdcompile.errors import InfeasibleError, PdcompileError
+from pdcompile.errors import InfeasibleError, NotFoundError, PdcompileError
 
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
@@ -53,9 +53,14 @@ def _finite(value: Any) -> Any:
 
 
 def error_document(error: PdcompileError) -> dict[str, Any]:
-    """The JSON form of an error: status "infeasible" or "error", and what the text says."""
+    """The JSON form of an error: its status, and what the text says.
+
+    The status is "infeasible" where it is proved that there is no plan, "unknown" where none was
+    found, else "error".
+    """
+    proved = "unknown" if isinstance(error, NotFoundError) else "infeasible"
     return {
-        "status": "infeasible" if isinstance(error, InfeasibleError) else "error",
+        "status": proved if isinstance(error, InfeasibleError) else "error",
         "error": {
             "kind": type(error).__name__,
             "message": error.message,
@@ -88,8 +93,9 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     if as_json:
         emit_json(error_document(error))
     infeasible = isinstance(error, InfeasibleError)
+    kind = "not found" if isinstance(error, NotFoundError) else "infeasible"
     text = Text()
-    text.append("infeasible: " if infeasible else "error: ", style="bold red")
+    text.append(f"{kind if infeasible else 'error'}: ", style="bold red")
     text.append(error.message)
     for label, line in (("where", error.where), ("remedy", error.remedy)):
         if line:

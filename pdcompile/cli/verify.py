@@ -46,7 +46,7 @@ def verify(
     A model too large for this machine is compared block by block, repeated blocks once.
 
     Exit codes: 0 all equal, 1 edited sources compute something else, 2 bad input, or generated
-    stages that differ (please report that), 3 no plan satisfies the limits.
+    stages that differ (please report that), 3 no plan within the limits.
 
     Examples:
 
