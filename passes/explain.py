@@ -90,12 +90,11 @@ def explain(
 
 def _with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:
     """With the schedule's own ledger where it says more than the planner's formula."""
-    if plan.forecast is None or len(plan.forecast.ledgers) != plan.num_ranks:
+    if plan.forecast is None or len(plan.forecast.ledgers) != plan.num_columns:
         return uses
     found = []
     for use, stage in zip(uses, plan.stages, strict=True):
-        ranks = [rank for rank in stage.ranks if rank < plan.num_ranks]
-        totals = [plan.forecast.ledgers[rank].total_bytes for rank in ranks]
+        totals = [plan.forecast.ledgers[rank].total_bytes for rank in stage.ranks]
         found.append(replace(use, memory_bytes=max([use.memory_bytes, *totals])))
     return tuple(found)
 

@@ -179,6 +179,13 @@ class Plan:
     def num_ranks(self) -> int:
         return sum(stage.replicas for stage in self.stages)
 
+    @property
+    def num_columns(self) -> int:
+        """Ranks are numbered through: one that no stage uses has entries of its own."""
+        from pdcompile.plan.replicas import ranks_of
+
+        return 1 + max(rank for ranks in ranks_of(self.stages) for rank in ranks)
+
     def to_json(self) -> str:
         """Indented JSON, one field a line; `from_json` gives an equal plan.
 

@@ -42,8 +42,8 @@ def _problems(plan: Plan) -> Iterator[Problem]:
     yield from _edges(plan)
     yield from _tied(plan)
     yield from _training(plan)
-    yield from _certificate(plan)
     yield from _cluster(plan)
+    yield from _certificate(plan)
     if plan.problem is not None:
         yield from embedded.findings(plan.problem, [stage.ops for stage in plan.stages])
 
@@ -184,8 +184,8 @@ def _certificate(plan: Plan) -> Iterator[Problem]:
     forecast = plan.forecast
     if forecast is not None:
         for name in ("sent_bytes", "ledgers"):
-            if len(getattr(forecast, name)) not in (0, plan.num_ranks):
-                message = f"{len(getattr(forecast, name))} entries for {plan.num_ranks} ranks"
+            if len(getattr(forecast, name)) not in (0, plan.num_columns):
+                message = f"{len(getattr(forecast, name))} entries for {plan.num_columns} ranks"
                 yield f"forecast.{name}", message, "remove the forecast"
 
 
