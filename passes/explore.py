@@ -3,9 +3,10 @@
 Branch and bound.  A *branch* is a setting (schedule, microbatches, warm-up) on some of the
 cluster's ranks with some replica counts; the branch of the least bound goes first.  Its bound is
 all work on all devices, then that of the dynamic program over ideals and replicas, then that of
-the candidate which comes next.  A candidate counts with the objective of `space.search`; what the
-schedule's own ledger does not fit is dropped.  The search ends when no branch is left whose bound
-is below the best, or with what there is when its budget is spent.
+the candidate which comes next.  A candidate counts with the objective of `space.search`; where
+memory has limits it is drawn as the plan that would be returned, and dropped where a ledger of
+that plan exceeds them.  The search ends when no branch is left whose bound is below the best, or
+with what there is when its budget is spent.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.constraints import Constraint
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.graph import OpGraph
-from pdcompile.passes.assemble import assemble
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.costs import residents
+from pdcompile.passes.draft import draft
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
@@ -30,15 +30,10 @@ from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.evaluate import measure, violations
 from pdcompile.passes.partition.space.lacking import does_not_fit
 from pdcompile.passes.partition.space.neighbours import neighbours
-from pdcompile.passes.partition.space.search import (
-    Ground,
-    Pipelines,
-    seconds_of,
-)
+from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, seconds_of
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
+from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.space import Candidate, SearchSpace
 
 Progress = Callable[[str], None]
@@ -80,6 +75,7 @@ class Explorer:
     budget: Budget
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
+    unproved: list[str] = field(default_factory=list)  # why something was
     tried: float = 0.0  # candidates that were simulated
     seen: set[Candidate] = field(default_factory=set)
     grounds: dict[int, Ground] = field(default_factory=dict)
@@ -92,7 +88,8 @@ class Explorer:
         while heap and heap[0][0] < self._below():
             spent = self.budget.spent / max(self.budget.spent + self.budget.left, 1e-9)
             if self.budget.late or self.tried >= MAX_TRIED or (self.found and spent > SEARCHING):
-                self.floor = min(self.floor, heap[0][0])
+                many = f"{MAX_TRIED} plans were tried"
+                self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
                 return
             bound, _, branch = heapq.heappop(heap)
             if branch.candidates is None:
@@ -111,7 +108,7 @@ class Explorer:
             ranks = tuple(rank for ranks in best.ranks for rank in ranks)
             branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, ground)
             decide = len(set(self.space.recompute)) > 1
-            for one in neighbours(ground, branch.seats, best, decide=decide):
+            for one in neighbours(ground, self.cluster, best, decide=decide):
                 left -= 1
                 if left < 0 or self.budget.late:
                     return
@@ -119,6 +116,12 @@ class Explorer:
                 if self.found[-1][1] is not best:
                     moved = True
                     break
+
+    def _unfinished(self, bound: float, why: str) -> None:
+        """What was not looked at may cost as little as its bound."""
+        self.floor = min(self.floor, bound)
+        if why not in self.unproved:
+            self.unproved.append(why)
 
     def _below(self) -> float:
         return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
@@ -138,7 +141,7 @@ class Explorer:
                 constraints=self.constraints,
             )
             self._refuse_numbers(problem)
-            tables = most * len(self.space.counts(most)) * (wanted or 1)
+            tables = most * len(self.space.menu(most)) * (wanted or 1)
             self.grounds[m] = Ground.of(problem, tables, stages=wanted, seed=self.seed)
         return self.grounds[m]
 
@@ -160,8 +163,8 @@ class Explorer:
         bound = pipelines.bound() * branch.scale
         if branch.ground.complete:
             branch.bound = max(branch.bound, bound)
-        elif bound < math.inf:
-            self.floor = min(self.floor, branch.bound)  # only some ideals were looked at
+        elif branch.bound < self._below():
+            self._unfinished(branch.bound, "not all cuts of so large a model were looked at")
         branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
         if bound == math.inf:
             branch.bound = math.inf
@@ -215,96 +218,79 @@ class Explorer:
         self.found.append((seconds, candidate))
         self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
 
-    def _held(self, candidate: Candidate) -> list[tuple[int, int]]:
-        """Saved bytes and workspace of each stage, from its ops: items do not add up."""
-        graph = self.graph_at(candidate.setting.num_microbatches)
-        problem = self.grounds[candidate.setting.num_microbatches].problem
-        pairs = zip(problem.items, candidate.stage_of, strict=True)
-        stage_of = {name: s for item, s in pairs for name in item.ops}
-        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-        stages = [stage_of[op.name] for op in graph.ops]
-        found = residents(graph, stages, len(candidate.options), b)
-        return [(one.saved_bytes, one.workspace_bytes) for one in found]
-
     # -- plans -------------------------------------------------------------------------------
 
+    def _held(self, candidate: Candidate) -> Sequence[MemoryLedger]:
+        """What every rank holds, by the ledgers of the plan that would be returned."""
+        problem = self._ground(candidate.setting.num_microbatches).problem
+        told = self._plan(problem, candidate).forecast
+        assert told is not None
+        return told.ledgers
+
     def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
-        speeds = [
-            min(self.cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks
-        ]
-        cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
-        partition = Partition(candidate.stage_of, 0.0, (), ())
-        setting = candidate.setting
-        training = replace(
-            self.training,
-            schedule=setting.schedule,
-            num_microbatches=setting.num_microbatches,
-            warmup=candidate.warmup,
-        )
-        graph = self.graph_at(setting.num_microbatches)
-        nothing = Certificate(0.0, 0.0, "feasible", PROVER, 0.0, "")
-        plan = assemble(graph, cut, partition, nothing, training, self.cluster)
-        stages = tuple(
-            replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
-            for stage, option, ranks in zip(
-                plan.stages, candidate.options, candidate.ranks, strict=True
-            )
-        )
-        plan = replace(plan, stages=stages)
-        return replace(plan, forecast=simulate(plan, timeline=False).forecast)
+        graph = self.graph_at(candidate.setting.num_microbatches)
+        return draft(graph, problem, candidate, self.training, self.cluster)
 
     def _fits(self, plan: Plan) -> bool:
         assert plan.forecast is not None
-        for rank, ledger in enumerate(plan.forecast.ledgers):
-            limit = self.cluster.devices[rank].memory_bytes
-            if limit is not None and ledger.total_bytes > limit:
-                return False
-        return True
+        return not exceeds(plan.forecast.ledgers, self.cluster)
 
     def result(self) -> Explored:
-        """The best plan with its certificate.  Raises InfeasibleError when there is none.
-
-        Should the ledger of a plan exceed a device after all, the next best is taken, and the
-        bound remains.
-        """
-        for seconds, candidate in reversed(self.found):
-            setting = candidate.setting
-            problem = self.grounds[setting.num_microbatches].problem
-            plan = self._plan(problem, candidate)
-            if not self._fits(plan):
-                continue
-            for broken in violations(problem, self.cluster, candidate):
-                raise PlanError(f"internal error: the search's answer breaks its rules: {broken}")
-            every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
-            certificate = Certificate(
-                objective_seconds=seconds / every,
-                bound_seconds=min(self.floor, self.found[-1][0]) / every,
-                status="feasible",
-                prover=PROVER,
-                seconds=self.budget.spent,
-                scope=f"{problem.scope}; {self.scope()}",
-            )
-            if certificate.gap == 0:
-                certificate = replace(certificate, status="optimal")
-            notes = (*plan.notes, *self._notes(candidate))
-            return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
-        proved = self.floor == math.inf
-        raise does_not_fit(self.grounds, self.cluster, self.space, self.training, proved=proved)
+        """The best plan with its certificate.  Raises InfeasibleError when there is none."""
+        if not self.found:
+            if self.budget.stopped:
+                raise KeyboardInterrupt
+            raise does_not_fit(
+                self.grounds, self.cluster, self.space, self.training,
+                unproved=[*self.unproved, *self._left_out()],
+            )  # fmt: skip
+        seconds, candidate = self.found[-1]
+        setting = candidate.setting
+        problem = self.grounds[setting.num_microbatches].problem
+        plan = self._plan(problem, candidate)
+        broken = violations(problem, self.cluster, candidate)
+        if broken or not self._fits(plan):
+            what = broken[0] if broken else "a ledger exceeds its device"
+            raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
+        every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
+        certificate = Certificate(
+            objective_seconds=seconds / every,
+            bound_seconds=min(self.floor, seconds) / every,
+            status="feasible",
+            prover=PROVER,
+            seconds=self.budget.spent,
+            scope=f"{problem.scope}; {self.scope()}",
+        )
+        if certificate.gap == 0:
+            certificate = replace(certificate, status="optimal")
+        notes = (*plan.notes, *self._notes(candidate, certificate))
+        return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
 
     def scope(self) -> str:
         """What the certificate speaks of, besides coarsening."""
-        orders, all_orders = arrangements(self.cluster)
+        orders, every_order = arrangements(self.cluster)
         parts = [str(self.space), RULES]
-        if len(orders) > 1:
-            which = "all" if all_orders else "some"
-            parts.append(f"{which} orders of unlike devices ({len(orders)})")
-        return "; ".join(parts)
+        if len(orders) > 1 and every_order:
+            parts.append(f"all orders of unlike devices ({len(orders)})")
+        return "; ".join([*parts, *self._left_out()])
 
-    def _notes(self, candidate: Candidate) -> Iterator[str]:
+    def _left_out(self) -> Iterator[str]:
+        """What of a large cluster's space is never looked at."""
+        orders, every_order = arrangements(self.cluster)
+        if not every_order:
+            yield f"some orders of unlike devices ({len(orders)})"
+        ranks = len(self.cluster.devices)
+        counts = self.space.counts(ranks)
+        if self.space.replicas == "any" and len(counts) < ranks:
+            yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+
+    def _notes(self, candidate: Candidate, certificate: Certificate) -> Iterator[str]:
         used = {rank for ranks in candidate.ranks for rank in ranks}
         idle = sorted(set(range(len(self.cluster.devices))) - used)
         if idle:
-            yield f"ranks {', '.join(map(str, idle))} stay idle: with them it would be slower"
+            proved = certificate.status == "optimal"
+            why = "no plan with them is" if proved else "no plan with them was found that is"
+            yield f"ranks {', '.join(map(str, idle))} stay idle: {why} faster"
 
 
 def explore(
@@ -328,9 +314,12 @@ def explore(
         seed: equal seeds give equal plans as long as the time limit is not reached.
 
     Raises:
-        InfeasibleError: no plan fits, or none was found in time; names what lacks.
+        InfeasibleError: no plan fits; names what lacks.
+        NotFoundError: none was found that does, and the space is not exhausted; says why.
         ConfigError: constraints that need a number of stages.
     """
+    import torch  # noqa: F401  (ledgers are rehearsed with it; the search's time is not for this)
+
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = Explorer(
             graph_at, cluster, space, training, constraints, seed,

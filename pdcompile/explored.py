@@ -31,7 +31,7 @@ def explored_plan(
     """Costs at every microbatch size that comes up, the search, and the plan it ends with.
 
     Raises:
-        InfeasibleError: no plan of the space fits.
+        InfeasibleError: no plan of the space fits (NotFoundError: none was found).
         ConfigError: wishes that cannot be.
     """
     takes, assumed = optimizer_memory(options.optimizer)

@@ -265,7 +265,7 @@ def _stages(
 
 
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
-    """The closed formula: at least what the stage holds."""
+    """The closed formula, with what the plan says that a stage saves and with what its ops do."""
     training = plan.training
     versions = VERSIONS.get(training.schedule, 1)
     costs = {op.name: op.cost for op in graph.ops}
@@ -277,17 +277,18 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
             continue
         known = [cost for name in stage.ops if (cost := costs[name]) is not None]
         copied = sum(tied.bytes for tied in plan.tied if s in tied.stages[1:])
-        saved = max(stage.saved_bytes, sum(cost.saved_bytes for cost in known))
+        added = sum(cost.saved_bytes for cost in known)
+        largest = max((cost.workspace_bytes for cost in known), default=0)
         received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
         count = _in_flight(plan)[s]
+        sets = 1 if stage.recompute else count
         needed = (
             stage.parameter_bytes
             + stage.trainable_bytes * (versions - 1)
             + (stage.trainable_bytes - copied)  # a gradient
             + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
-            + (1 if stage.recompute else count) * saved
             + count * received
-            + max([stage.workspace_bytes, *(cost.workspace_bytes for cost in known)])
+            + max(sets * stage.saved_bytes + stage.workspace_bytes, sets * added + largest)
         )
         if needed > limit:
             message = f"stage {s} needs {needed} bytes of memory, its device has {limit}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -26,31 +24,7 @@ from pdcompile.problem import StageLimits
 from pdcompile.space import SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
 from tests.helpers.spaces import every_candidate
-
-BATCH = 8
-GraphAt = Callable[[int], OpGraph]
-
-
-def at(graph: OpGraph) -> GraphAt:
-    """The graph with costs that grow with the microbatch, and a part that does not."""
-
-    @cache
-    def found(m: int) -> OpGraph:
-        size = BATCH // m
-        ops = []
-        for n, op in enumerate(graph.ops):
-            assert op.cost is not None
-            seconds = (0.2 + size / 4) * (1 + n % 3)
-            cost = replace(
-                op.cost,
-                forward_seconds=seconds,
-                backward_seconds=2 * seconds,
-                microbatch_size=size,
-            )
-            ops.append(replace(op, cost=cost))
-        return replace(graph, ops=tuple(ops))
-
-    return found
+from tests.helpers.whole_space import BATCH, at
 
 
 def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> Explored:
@@ -148,6 +122,17 @@ def test_ranks_that_only_slow_down_stay_idle() -> None:
     plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,))).plan
     assert plan.num_ranks < 4
     assert any("stay idle" in note for note in plan.notes)
+    check(plan, at(graph)(4), cluster)
+
+
+def test_the_first_ranks_may_stay_idle() -> None:
+    """A forecast has an entry for every rank up to the last one that is used."""
+    graph, cluster = chain(2), cluster_of(Device(), Device(), Device(speed=8.0), rate=1.0)
+    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,))).plan
+    assert [stage.ranks for stage in plan.stages] == [(2,)]
+    assert plan.forecast is not None
+    assert len(plan.forecast.ledgers) == 3
+    assert Plan.from_json(plan.to_json()) == plan
     check(plan, at(graph)(4), cluster)
 
 

@@ -84,9 +84,8 @@ class _Branches:
     def _settings(self, used: int) -> Iterator[Setting]:
         for schedule in self.space.schedules:
             for m in self.space.microbatches:
-                for extra in self.space.extra_warmup:
-                    if extra and (schedule == "gpipe" or used == 1):
-                        continue  # the same as without
+                same = schedule == "gpipe" or used == 1  # whatever the warm-up is to be
+                for extra in self.space.extra_warmup[: 1 if same else None]:
                     yield Setting(
                         schedule,
                         m,

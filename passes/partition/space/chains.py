@@ -7,7 +7,8 @@ as are asked for, one table for each number of stages left.  PipeDream's dynamic
 menu of replica counts as in Piper (Tarnawski et al., 2021).
 
 Complete chains are then enumerated best first (A*, D being the exact rest), those of equal bound
-by the sum of the squares of their loads, which prefers balanced ones.
+by the sum of the squares of their loads, which prefers balanced ones and those that do not
+recompute.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ import numpy as np
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.matrices import Bool, Matrices
 from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.space import StageOption
 
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 
 
 class Piece(NamedTuple):
-    """One stage of a chain: the ideals around it, and its replicas."""
+    """One stage of a chain: the ideals around it, and its row of the menu."""
 
     begin: int
     end: int
-    replicas: int
+    option: StageOption
 
 
 @dataclass
 class Chains:
     """All ways to cut into stages on exactly these seats.
 
-    `counts`: replica counts of a stage; `stages`: how many there are, None for any number;
+    `menu`: what a stage may be; `stages`: how many there are, None for any number;
     `numbered`: the model's pins are to these stages.  `heuristic`: order by load per microbatch
     instead of by the bound.
     """
 
     matrices: Matrices
     seats: Seats
-    counts: tuple[int, ...]
+    menu: tuple[StageOption, ...]
     stages: int | None = None
     numbered: bool = False
     heuristic: bool = False
@@ -71,11 +73,11 @@ class Chains:
 
     def _extend(self, left: int, u: int) -> None:
         known = (left, u)
-        for r in self.counts:
-            behind = (max(left - 1, 0), u - r)
+        for option in self.menu:
+            behind = (max(left - 1, 0), u - option.replicas)
             if behind not in self.rest:
                 continue
-            cost, load = self._costs(left, u, r, slice(None))
+            cost, load = self._costs(left, u, option, slice(None))
             rest = np.maximum(cost, self.rest[behind][None, :]).min(1)
             squares = (load**2 + self.squares[behind][None, :]).min(1)
             self.rest[known] = np.minimum(self.rest.get(known, np.inf), rest)
@@ -90,14 +92,14 @@ class Chains:
     def _start(self) -> Key:
         return (self.stages or 0, self.num_ranks)
 
-    def _costs(self, left: int, u: int, r: int, rows: slice) -> tuple[Matrix, Matrix]:
+    def _costs(self, left: int, u: int, option: StageOption, rows: slice) -> tuple[Matrix, Matrix]:
         position = self.num_ranks - u
-        load, again = self.matrices.load(self.seats, position, r, rows)
+        load = self.matrices.load(self.seats, position, option, rows)
         if self.numbered:
             load = np.where(self._pinned((self.stages or 0) - left)[rows], load, np.inf)
         if self.heuristic:
             return load, load
-        return self.matrices.bound(self.seats, position, r, rows, load, again), load
+        return self.matrices.bound(self.seats, position, option, rows, load), load
 
     def enumerate(self, below: Callable[[], float]) -> Iterator[tuple[float, tuple[Piece, ...]]]:
         """(bound, chain) by rising bound, while that is less than `below()`; after `solve`."""
@@ -120,12 +122,12 @@ class Chains:
         """The chain with one stage more, in every way that may cost less than `below`."""
         left, u = one.left
         begin = one.pieces[-1].end if one.pieces else 0
-        for r in self.counts:
-            behind = (max(left - 1, 0), u - r)
+        for option in self.menu:
+            behind = (max(left - 1, 0), u - option.replicas)
             if behind not in self.rest:
                 continue
             row = slice(begin, begin + 1)
-            cost, load = (table[0] for table in self._costs(left, u, r, row))
+            cost, load = (table[0] for table in self._costs(left, u, option, row))
             bound = np.maximum(np.maximum(cost, self.rest[behind]), one.worst)
             for end in map(int, np.flatnonzero(bound < below)):
                 squares = one.squares + float(load[end]) ** 2
@@ -136,7 +138,7 @@ class Chains:
                     max(one.worst, float(cost[end])),
                     squares,
                     behind,
-                    (*one.pieces, Piece(begin, end, r)),
+                    (*one.pieces, Piece(begin, end, option)),
                 )
 
 

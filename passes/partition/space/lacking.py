@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import InfeasibleError
+from pdcompile.errors import InfeasibleError, NotFoundError
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.infeasible import EXPLAIN_SECONDS
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
-from pdcompile.passes.partition.space.matrices import Bool, Matrices
+from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.search import Ground
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
-from pdcompile.space import SearchSpace, Setting
+from pdcompile.space import SearchSpace, Setting, StageOption
 from pdcompile.units import format_bytes
 
 
 class Shares(Matrices):
     """The same stages without limits, by the share of their devices' memory that they need."""
 
-    def load(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Matrix, Bool]:
-        allowed = self.structure(seats, p, r, rows)
-        limit = seats.memory(p, r)
-        needed = np.minimum.reduce([self.bytes(seats, p, r, rows, one) for one in self.recompute])
+    def load(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+        allowed = self.structure(seats, p, option.replicas, rows)
+        limit, needed = seats.memory(p, option.replicas), self.bytes(seats, p, option, rows)
         share = needed * 0.0 if limit is None else needed / max(limit, 1)
-        return np.where(allowed, share, np.inf), allowed
+        return np.where(allowed, share, np.inf)
 
-    def bound(self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool) -> Matrix:
+    def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
         return load
 
 
@@ -38,15 +43,21 @@ def does_not_fit(
     space: SearchSpace,
     training: Training,
     *,
-    proved: bool,
+    unproved: Sequence[str],
 ) -> InfeasibleError:
-    """The error that names what lacks: the least memory with which something would fit."""
-    share, what = least_share(grounds, cluster, space, training)
-    limits = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
+    """The error when there is no plan: why there can be none, or that none was found.
+
+    Args:
+        unproved: why the search says nothing of what it has not found; empty: it exhausted the
+            space.  What the formula alone rules out is proved without a search.
+    """
+    least = least_share(grounds, cluster, space, training)
+    most, share = least.largest, least.share
     more = [] if True in space.recompute else ["recomputation (--recompute auto)"]
     more += [] if space.replicas == "any" else ["replicas (--replicas any)"]
     others = f", or allow {' or '.join(more)}" if more else ""
-    if not limits or not np.isfinite(share):
+    limited = any(device.memory_bytes is not None for device in cluster.devices)
+    if (least.proved and not math.isfinite(share)) or not (limited or unproved):
         wanted = "any number of" if space.stages is None else str(space.stages)
         return InfeasibleError(
             f"the model cannot be cut into {wanted} stages as the constraints ask on "
@@ -54,38 +65,73 @@ def does_not_fit(
             where="cluster",
             remedy="ask for fewer stages, or drop constraints",
         )
-    if share <= 1:
-        reason = "is known to fit" if not proved else "fits once what is under way is counted"
+    if least.proved and most is not None and share > 1:
+        which = "devices have" if _alike(cluster) else "the largest devices have"
         return InfeasibleError(
-            f"no plan of the space {reason}, though by the formula {what} would",
+            f"no plan of the space fits: {which} {format_bytes(most)} of memory, and the least "
+            f"that any plan needs is {share:.3g} times that ({least.what})",
             where="memory",
-            remedy=f"give more time or a little more memory{others}",
+            remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}, "
+            f"add devices{others}",
         )
-    least = min(limits)
+    if unproved:
+        return NotFoundError(
+            "no plan of the space was found that fits, and it is not proved that there is none: "
+            + "; ".join(unproved),
+            where="memory" if limited else "cluster",
+            remedy=f"give more time{' or memory' if limited else ''}, ask for less{others}",
+        )
+    known = ""
+    if math.isfinite(share):
+        everywhere = "" if _alike(cluster) else " if all devices were as large as the largest"
+        known = f"; by the formula alone {least.what} would{everywhere}"
     return InfeasibleError(
-        f"no plan of the space fits: devices have {format_bytes(least)} of memory, and the least "
-        f"that any plan needs is {share:.3g} times that ({what})",
+        f"no plan of the space fits once what is under way is counted{known}",
         where="memory",
-        remedy=f"raise memory to {format_bytes(int(np.ceil(least * share)))}, add devices{others}",
+        remedy=f"give a little more memory{others}",
     )
+
+
+def _alike(cluster: Cluster) -> bool:
+    return len({device.memory_bytes for device in cluster.devices}) == 1
+
+
+class Least(NamedTuple):
+    """The least share of the largest device's memory that a plan needs by the formula, and where.
+
+    `largest`: that memory, None where a device has no limit; `proved`: no plan needs less,
+    whichever devices it takes in which order.
+    """
+
+    largest: int | None
+    share: float
+    what: str
+    proved: bool
 
 
 def least_share(
     grounds: Mapping[int, Ground], cluster: Cluster, space: SearchSpace, training: Training
-) -> tuple[float, str]:
-    """The least share of memory over all settings on all devices in rank order, and where."""
-    best, what = float("inf"), ""
-    seats = Seats(cluster, tuple(range(len(cluster.devices))))
-    counts = space.counts(len(seats.ranks))
-    for m, ground in sorted(grounds.items()):
-        for schedule in space.schedules:
-            setting = Setting(
-                schedule, m, 0, training.optimizer_factor, training.max_grad_norm is not None
-            )
-            shares = Shares(ground.segments, setting, counts == (1,), space.recompute, ground.last)
-            for used in range(1, len(seats.ranks) + 1):
-                part = Seats(cluster, seats.ranks[:used])
-                found = Chains(shares, part, counts, space.stages).solve()
-                if found < best:
-                    best, what = found, f"{schedule}, {m} microbatches, {used} devices"
-    return best, what
+) -> Least:
+    """Over all settings, as if all devices were as large as the largest."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    most = None if None in limits else max(limit for limit in limits if limit is not None)
+    same = tuple(replace(device, memory_bytes=most) for device in cluster.devices)
+    alike = replace(cluster, devices=same)
+    best, what = math.inf, ""
+    proved = all(ground.complete for ground in grounds.values())
+    budget, again = Budget(EXPLAIN_SECONDS), max(space.recompute)  # which takes less memory
+    cases = product(sorted(grounds), space.schedules, space.extra_warmup, range(1, len(same) + 1))
+    for m, schedule, extra, used in cases:
+        if budget.late:
+            proved = False
+            break
+        setting = Setting(
+            schedule, m, extra, training.optimizer_factor, training.max_grad_norm is not None
+        )
+        ground, straight = grounds[m], space.replicas == "1"
+        shares = Shares(ground.segments, setting, straight, space.recompute, ground.last)
+        menu = tuple(StageOption(r, again) for r in space.counts(used))
+        found = Chains(shares, Seats(alike, tuple(range(used))), menu, space.stages).solve()
+        if found < best:
+            best, what = found, f"{schedule}, {m} microbatches, {used} devices"
+    return Least(most, best, what, proved)

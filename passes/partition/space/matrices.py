@@ -22,7 +22,7 @@ from pdcompile.passes.partition.space.depths import least_depth, most_depth
 from pdcompile.passes.partition.space.paths import Paths
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
-from pdcompile.space import Setting
+from pdcompile.space import Setting, StageOption
 
 Bool = NDArray[np.bool_]
 SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes
@@ -38,32 +38,33 @@ class Matrices:
     straight: bool  # no row of the menu has replicas
     recompute: tuple[bool, ...]
     last: int | None = None
-    bounding: bool = True  # else depths are what they are likely to be
+    full_duplex: bool = False  # all links
+    bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
     _links: dict[tuple[StageLimits, StageLimits], Matrix] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return len(self.segments.ideals)
 
-    def load(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Matrix, Bool]:
-        """Seconds per microbatch of a stage J∖I with r replicas from position p on, at least.
+    def load(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
+        """Seconds per microbatch of a stage J∖I from position p on, at least.
 
-        Also whether it has to recompute.  Infinite where the stage is not allowed.
+        Infinite where the stage is not allowed.
         """
-        allowed, again = self._rows(seats, p, r, rows)
-        load = self._compute(seats, p, r, rows, again) / r
+        r = option.replicas
+        load = self._compute(seats, p, option, rows) / r
         traffic = self._transfer(seats, p, r)[rows] / r
         load = np.maximum(load, traffic + self._reduction(seats, p, r, rows))
-        return np.where(allowed, load, np.inf), again
+        return np.where(self._allowed(seats, p, option, rows), load, np.inf)
 
-    def bound(self, seats: Seats, p: int, r: int, rows: slice, load: Matrix, again: Bool) -> Matrix:
+    def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
         """What the candidate's objective is at least, given such a stage and its `load`.
 
         Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
         those that are in flight.  With one seconds of the minibatch: what runs before, a
         replica's microbatches one after the other, the reduction or what runs after.
         """
-        own = self._compute(seats, p, r, rows, again)
+        r, own = option.replicas, self._compute(seats, p, option, rows)
         paths, v = self._paths, seats.fastest
         before, behind, back = (
             (table if len(table) == 1 else table[rows]) / v
@@ -85,9 +86,10 @@ class Matrices:
 
     # -- seconds -----------------------------------------------------------------------------
 
-    def _compute(self, seats: Seats, p: int, r: int, rows: slice, again: Bool) -> Matrix:
+    def _compute(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
         forward, backward = self.segments.forward[rows], self.segments.backward[rows]
-        result: Matrix = (forward + backward + np.where(again, forward, 0.0)) / seats.speed(p, r)
+        times = 2 if option.recompute else 1
+        result: Matrix = (times * forward + backward) / seats.speed(p, option.replicas)
         return result
 
     def _reduction(self, seats: Seats, p: int, r: int, rows: slice) -> Matrix:
@@ -127,24 +129,34 @@ class Matrices:
         guess = None if self.bounding else len(seats.ranks)
         return least_depth(self.setting, r, after, len(seats.ranks), self.straight, guess)
 
-    def _rows(self, seats: Seats, p: int, r: int, rows: slice) -> tuple[Bool, Bool]:
-        """Whether J∖I may be the stage, and whether it then has to recompute."""
-        allowed = self.structure(seats, p, r, rows)
-        limit = seats.memory(p, r)
-        none = np.zeros_like(allowed)
+    def _allowed(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Bool:
+        """Whether J∖I may be the stage, with this row of its menu."""
+        r = option.replicas
+        allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
+        spared = option.recompute and False in self.recompute
+        if spared and limit is None and (self._monotone or not self.bounding):
+            return np.zeros_like(allowed)
         if limit is None:
-            return allowed, none if False in self.recompute else ~none
+            return allowed
         limit_bytes = limit * (1 + 1e-12) + 0.5
-        fits = {
-            again: self.bytes(seats, p, r, rows, again) <= limit_bytes for again in self.recompute
-        }
-        if False not in fits:
-            return allowed & fits[True], ~none
-        return allowed & (fits[False] | fits.get(True, none)), ~fits[False]
+        allowed &= self.bytes(seats, p, option, rows) <= limit_bytes
+        if spared and not self.bounding:
+            without = replace(option, recompute=False)
+            allowed &= self.bytes(seats, p, without, rows) > limit_bytes
+        return allowed
 
-    def bytes(self, seats: Seats, p: int, r: int, rows: slice, again: bool) -> Matrix:
+    @cached_property
+    def _monotone(self) -> bool:
+        """Whether a stage that takes longer never ends sooner: the order on links is fixed.
+
+        Where several kinds of messages wait for a link, the first to come goes first, and
+        seconds lost at one place can be won elsewhere.
+        """
+        return self.straight and self.full_duplex and not self._ties
+
+    def bytes(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
-        setting, m = self.setting, self.setting.num_microbatches
+        setting, m, r = self.setting, self.setting.num_microbatches, option.replicas
         lag, versions = SCHEDULES[setting.schedule]
         late = bool(lag) and (setting.clipping or r > 1)
         share = -(-m // r)
@@ -154,9 +166,8 @@ class Matrices:
             in_flight, slots = min(in_flight, share), min(slots, share)
         total = self._fixed[rows] + (versions - 1) * self._trainable[rows]
         total = total + ((2 if late else 1) + setting.optimizer_factor) * self._owned[rows]
-        total = (
-            total + (1 if again else in_flight) * self._saved[rows] + slots * self._received[rows]
-        )
+        sets = 1 if option.recompute else in_flight
+        total = total + sets * self._saved[rows] + slots * self._received[rows]
         result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * self._returned[rows]
         return result
 

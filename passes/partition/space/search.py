@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.layout import SCHEDULES
@@ -21,11 +21,14 @@ from pdcompile.passes.partition.space.evaluate import (
 )
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.partition.space.sketch import Held, forecast
+from pdcompile.passes.partition.space.sketch import forecast
 from pdcompile.passes.schedules import warmup
-from pdcompile.plan import Forecast
+from pdcompile.plan import MemoryLedger
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
+
+Ledgers = Callable[[Candidate], Sequence[MemoryLedger]]
+"""What every rank holds under the schedule of a candidate."""
 
 MAX_IDEALS = 1_000
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
@@ -112,17 +115,21 @@ class Pipelines:
     ):
         """`stages`: how many; `likely`: by load, with the depths that are likely, not by bound."""
         self.ground, self.setting, self.seats = ground, setting, seats
-        self.recompute = space.recompute
+        self.decide = len(set(space.recompute)) > 1
         matrices = Matrices(
             ground.segments,
             setting,
             straight=counts == (1,),
             recompute=space.recompute,
             last=ground.last,
+            full_duplex=all(level.full_duplex for level in seats.cluster.levels),
             bounding=not likely,
         )
         numbered = ground.model.num_stages == stages and stages is not None
-        self.chains = Chains(matrices, seats, counts, stages, numbered, likely)
+        menu = tuple(
+            StageOption(r, again) for r in counts for again in sorted(set(space.recompute))
+        )
+        self.chains = Chains(matrices, seats, menu, stages, numbered, likely)
 
     def bound(self) -> float:
         """What all candidates cost at least (if the ideals are all), infinite if there is none.
@@ -132,10 +139,17 @@ class Pipelines:
         return self.chains.solve() * (1 - 1e-12)
 
     def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
-        """(bound, candidate) by rising bound, None for one that breaks something; after `bound`."""
+        """(bound, candidate) by rising bound, None for one that breaks something; after `bound`.
+
+        One that lacks memory at its depths, which are known only now, is tried with recomputing
+        stages right away; it comes again when its own bound has its turn.
+        """
+        problem, cluster = self.ground.problem, self.seats.cluster
         for bound, pieces in self.chains.enumerate(below):
             candidate = self._candidate(pieces)
-            broken = violations(self.ground.problem, self.seats.cluster, candidate)
+            if self.decide:
+                candidate = recomputing(problem, cluster, candidate)
+            broken = violations(problem, cluster, candidate)
             yield bound * (1 - 1e-12), candidate if not broken else None
 
     def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
@@ -148,9 +162,9 @@ class Pipelines:
                     groups[v] = s
         ranks, following = [], 0
         for piece in pieces:
-            ranks.append(self.seats.ranks[following : following + piece.replicas])
-            following += piece.replicas
-        setting, replicas = self.setting, tuple(piece.replicas for piece in pieces)
+            ranks.append(self.seats.ranks[following : following + piece.option.replicas])
+            following += piece.option.replicas
+        setting, replicas = self.setting, tuple(piece.option.replicas for piece in pieces)
         depths = warmup(
             setting.schedule,
             len(pieces),
@@ -158,23 +172,18 @@ class Pipelines:
             replicas,
             setting.extra_warmup,
         )
-        options = tuple(StageOption(r, False not in self.recompute) for r in replicas)
-        found = Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
-        if len(set(self.recompute)) < 2:
-            return found
-        return recomputing(self.ground.problem, self.seats, found)
+        options = tuple(piece.option for piece in pieces)
+        return Candidate(setting, model.items_of(groups), options, tuple(ranks), depths)
 
 
-def recomputing(problem: PartitionProblem, seats: Seats, candidate: Candidate) -> Candidate:
-    """Recompute where memory wants it, once depths are known: otherwise it only costs time."""
-    options = [replace(option, recompute=False) for option in candidate.options]
-    measured = Measure(problem, seats.cluster, replace(candidate, options=tuple(options)))
-    following = 0
-    for s, option in enumerate(options):
-        limit = seats.memory(following, option.replicas)
-        following += option.replicas
+def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Candidate:
+    """The candidate with recomputation also where it lacks memory without."""
+    measured, options = Measure(problem, cluster, candidate), list(candidate.options)
+    for s, ranks in enumerate(candidate.ranks):
+        limits = [cluster.devices[rank].memory_bytes for rank in ranks]
+        limit = min((one for one in limits if one is not None), default=None)
         if limit is not None and measured.memory(s) > limit:
-            options[s] = replace(option, recompute=True)
+            options[s] = replace(options[s], recompute=True)
     return replace(candidate, options=tuple(options))
 
 
@@ -183,37 +192,39 @@ def seconds_of(
     cluster: Cluster,
     candidate: Candidate,
     found: Measured,
-    held: Held | None = None,
+    ledgers: Ledgers | None = None,
     below: float = float("inf"),
 ) -> float:
     """The objective of a candidate: exact where it is straight, else what the simulator says.
 
     Without a flush the simulator's seconds per microbatch or the closed form, whichever is more:
-    the simulator lets a rank use several links at once, and reductions none.  Infinite where the
-    ledger of the schedule exceeds the memory of a device, with what stages are known to have
-    `held` too where the seconds are `below` a limit, so that it matters.
+    the simulator lets a rank use several links at once, and reductions none.  Infinite where a
+    ledger exceeds the memory of its device; they are looked at where the seconds are `below` a
+    limit, so that it matters.
+
+    Args:
+        ledgers: those of the plan that the candidate stands for; without a plan those of its
+            sketch, in which a stage saves what its items do.
     """
-    limits = [device.memory_bytes for device in cluster.devices]
-    if candidate.straight and not any(limit is not None for limit in limits):
-        return found.seconds
-    told = forecast(problem, cluster, candidate)
-    if _exceeds(told, limits):
-        return float("inf")
+    sketched = cache(lambda: forecast(problem, cluster, candidate))
     seconds = found.seconds
     if not candidate.straight:
-        seconds = told.step_seconds
+        seconds = sketched().step_seconds
         if SCHEDULES[candidate.setting.schedule][0]:
             seconds = max(found.seconds, seconds / candidate.setting.num_microbatches)
-    matters = seconds < below and any(limit is not None for limit in limits)
-    if matters and held and _exceeds(forecast(problem, cluster, candidate, held), limits):
-        return float("inf")
+    limited = any(device.memory_bytes is not None for device in cluster.devices)
+    if limited and seconds < below:
+        held = sketched().ledgers if ledgers is None else ledgers(candidate)
+        if exceeds(held, cluster):
+            return float("inf")
     return seconds
 
 
-def _exceeds(told: Forecast, limits: Sequence[int | None]) -> bool:
+def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:
+    """Whether a rank holds more than its device has."""
     return any(
-        limit is not None and ledger.total_bytes > limit
-        for ledger, limit in zip(told.ledgers, limits, strict=False)
+        device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes
+        for ledger, device in zip(ledgers, cluster.devices, strict=False)
     )
 
 
@@ -230,17 +241,20 @@ def best(
     """The best candidate that uses exactly these ranks, by `seconds_of`.
 
     With `simulated` False by the closed form of `evaluate.measure` alone.  Exact when the ideals
-    of the graph are few: candidates come by rising bound, and none whose bound is not below the
-    best is left out.  None when nothing fits.
+    of the graph are few (`Ground.complete`): candidates come by rising bound, each with and
+    without recomputation, and none whose bound is below the best is left out.  None when nothing
+    fits.
     """
     seats = Seats(cluster, ranks)
-    ground = Ground.of(problem, len(ranks) ** 2)
+    ground = Ground.of(problem, len(ranks) * len(counts) * len(set(space.recompute)))
     pipelines = Pipelines(ground, space, setting, seats, counts, stages=space.stages)
     if pipelines.bound() == float("inf"):
         return None
     found: list[tuple[float, Candidate]] = []
+    seen: set[Candidate] = set()
     for _, candidate in pipelines.candidates(lambda: found[-1][0] if found else float("inf")):
-        if candidate is not None:
+        if candidate is not None and candidate not in seen:
+            seen.add(candidate)
             measured = measure(problem, cluster, candidate)
             seconds = measured.seconds
             least = found[-1][0] if found else float("inf")

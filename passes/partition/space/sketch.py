@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from functools import cache
 
 from pdcompile.cluster import Cluster
@@ -17,28 +16,20 @@ from pdcompile.space import Candidate
 NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 
 
-Held = Callable[[Candidate], Sequence[tuple[int, int]]]
-"""Saved bytes and workspace of each stage, from its ops; that of its items counts if more."""
-
-
-def forecast(
-    problem: PartitionProblem, cluster: Cluster, candidate: Candidate, held: Held | None = None
-) -> Forecast:
+def forecast(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Forecast:
     """What the simulator says of a candidate: seconds of a step in steady state, ledgers."""
     links = cache(cluster.level_between)
-    return simulate(sketch(problem, cluster, candidate, held), links=links).forecast
+    drawn = sketch(problem, cluster, candidate)
+    return simulate(drawn, links=links, timeline=False).forecast
 
 
-def sketch(
-    problem: PartitionProblem, cluster: Cluster, candidate: Candidate, held: Held | None = None
-) -> Plan:
+def sketch(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Plan:
     """The candidate as a plan without ops.
 
     Values with the same stages are one edge where links have no latency: the same seconds in
     fewer instructions.
     """
     setting, measure = candidate.setting, Measure(problem, cluster, candidate)
-    known = held(candidate) if held else ()
     training = Training(
         setting.schedule,
         setting.num_microbatches,
@@ -52,10 +43,6 @@ def sketch(
     for s, (option, ranks) in enumerate(zip(candidate.options, candidate.ranks, strict=True)):
         items = [i for i, t in zip(problem.items, candidate.stage_of, strict=True) if t == s]
         forward, backward = measure.compute(s)
-        saved = sum(item.saved_bytes for item in items)
-        workspace = max((item.workspace_bytes for item in items), default=0)
-        if known:
-            saved, workspace = max(saved, known[s][0]), max(workspace, known[s][1])
         stages.append(
             StagePlan(
                 s,
@@ -68,8 +55,8 @@ def sketch(
                 sum(item.parameter_bytes - item.trainable_bytes for item in items)
                 + measure.trainable(s),
                 measure.trainable(s),
-                saved,
-                workspace,
+                sum(item.saved_bytes for item in items),
+                max((item.workspace_bytes for item in items), default=0),
                 option.recompute,
                 training.step_bytes(updated_sizes(problem, candidate.stage_of, s)),
             )

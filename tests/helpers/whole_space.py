@@ -1,0 +1,132 @@
+"""Random clusters whose memory just fits some plan or just does not, and brute force over plans."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.graph import OpGraph
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.draft import draft
+from pdcompile.passes.partition.space import measure, violations
+from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.plan import MemoryLedger, Plan, Training
+from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.space import Candidate, SearchSpace, Setting
+from tests.helpers.graphs import chain, residual
+from tests.helpers.spaces import every_candidate
+
+BATCH = 8
+GraphAt = Callable[[int], OpGraph]
+
+
+def at(graph: OpGraph) -> GraphAt:
+    """The graph with costs that grow with the microbatch, and a part that does not."""
+
+    @cache
+    def found(m: int) -> OpGraph:
+        size = BATCH // m
+        ops = []
+        for n, op in enumerate(graph.ops):
+            assert op.cost is not None
+            seconds = (0.2 + size / 4) * (1 + n % 3)
+            cost = replace(
+                op.cost,
+                forward_seconds=seconds,
+                backward_seconds=2 * seconds,
+                microbatch_size=size,
+            )
+            ops.append(replace(op, cost=cost))
+        return replace(graph, ops=tuple(ops))
+
+    return found
+
+
+class WholeSpace:
+    """Every plan that the search may return, with equal devices in the order of their ranks."""
+
+    def __init__(self, graph_at: GraphAt, cluster: Cluster, space: SearchSpace) -> None:
+        self.graph_at, self.cluster, self.space = graph_at, cluster, space
+        self.training = Training(batch_size=BATCH)
+
+    def problem(self, m: int) -> PartitionProblem:
+        limits = (StageLimits(),) * len(self.cluster.devices)
+        return coarsen(self.graph_at(m), limits, num_microbatches=m)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        m = candidate.setting.num_microbatches
+        return draft(self.graph_at(m), self.problem(m), candidate, self.training, self.cluster)
+
+    def candidates(self) -> Iterator[tuple[PartitionProblem, Candidate]]:
+        space, ranks = self.space, range(len(self.cluster.devices))
+        choices = itertools.product(space.microbatches, space.schedules, space.extra_warmup)
+        for m, schedule, extra in choices:
+            problem = self.problem(m)
+            setting = Setting(schedule, m, extra, self.training.optimizer_factor)
+            for used in range(1, len(ranks) + 1):
+                for order in itertools.permutations(ranks, used):
+                    for one in every_candidate(problem, space, setting, order, space.counts(used)):
+                        yield problem, one
+
+    def best(self) -> tuple[float, Candidate] | None:
+        """The least seconds of a step of all plans that fit; None where none does."""
+        found: tuple[float, Candidate] | None = None
+        for problem, one in self.candidates():
+            if violations(problem, self.cluster, one):
+                continue
+            setting = one.setting
+            scale = setting.num_microbatches if setting.schedule == "2bw" else 1
+            least = found[0] if found else float("inf")
+            closed = measure(problem, self.cluster, one)
+            if closed.seconds * scale < least:
+                seconds = seconds_of(problem, self.cluster, one, closed, self.ledgers) * scale
+                if seconds < least:
+                    found = seconds, one
+        return found
+
+    def ledgers(self, candidate: Candidate) -> Sequence[MemoryLedger]:
+        """What the ranks of the candidate's plan hold."""
+        told = self.plan(candidate).forecast
+        assert told is not None
+        return told.ledgers
+
+
+def random_space(seed: int) -> WholeSpace:
+    """A short graph on two or three devices; limits are what ranks of random plans hold."""
+    r = random.Random(seed)
+    graph_at = at(residual(1) if r.random() < 0.1 else chain(r.randint(2, 4)))
+    count = r.randint(2, 3)
+    level = Level("link", count, r.choice((1e2, 1e3, 1e5)), r.choice((0.0, 0.1)), r.random() < 0.7)
+    speeds = r.choice(((1.0,), (1.0, 2.0)))
+    devices = tuple(Device("cpu", None, r.choice(speeds)) for _ in range(count))
+    space = SearchSpace(
+        r.choice(("1", "any", "any")),
+        r.choice(((False, True), (False, True), (True,), (False,))),
+        (r.choice(("1f1b", "gpipe", "2bw")),),
+        (r.choice((2, 4)),),
+        (r.choice((0, 0, 1)),),
+    )
+    free = WholeSpace(graph_at, Cluster(devices, (level,)), space)
+    every = [
+        one for problem, one in free.candidates() if not violations(problem, free.cluster, one)
+    ]
+    held = [
+        ledger.total_bytes
+        for one in r.sample(every, min(4, len(every)))
+        for ledger in free.ledgers(one)
+        if ledger.total_bytes
+    ]
+    limited = tuple(
+        replace(device, memory_bytes=None if r.random() < 0.2 else _near(r, held))
+        for device in devices
+    )
+    return WholeSpace(graph_at, Cluster(limited, (level,)), space)
+
+
+def _near(r: random.Random, held: list[int]) -> int:
+    """What some plan holds, a little less or a little more."""
+    return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))

@@ -1,0 +1,114 @@
+"""What a search claims of the whole space is true: optimal, infeasible, not found, its bound.
+
+Limits are what ranks of random plans hold, so that one plan just fits and the next does not.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.errors import InfeasibleError, NotFoundError
+from pdcompile.passes import explore as explore_module
+from pdcompile.passes.explore import Explored, explore
+from pdcompile.plan import check
+from pdcompile.space import SearchSpace
+from tests.helpers.graphs import chain
+from tests.helpers.whole_space import WholeSpace, at, random_space
+
+
+def explored(case: WholeSpace) -> Explored:
+    return explore(case.graph_at, case.cluster, case.space, case.training)
+
+
+def verdict(case: WholeSpace) -> str:
+    """What the search says of a case; fails where that is not true."""
+    exists = case.best()
+    try:
+        found = explored(case)
+    except NotFoundError:
+        return "unknown"
+    except InfeasibleError:
+        if exists is not None:
+            raise
+        return "infeasible"
+    assert exists is not None
+    plan, least = found.plan, exists[0]
+    check(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
+    every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
+    certificate = plan.certificate
+    assert certificate.objective_seconds * every >= least * (1 - 1e-9)
+    assert certificate.bound_seconds * every <= least * (1 + 1e-9), exists
+    assert plan.forecast is not None
+    for ledger, device in zip(plan.forecast.ledgers, case.cluster.devices, strict=False):
+        assert device.memory_bytes is None or ledger.total_bytes <= device.memory_bytes
+    return certificate.status
+
+
+def test_verdicts_on_small_spaces() -> None:
+    said = [verdict(random_space(seed)) for seed in range(40)]
+    assert set(said) == {"optimal", "infeasible"}  # so small a space is exhausted
+
+
+@pytest.mark.slow
+def test_verdicts_on_many_small_spaces() -> None:
+    said = [verdict(random_space(seed)) for seed in range(1_000, 1_600)]
+    assert set(said) == {"optimal", "infeasible"}
+
+
+def three(*devices: Device, latency: float = 0.0) -> Cluster:
+    return Cluster(devices, (Level("link", len(devices), 1e5, latency),))
+
+
+BY_STAGE = SearchSpace("any", (False, True), ("gpipe",), (2,))
+
+
+def test_a_plan_that_just_does_not_fit_proves_nothing_of_the_others() -> None:
+    """The fastest one of the items' sums is a few bytes too large as a plan."""
+    for limit in range(384, 396):
+        devices = (Device("cpu", limit), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
+        case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
+        assert verdict(case) == "optimal"
+
+
+def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
+    """By the formula it fits without: what is under way is too much."""
+    space = SearchSpace("1", (False, True), ("gpipe",), (4,), stages=2)
+    free = WholeSpace(at(chain(4)), three(Device(), Device()), space)
+    plan = explored(free).plan
+    assert plan.forecast is not None
+    most = plan.forecast.ledgers[0].total_bytes
+    recomputing = set()
+    for less in range(0, most // 3, max(1, most // 60)):
+        device = Device("cpu", most - less)
+        case = WholeSpace(at(chain(4)), three(device, device), space)
+        if verdict(case) == "optimal":
+            stages = explored(case).plan.stages
+            recomputing.add(tuple(stage.recompute for stage in stages))
+    assert len(recomputing) > 2
+
+
+def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formula the best plans fit; the search ends before it has seen one that does."""
+    devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
+    case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
+    monkeypatch.setattr(explore_module, "MAX_TRIED", 0)
+    with pytest.raises(NotFoundError, match="0 plans were tried") as caught:
+        explored(case)
+    assert "not proved" in str(caught.value)
+    assert "time" in (caught.value.remedy or "")
+
+
+def test_a_depth_that_changes_nothing_takes_nothing_away() -> None:
+    """GPipe has one depth, and a single stage too: asking for more leaves these plans."""
+    deeper = SearchSpace("1", (False,), ("gpipe",), (4,), (1,))
+    assert verdict(WholeSpace(at(chain(2)), three(Device(), Device()), deeper)) == "optimal"
+
+
+def test_the_least_memory_is_of_the_largest_device() -> None:
+    """What the small devices lack says nothing of plans on the large ones."""
+    sizes = (60, 300, 500)
+    case = WholeSpace(at(chain(4)), three(*(Device("cpu", size) for size in sizes)), BY_STAGE)
+    with pytest.raises(InfeasibleError, match="the largest devices have 500 B") as caught:
+        explored(case)
+    assert not isinstance(caught.value, NotFoundError)
