@@ -5,14 +5,16 @@ cluster's ranks with some replica counts; the branch of the least bound goes fir
 all work on all devices, then that of the dynamic program over ideals and replicas, then that of
 the candidate which comes next.  A candidate counts with the objective of `space.search`; where
 memory has limits it is drawn as the plan that would be returned, and dropped where a ledger of
-that plan exceeds them.  The search ends when no branch is left whose bound is below the best, or
-with what there is when its budget is spent.
+that plan exceeds them.  That takes long: those that do not fit as far as rules tell are drawn last,
+and only if they are faster than what was found.  The search ends when no branch is left whose
+bound is below the best, or with what there is when its budget is spent.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -22,6 +24,7 @@ from pdcompile.constraints import Constraint
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.costs import Resident, residents
 from pdcompile.passes.draft import draft
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.budget import Budget
@@ -30,7 +33,7 @@ from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.evaluate import measure, violations
 from pdcompile.passes.partition.space.lacking import does_not_fit
 from pdcompile.passes.partition.space.neighbours import neighbours
-from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, seconds_of
+from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, limited, timed
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
@@ -42,7 +45,8 @@ DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
 MAX_TRIED = 400  # candidates that are simulated, in all
 CHEAP = 0.05  # what one that is dropped before counts
-SEARCHING = 0.8  # of the time; the rest is for moving groups of the best
+SEARCHING = 0.8  # of the time; then what was put off is settled
+SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
 EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
@@ -76,18 +80,22 @@ class Explorer:
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
     unproved: list[str] = field(default_factory=list)  # why something was
+    doubtful: list[tuple[float, Candidate]] = field(default_factory=list)  # step seconds
     tried: float = 0.0  # candidates that were simulated
     seen: set[Candidate] = field(default_factory=set)
     grounds: dict[int, Ground] = field(default_factory=dict)
 
     def run(self) -> None:
         """Search until nothing is left or the budget is spent."""
+        self._branch_and_bound()
+        self._settle()
+
+    def _branch_and_bound(self) -> None:
         ticket = count()
         heap = [(branch.bound, next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
-            spent = self.budget.spent / max(self.budget.spent + self.budget.left, 1e-9)
-            if self.budget.late or self.tried >= MAX_TRIED or (self.found and spent > SEARCHING):
+            if self.tried >= MAX_TRIED or self._spent(SEARCHING):
                 many = f"{MAX_TRIED} plans were tried"
                 self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
                 return
@@ -98,6 +106,20 @@ class Explorer:
                 self._next(branch)
             if branch.bound < math.inf:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
+
+    def _settle(self) -> None:
+        """Draw the candidates that were put off, the fastest first."""
+        doubtful = deque(sorted(self.doubtful, key=lambda one: one[0]))
+        while doubtful and doubtful[0][0] < self._below():
+            if self._spent(SETTLING):
+                self._unfinished(doubtful[0][0], "time was over")
+                return
+            self._judge(*doubtful.popleft())
+
+    def _spent(self, share: float) -> bool:
+        """Whether that share of the time is over."""
+        whole = max(self.budget.spent + self.budget.left, 1e-9)
+        return self.budget.late or self.budget.spent > share * whole
 
     def improve(self) -> None:
         """Move single groups of the best candidate over a boundary as long as that helps."""
@@ -211,9 +233,17 @@ class Explorer:
             return
         self.tried += 1
         limit = self._below() / branch.scale
-        seconds = seconds_of(problem, self.cluster, candidate, measured, self._held, limit)
-        seconds *= branch.scale
+        seconds, fits = timed(problem, self.cluster, candidate, measured, limit, self._ruled)
+        if fits:
+            self._judge(seconds * branch.scale, candidate)
+        else:
+            self.doubtful.append((seconds * branch.scale, candidate))
+
+    def _judge(self, seconds: float, candidate: Candidate) -> None:
+        """Make it the best if it is: drawn as a plan, it keeps the limits."""
         if seconds >= self._below():
+            return
+        if limited(self.cluster) and exceeds(self._held(candidate), self.cluster):
             return
         self.found.append((seconds, candidate))
         self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
@@ -226,6 +256,15 @@ class Explorer:
         told = self._plan(problem, candidate).forecast
         assert told is not None
         return told.ledgers
+
+    def _ruled(self, candidate: Candidate) -> Sequence[Resident]:
+        """What each stage holds as far as rules tell, which is quick."""
+        m = candidate.setting.num_microbatches
+        graph, items = self.graph_at(m), self._ground(m).problem.items
+        pairs = zip(items, candidate.stage_of, strict=True)
+        stage_of = {name: s for item, s in pairs for name in item.ops}
+        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+        return residents(graph, [stage_of[op.name] for op in graph.ops], len(candidate.options), b)
 
     def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
         graph = self.graph_at(candidate.setting.num_microbatches)
@@ -242,7 +281,7 @@ class Explorer:
                 raise KeyboardInterrupt
             raise does_not_fit(
                 self.grounds, self.cluster, self.space, self.training,
-                unproved=[*self.unproved, *self._left_out()],
+                unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
         seconds, candidate = self.found[-1]
         setting = candidate.setting
@@ -259,38 +298,42 @@ class Explorer:
             status="feasible",
             prover=PROVER,
             seconds=self.budget.spent,
-            scope=f"{problem.scope}; {self.scope()}",
+            scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
         )
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
-        notes = (*plan.notes, *self._notes(candidate, certificate))
+        notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
         return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
 
-    def scope(self) -> str:
-        """What the certificate speaks of, besides coarsening."""
-        orders, every_order = arrangements(self.cluster)
-        parts = [str(self.space), RULES]
-        if len(orders) > 1 and every_order:
-            parts.append(f"all orders of unlike devices ({len(orders)})")
-        return "; ".join([*parts, *self._left_out()])
 
-    def _left_out(self) -> Iterator[str]:
-        """What of a large cluster's space is never looked at."""
-        orders, every_order = arrangements(self.cluster)
-        if not every_order:
-            yield f"some orders of unlike devices ({len(orders)})"
-        ranks = len(self.cluster.devices)
-        counts = self.space.counts(ranks)
-        if self.space.replicas == "any" and len(counts) < ranks:
-            yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+def scope_of(space: SearchSpace, cluster: Cluster) -> str:
+    """What the certificate speaks of, besides coarsening."""
+    orders, every_order = arrangements(cluster)
+    parts = [str(space), RULES]
+    if len(orders) > 1 and every_order:
+        parts.append(f"all orders of unlike devices ({len(orders)})")
+    return "; ".join([*parts, *left_out(space, cluster)])
 
-    def _notes(self, candidate: Candidate, certificate: Certificate) -> Iterator[str]:
-        used = {rank for ranks in candidate.ranks for rank in ranks}
-        idle = sorted(set(range(len(self.cluster.devices))) - used)
-        if idle:
-            proved = certificate.status == "optimal"
-            why = "no plan with them is" if proved else "no plan with them was found that is"
-            yield f"ranks {', '.join(map(str, idle))} stay idle: {why} faster"
+
+def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
+    """What of a large cluster's space is never looked at."""
+    orders, every_order = arrangements(cluster)
+    if not every_order:
+        yield f"some orders of unlike devices ({len(orders)})"
+    ranks = len(cluster.devices)
+    counts = space.counts(ranks)
+    if space.replicas == "any" and len(counts) < ranks:
+        yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+
+
+def idle_ranks(cluster: Cluster, candidate: Candidate, certificate: Certificate) -> Iterator[str]:
+    """A note on devices that the plan leaves out."""
+    used = {rank for ranks in candidate.ranks for rank in ranks}
+    idle = sorted(set(range(len(cluster.devices))) - used)
+    if idle:
+        proved = certificate.status == "optimal"
+        why = "no plan with them is" if proved else "no plan with them was found that is"
+        yield f"ranks {', '.join(map(str, idle))} stay idle: {why} faster"
 
 
 def explore(

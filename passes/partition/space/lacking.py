@@ -17,7 +17,7 @@ from pdcompile.passes.partition.infeasible import EXPLAIN_SECONDS
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
 from pdcompile.passes.partition.space.matrices import Matrices
-from pdcompile.passes.partition.space.search import Ground
+from pdcompile.passes.partition.space.search import Ground, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.space import SearchSpace, Setting, StageOption
@@ -56,8 +56,8 @@ def does_not_fit(
     more = [] if True in space.recompute else ["recomputation (--recompute auto)"]
     more += [] if space.replicas == "any" else ["replicas (--replicas any)"]
     others = f", or allow {' or '.join(more)}" if more else ""
-    limited = any(device.memory_bytes is not None for device in cluster.devices)
-    if (least.proved and not math.isfinite(share)) or not (limited or unproved):
+    short = limited(cluster)
+    if (least.proved and not math.isfinite(share)) or not (short or unproved):
         wanted = "any number of" if space.stages is None else str(space.stages)
         return InfeasibleError(
             f"the model cannot be cut into {wanted} stages as the constraints ask on "
@@ -78,8 +78,8 @@ def does_not_fit(
         return NotFoundError(
             "no plan of the space was found that fits, and it is not proved that there is none: "
             + "; ".join(unproved),
-            where="memory" if limited else "cluster",
-            remedy=f"give more time{' or memory' if limited else ''}, ask for less{others}",
+            where="memory" if short else "cluster",
+            remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
         )
     known = ""
     if math.isfinite(share):

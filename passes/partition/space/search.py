@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.costs import Resident
 from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
@@ -29,6 +30,8 @@ from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
 
 Ledgers = Callable[[Candidate], Sequence[MemoryLedger]]
 """What every rank holds under the schedule of a candidate."""
+Held = Callable[[Candidate], Sequence[Resident]]
+"""What every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
@@ -187,24 +190,21 @@ def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidat
     return replace(candidate, options=tuple(options))
 
 
-def seconds_of(
+def timed(
     problem: PartitionProblem,
     cluster: Cluster,
     candidate: Candidate,
     found: Measured,
-    ledgers: Ledgers | None = None,
     below: float = float("inf"),
-) -> float:
-    """The objective of a candidate: exact where it is straight, else what the simulator says.
+    held: Held | None = None,
+) -> tuple[float, bool]:
+    """The objective of a candidate, and whether its sketch fits into the memory of the devices.
 
-    Without a flush the simulator's seconds per microbatch or the closed form, whichever is more:
-    the simulator lets a rank use several links at once, and reductions none.  Infinite where a
-    ledger exceeds the memory of its device; they are looked at where the seconds are `below` a
-    limit, so that it matters.
-
-    Args:
-        ledgers: those of the plan that the candidate stands for; without a plan those of its
-            sketch, in which a stage saves what its items do.
+    Exact where it is straight, else what the simulator says: without a flush its seconds per
+    microbatch or the closed form, whichever is more, because the simulator lets a rank use
+    several links at once, and reductions none.  Memory is looked at where the seconds are `below`
+    a limit, so that it matters; a stage of the sketch saves what its items do, or what it is said
+    to have `held` where that is more.
     """
     sketched = cache(lambda: forecast(problem, cluster, candidate))
     seconds = found.seconds
@@ -212,12 +212,36 @@ def seconds_of(
         seconds = sketched().step_seconds
         if SCHEDULES[candidate.setting.schedule][0]:
             seconds = max(found.seconds, seconds / candidate.setting.num_microbatches)
-    limited = any(device.memory_bytes is not None for device in cluster.devices)
-    if limited and seconds < below:
-        held = sketched().ledgers if ledgers is None else ledgers(candidate)
-        if exceeds(held, cluster):
-            return float("inf")
-    return seconds
+    if not (seconds < below and limited(cluster)):
+        return seconds, True
+    fits = not exceeds(sketched().ledgers, cluster)
+    if fits and held is not None:
+        fits = not exceeds(forecast(problem, cluster, candidate, held(candidate)).ledgers, cluster)
+    return seconds, fits
+
+
+def seconds_of(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    candidate: Candidate,
+    found: Measured,
+    ledgers: Ledgers | None = None,
+) -> float:
+    """The objective of a candidate, infinite where a ledger exceeds the memory of its device.
+
+    Args:
+        ledgers: those of the plan that the candidate stands for; without a plan those of its
+            sketch.
+    """
+    seconds, fits = timed(problem, cluster, candidate, found)
+    if ledgers is not None:
+        fits = not (limited(cluster) and exceeds(ledgers(candidate), cluster))
+    return seconds if fits else float("inf")
+
+
+def limited(cluster: Cluster) -> bool:
+    """Whether a device has a limit on its memory."""
+    return any(device.memory_bytes is not None for device in cluster.devices)
 
 
 def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:

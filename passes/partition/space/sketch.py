@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.costs import Resident
 from pdcompile.passes.partition.space.evaluate import Measure
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.sketch import updated_sizes
@@ -16,18 +18,31 @@ from pdcompile.space import Candidate
 NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 
 
-def forecast(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Forecast:
+def forecast(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    candidate: Candidate,
+    held: Sequence[Resident] = (),
+) -> Forecast:
     """What the simulator says of a candidate: seconds of a step in steady state, ledgers."""
     links = cache(cluster.level_between)
-    drawn = sketch(problem, cluster, candidate)
+    drawn = sketch(problem, cluster, candidate, held)
     return simulate(drawn, links=links, timeline=False).forecast
 
 
-def sketch(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Plan:
+def sketch(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    candidate: Candidate,
+    held: Sequence[Resident] = (),
+) -> Plan:
     """The candidate as a plan without ops.
 
     Values with the same stages are one edge where links have no latency: the same seconds in
     fewer instructions.
+
+    Args:
+        held: what each stage is said to hold; that of its items counts where it is more.
     """
     setting, measure = candidate.setting, Measure(problem, cluster, candidate)
     training = Training(
@@ -43,6 +58,8 @@ def sketch(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) ->
     for s, (option, ranks) in enumerate(zip(candidate.options, candidate.ranks, strict=True)):
         items = [i for i, t in zip(problem.items, candidate.stage_of, strict=True) if t == s]
         forward, backward = measure.compute(s)
+        saved = sum(item.saved_bytes for item in items)
+        workspace = max((item.workspace_bytes for item in items), default=0)
         stages.append(
             StagePlan(
                 s,
@@ -55,8 +72,8 @@ def sketch(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) ->
                 sum(item.parameter_bytes - item.trainable_bytes for item in items)
                 + measure.trainable(s),
                 measure.trainable(s),
-                sum(item.saved_bytes for item in items),
-                max((item.workspace_bytes for item in items), default=0),
+                max(saved, held[s].saved_bytes) if held else saved,
+                max(workspace, held[s].workspace_bytes) if held else workspace,
                 option.recompute,
                 training.step_bytes(updated_sizes(problem, candidate.stage_of, s)),
             )
