@@ -5,12 +5,15 @@ Limits are what ranks of random plans hold, so that one plan just fits and the n
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes import explore as explore_module
 from pdcompile.passes.explore import Explored, explore
+from pdcompile.passes.partition.space.search import timed
 from pdcompile.plan import check
 from pdcompile.space import SearchSpace
 from tests.helpers.graphs import chain
@@ -69,6 +72,20 @@ def test_a_plan_that_just_does_not_fit_proves_nothing_of_the_others() -> None:
         devices = (Device("cpu", limit), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
         case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
         assert verdict(case) == "optimal"
+
+
+def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are not drawn at once, because they hardly fit, count in every verdict."""
+
+    def doubted(*case: Any) -> tuple[float, bool]:
+        return timed(*case)[0], False
+
+    monkeypatch.setattr(explore_module, "timed", doubted)
+    assert {verdict(random_space(seed)) for seed in range(8)} == {"optimal", "infeasible"}
+    monkeypatch.setattr(explore_module, "SETTLING", 0.0)
+    devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
+    case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
+    assert verdict(case) == "unknown"
 
 
 def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
