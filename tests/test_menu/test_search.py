@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -116,6 +117,16 @@ def test_the_least_memory_is_named_where_the_sum_is_too_large() -> None:
     assert answer.reason.endswith("42 bytes on each device would be enough")
     assert solve(replace(problem, memory_bytes=42.0)).status == "optimal"
     assert solve(replace(problem, memory_bytes=41.0)).status == "infeasible"
+
+
+def test_where_not_all_cuts_are_looked_at_nothing_is_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(import_module("pdcompile.passes.partition.menu.solve"), "IDEALS", 0)
+    answer = solve(chain(4, devices=2, memory_bytes=41.0))
+    assert answer.status == "unknown"
+    assert "cannot hold" not in answer.reason
+    assert "it is not proved that there is none" in answer.reason
 
 
 def test_degrees_that_do_not_go_together_need_more_devices() -> None:

@@ -254,6 +254,9 @@ class _Solve:
         proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
         if self.least.chain(problem.memory_bytes) is not None:
             proof = "unknown"  # too many in flight for the grid of numbers
+        if proof == "unknown":
+            reason = f"no plan was found in which {problem.devices} devices of {limit} hold all "
+            reason += "nodes, and it is not proved that there is none"
         if enough is not None:
             helps = math.ceil(least.enough(enough[1]))
             return self._without(proof, f"{reason}; {helps} bytes on each device would be enough")
