@@ -39,6 +39,12 @@ def modes_in(model: nn.Module, training: bool) -> Modes:
         return modes(model)
 
 
+def modes_after_switch(model: nn.Module, training: bool) -> Modes:
+    """The mode of every module after ``model.train(training)``, whatever it is in now."""
+    with in_mode(model, not training):
+        return modes_in(model, training)
+
+
 def apply_overrides(model: nn.Module) -> None:
     """Let a model in training mode be what its own ``train()`` makes of it.
 

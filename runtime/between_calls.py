@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.errors import ConfigError
-from pdcompile.modes import modes_in
+from pdcompile.modes import modes_after_switch, modes_in
 from pdcompile.runtime import digest
 from pdcompile.runtime.attribute_watch import AttributeWatch, is_below
 from pdcompile.runtime.weights import gradient_hooks
@@ -67,6 +67,7 @@ class ModelWatch:
         self._asked = {place[0] for place in attributes if place[1:] == ("training",)}
         self._asked |= {p for p, _, _ in self._modules if is_below(p, opaque)}
         self._modes = {training: modes_in(model, training) for training in (True, False)}
+        self._switched = {mode: modes_after_switch(model, mode) for mode in (True, False)}
         named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
         self._read = {name: digest.digest(tensor) for name, tensor in named if name in read}
         self._values: dict[str, digest.Written] = {}
@@ -141,23 +142,24 @@ class ModelWatch:
                 raise _changed(name, "was frozen" if was["trained"] else "was made trainable")
 
     def _check_modes(self, training: bool) -> None:
-        """A model in the other mode is switched by the call; in its own, modules that were
-        switched apart would run as they were captured."""
-        if self._model.training != training:
-            return
+        """Compare the modes that the call would run in with those that were captured.
+
+        A model in the call's mode keeps it, modules that were switched apart too; one in the
+        other mode is switched as by ``model.train()`` or ``model.eval()``.
+        """
         expected = self._modes[training]
+        switches = self._model.training != training
         for path, module, _ in self._modules:
-            if path in self._asked and module.training != expected[module]:
-                now, was = (
-                    "training" if one else "evaluation"
-                    for one in (module.training, expected[module])
-                )
+            mode = self._switched[training][module] if switches else module.training
+            if path in self._asked and mode != expected[module]:
+                now, was = ("training" if one else "evaluation" for one in (mode, expected[module]))
                 raise ConfigError(
-                    f"this module is in {now} mode, and was in {was} mode when the model was "
-                    "captured",
+                    f"this module is in {now} mode"
+                    + (f" after model.{'train' if training else 'eval'}()" if switches else "")
+                    + f", and was in {was} mode when the model was captured",
                     where=path or "the model",
-                    remedy="switch modules before compile; to go on with other modes, take "
-                    "pipe.to_model() and compile it anew",
+                    remedy="switch it back as it was (after model.train() or model.eval() too), "
+                    "or compile the model anew",
                 )
 
     def _replaced_buffers(self) -> list[tuple[int, Tensor, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,26 @@ def outcome(change: Change, schedule: str, *, tied: bool, flush: bool) -> str:
     return "taken over"
 
 
+def test_a_module_that_was_frozen_by_its_mode_stays_so() -> None:
+    model, twin = Rich(False), Rich(False)
+    for one in (model, twin):
+        one.norm.eval()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "microbatches": 4}
+    pipe, eager = by_hand(model, 2, *batch(0), **options).prepare(), reference(twin, **options)
+    steps(pipe, eager, 0)
+    model.eval()
+    same(pipe, eager)  # evaluation is as it would be
+    x, y = batch(3)
+    with pytest.raises(ConfigError, match=r"training mode after model.train(.|\n)*where: norm"):
+        pipe.step(x, target=y)
+    model.train()
+    with pytest.raises(ConfigError, match=r"is in training mode, and was in evaluation mode"):
+        pipe.step(x, target=y)
+    model.norm.eval()
+    steps(pipe, eager, 3)
+    same(pipe, eager)
+
+
 CASES = [("1f1b", True), ("2bw", True), ("2bw", False)]
 
 
@@ -95,8 +116,8 @@ from tests.helpers.changes import CHANGES
 from tests.test_between_calls import CASES, outcome
 
 for change in CHANGES:
-    for schedule, flush in CASES:
-        tied = sys.argv[1] == "tied"
+    for schedule, flush in CASES if change.kind == sys.argv[1] else ():
+        tied = sys.argv[2] == "tied"
         expected = change.outcome(in_flight=not flush, several_ranks=True, tied=tied)
         try:
             found = outcome(change, schedule, tied=tied, flush=flush)
@@ -110,8 +131,9 @@ print("all of them")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", ["untied", "tied"])
-def test_every_change_on_two_ranks(tied: str, tmp_path: Path) -> None:
-    run = processes(RANKS, 2, tmp_path, tied)
+@pytest.mark.parametrize("kind", sorted({change.kind for change in CHANGES}))
+def test_every_change_on_two_ranks(kind: str, tied: str, tmp_path: Path) -> None:
+    run = processes(RANKS, 2, tmp_path, kind, tied)
     assert run.output.count("all of them") == 2, run
 
 
