@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from pdcompile.digest import digest
+from pdcompile.errors import ConfigError
 from pdcompile.warn import warn
+
+_switching: list[nn.Module] = []
 
 Modes = dict[nn.Module, bool]  # module: whether it is in training mode
 
@@ -21,16 +25,32 @@ def modes(model: nn.Module) -> Modes:
 def in_mode(model: nn.Module, training: bool, *, back: bool = True) -> Iterator[None]:
     """The model in one mode, by ``model.train(training)``; afterwards each module as before.
 
-    A model in that mode already is left alone, so that modules switched apart stay so.
+    A model in that mode already is left alone, so that modules switched apart stay so.  It is
+    switched back by ``train`` too, for those whose own does more than to set flags.
     """
     before = modes(model)
-    if model.training != training:
-        model.train(training)
+    _switch(model, training)
     try:
         yield
     finally:
+        if back:
+            _switch(model, before[model])
         for module, mode in before.items() if back else ():
             module.training = mode
+
+
+def _switch(model: nn.Module, training: bool) -> None:
+    if model.training != training:
+        _switching.append(model)
+        try:
+            model.train(training)
+        finally:
+            _switching.pop()
+
+
+def switching() -> bool:
+    """Whether a model's own ``train()`` is running."""
+    return bool(_switching)
 
 
 def modes_in(model: nn.Module, training: bool) -> Modes:
@@ -51,8 +71,14 @@ def apply_overrides(model: nn.Module) -> None:
     A model as constructed says that all of it trains, because nobody has called ``train()`` yet;
     a loop calls it, and a class that overrides it to freeze batch norms counts on that.  Modules
     that are in evaluation mode stay there.
+
+    Raises:
+        ConfigError: switching between the modes writes parameters or buffers.
     """
-    if not model.training or all(_plain(module) for module in model.modules()):
+    if all(_plain(module) for module in model.modules()):
+        return
+    _refuse_writes(model)
+    if not model.training:
         return
     before = modes(model)
     model.train()
@@ -64,6 +90,21 @@ def apply_overrides(model: nn.Module) -> None:
             f"the model's train() puts {', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''} "
             f"({len(frozen)} modules) into evaluation mode, as it was not yet: training leaves "
             "them there, as after model.train()"
+        )
+
+
+def _refuse_writes(model: nn.Module) -> None:
+    """Stages hold their weights in one form: no switch can merge something into them."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    before = [digest(tensor) for _, tensor in tensors]
+    with in_mode(model, not model.training):
+        written = [n for (n, t), was in zip(tensors, before, strict=True) if digest(t) != was]
+    if written:
+        raise ConfigError(
+            "the model's train() or eval() writes this tensor, as adapters do that merge their "
+            "weights for evaluation; stages hold weights in one form",
+            where=written[0],
+            remedy="turn merging off (merge_weights=False), so that switching only sets flags",
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.errors import ConfigError
+from pdcompile.modes import in_mode
 from pdcompile.snapshot import difference, identical, restore, snapshot
 
 _MISSING = object()
@@ -40,10 +41,15 @@ class AttributeWatch:
         self._values[other] = self._values[model.training]
         if any(type(module).train is not nn.Module.train for module in model.modules()):
             before = [snapshot(vars(module)) for module in model.modules()]
-            model.train(other)
-            self._values[other] = self._present()
+            with in_mode(model, other):
+                self._values[other] = self._present()
             for one in before:
                 restore(one)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Path and value of the attributes that are tensors."""
+        named = ((path, _attribute(owner, name)) for owner, name, path, _ in self._owners)
+        return [(path, value) for path, value in named if isinstance(value, Tensor)]
 
     def check(self, training: bool) -> None:
         for (owner, name, path, shared), was in zip(

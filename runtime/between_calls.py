@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile import digest
 from pdcompile.errors import ConfigError
 from pdcompile.modes import modes_after_switch, modes_in
-from pdcompile.runtime import digest
 from pdcompile.runtime.attribute_watch import AttributeWatch, is_below
 from pdcompile.runtime.weights import gradient_hooks
 
@@ -183,7 +183,7 @@ class ModelWatch:
     def _second_copies(self, in_flight: bool, fresh_copies: bool) -> list[tuple[str, Tensor]]:
         """Tensors that somebody else has a copy of, or that microbatches in flight need."""
         if in_flight:
-            return [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
+            return self._tensors()
         return [
             (name, tensor)
             for *_, name, tensor in self._parameters
@@ -193,7 +193,7 @@ class ModelWatch:
     def _check_values(self, in_flight: bool) -> None:
         if not (self._read or self._values):
             return
-        present = {name: tensor for *_, name, tensor in (*self._parameters, *self._buffers)}
+        present = dict(self._tensors())
         for name, number in self._read.items():
             if digest.digest(present[name]) != number:
                 raise ConfigError(
@@ -212,6 +212,11 @@ class ModelWatch:
                 where=name,
                 remedy="call pipe.load_state_dict({name: value}) on every rank instead",
             )
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of all that stages may read."""
+        registered = [(name, t) for *_, name, t in (*self._parameters, *self._buffers)]
+        return registered + self._attributes.tensors()
 
     def _gradient_hooks(self) -> list[tuple[str, Any]]:
         return [(n, hook) for *_, n, tensor in self._parameters for hook in gradient_hooks(tensor)]

@@ -23,6 +23,7 @@ from pdcompile.warn import warn
 _LARGEST = 4  # size of a copy in each dimension
 _SCALES = (1.0, 1e3, 1e-3)  # of gradients in the steps that are tried: clipping may wait for large
 _RELATIVE = 1e-4  # difference that rounding does not explain
+_UNTRIED = "whether the optimizer couples parameters of different stages was not tried"
 _REMEDY = (
     "clip by the norm of all stages with max_grad_norm=; update each parameter by itself in the "
     "optimizer; or use one stage"
@@ -57,12 +58,13 @@ def refuse_coupled(
         except PdcompileError:
             raise
         except Exception as error:  # a user's callable may want the true shapes
-            warn(
-                "whether the optimizer couples parameters of different stages was not tried, "
-                f"because it cannot be run on small copies ({type(error).__name__}: {error})"
-            )
+            why = f"{type(error).__name__}: {error}"
+            warn(f"{_UNTRIED}, because it cannot be run on small copies ({why})")
             return
-    if whole is None or apart is None or again is None or _differing(whole, again):
+    if whole is None or apart is None or again is None:
+        return
+    if _differing(whole, again):
+        warn(f"{_UNTRIED}, because it draws random numbers, in another order stage by stage")
         return
     found = _differing(whole, apart)
     if found is not None:
@@ -87,7 +89,11 @@ def _after_steps(
     optimizer = make_optimizer(build, copies.items())
     assert optimizer is not None
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if _is_plain(optimizer) or not held <= {id(p) for p in copies.values()}:
+    if _is_plain(optimizer):
+        return None
+    if not held <= {id(p) for p in copies.values()}:
+        if seed == 0 and len(parts) == 1:
+            warn(f"{_UNTRIED}, because it has other parameters than it was given")
         return None
     updater = Updater(optimizer)
     torch.manual_seed(seed)

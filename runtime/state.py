@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.copied import copy_of
+from pdcompile.digest import digest
 from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.given_state import check_state
 from pdcompile.runtime.prepared import Prepared
@@ -44,8 +45,8 @@ class State:
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
-            **prepared.capture.eval.tensor_values,
-            **prepared.capture.train.tensor_values,
+            **_own(model, prepared.capture.eval.tensor_values),
+            **_own(model, prepared.capture.train.tensor_values),
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
 
@@ -152,6 +153,19 @@ def dtype_of(name: str) -> torch.dtype:
     """torch.float32 of "float32"."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
+    return found
+
+
+def _own(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that forward uses without their being registered: this process's own, where an
+    attribute of the model has the values that were captured, so that writes of it are seen."""
+    found = dict(constants)
+    modules = dict(model.named_modules())
+    for fqn, value in constants.items():
+        path, _, name = fqn.rpartition(".")
+        own = vars(modules[path]).get(name) if path in modules else None
+        if isinstance(own, Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
+            found[fqn] = own if digest(own) == digest(value) else value
     return found
 
 

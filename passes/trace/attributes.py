@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import pdcompile
+from pdcompile.modes import switching
 
 _OURS = tuple({
     str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[2] / "passes"),
@@ -69,7 +70,7 @@ class AttributeReads:
             return value
 
         def write(owner: Any, name: str, value: Any) -> None:
-            if name != "training" and id(owner) in self._owners:
+            if id(owner) in self._owners and name != "training" and not switching():
                 self._written.add((*self._owners[id(owner)], name))
             put(owner, name, value)
 

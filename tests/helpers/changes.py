@@ -225,6 +225,7 @@ BUFFERS = [
            lambda m, _: setattr(m, "scale", torch.full((8,), 0.5))),
     Change("a buffer that is not saved replaced", "buffers",
            lambda m, _: setattr(m, "shift", torch.tensor(0.5))),
+    Change("a tensor in an attribute written", "buffers", lambda m, _: m.offset.fill_(0.5)),
     Change("`norm.reset_running_stats()`", "buffers", lambda m, _: m.norm.reset_running_stats()),
 ]  # fmt: skip
 STRUCTURE = [
