@@ -281,7 +281,9 @@ def compile(
         loss_fn: (output, target) -> scalar; None: the model returns its loss (a scalar, an
             output with ``.loss``, or a dict with ``"loss"``).
         optimizer: called with this rank's parameters (``.named`` has their names), returns a
-            torch Optimizer; default AdamW at 3e-4; None: gradients only.
+            torch Optimizer; default AdamW at 3e-4; None: gradients only.  It steps once a stage,
+            in one process too: step hooks run once a stage, and one that couples parameters of
+            different stages (a norm of all gradients inside of step) is refused.
         cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
         stages: how many; None: one a device.
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
