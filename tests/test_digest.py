@@ -44,7 +44,7 @@ def test_each_bit_counts(bit: int) -> None:
     [torch.zeros(0), torch.tensor(1.5), torch.ones(3, dtype=torch.bool), torch.ones(4).bfloat16(),
      torch.randn(4, dtype=torch.complex64).conj(), torch.ones(2, 3, 4).transpose(0, 2),
      torch.ones(8)[::2], torch.ones(2, device="meta"), torch.ones(1).expand(5)],
-    ids=str,
+    ids=["empty", "scalar", "bool", "bfloat16", "conjugate", "turned", "gaps", "meta", "expanded"],
 )  # fmt: skip
 def test_tensors_of_every_kind_have_one(tensor: Any) -> None:
     assert digest(tensor) == digest(tensor.clone())
