@@ -29,18 +29,19 @@ def digest(tensor: Tensor) -> int:
 
 def written(tensor: Tensor) -> Written:
     """What tells whether a tensor was written: counter, address, and the hash of all values."""
-    return tensor._version, _address(tensor), digest(tensor)
+    return tensor._version, address(tensor), digest(tensor)
 
 
 def written_sample(tensor: Tensor) -> Written:
     """The same with a hash of the first and last bytes alone, for many tensors at each call."""
-    address, length = _address(tensor), tensor.numel() * tensor.element_size()
-    if not address or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return tensor._version, address, 0
+    start, length = address(tensor), tensor.numel() * tensor.element_size()
+    if not start or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return tensor._version, start, 0
     taken = min(length, _SAMPLE_BYTES)
-    ends = ctypes.string_at(address, taken), ctypes.string_at(address + length - taken, taken)
-    return tensor._version, address, hash(ends)
+    ends = ctypes.string_at(start, taken), ctypes.string_at(start + length - taken, taken)
+    return tensor._version, start, hash(ends)
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """Where the values lie in memory; 0 where there is no such place."""
     return 0 if tensor.is_meta or tensor.layout is not torch.strided else tensor.data_ptr()

@@ -28,6 +28,23 @@ class Position:
     evaluations: int = 0
 
 
+def as_position(given: Any) -> Position | None:
+    """A position as users give it: a number of minibatches, a `Position`, None for none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if given is None or isinstance(given, Position):
+        return given
+    if type(given) is int and given >= 0:
+        return Position(given)
+    raise InputError(
+        f"position={given!r} is no position",
+        where="load_state_dict",
+        remedy="the number of minibatches trained on (pipe.position.minibatches), or pipe.position",
+    )
+
+
 def with_position(state: Mapping[str, Tensor], position: Position) -> OrderedDict[str, Tensor]:
     """The state, with the position in its metadata."""
     found: Any = OrderedDict(state)

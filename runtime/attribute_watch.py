@@ -58,12 +58,13 @@ class AttributeWatch:
             now = _attribute(owner, name)
             found = None if now is was and shared else difference(was, now, path, identical)
             if found is not None:
+                buffer = "make it a buffer (register_buffer), which may be written in place; or "
+                own = not type(owner).__module__.startswith("torch.")
                 raise ConfigError(
                     f"forward reads this attribute, which was {_shown(was)} when the model was "
                     f"captured and is {_shown(now)} now: its value is part of the stages",
                     where=found,
-                    remedy="make it a buffer, whose value may change (register_buffer, written in "
-                    "place); or compile the changed model anew",
+                    remedy=(buffer if own else "") + "compile the changed model anew",
                 )
 
     def _present(self) -> list[Any]:

@@ -26,6 +26,10 @@ _KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
           "_forward_hooks_always_called")  # fmt: skip
 _ANEW = "compile the changed model anew"
 _TABLES = ("other submodules", "other parameters", "other buffers")  # a state consists of these
+_FREEZE = (
+    "to leave it as it is, take it out of pipe.optimizer.param_groups (after pipe.flush()); or "
+    "compile the changed model anew"
+)
 _VALUES = (
     "change values in place (p.copy_ under torch.no_grad, or load_state_dict), or "
     "compile the changed model anew"
@@ -71,14 +75,30 @@ class ModelWatch:
         named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
         self._read = {name: digest.digest(tensor) for name, tensor in named if name in read}
         self._values: dict[str, digest.Written] = {}
+        self._older: list[tuple[str, Tensor, tuple[int, int]]] = []
         self._default_dtype = torch.get_default_dtype()
 
-    def remember(self, *, in_flight: bool, fresh_copies: bool) -> None:
+    def remember(
+        self,
+        *,
+        in_flight: bool,
+        fresh_copies: bool,
+        older: Iterable[tuple[str, Tensor]] = (),
+        one_update: bool = False,
+    ) -> None:
         """A call ends: the values are the pipeline's from here on.
 
         `in_flight`: microbatches wait for a later call; `fresh_copies`: other processes have the
-        present values of tied parameters.
+        present values of tied parameters; `older`: versions of parameters that later minibatches
+        are computed on, with the names of the parameters; `one_update`: at most one was made
+        since the last call, so that what is older now was not written.
         """
+        seen = [was[1:] for was in self._values.values()] + [was for *_, was in self._older]
+        known = {address: bits for address, bits in seen if address} if one_update else {}
+        self._older = [
+            (name, tensor, (at, known[at] if at in known else digest.digest(tensor)))
+            for name, tensor, at in ((n, t, digest.address(t)) for n, t in older)
+        ]
         self._hooks = self._gradient_hooks() if in_flight else []
         self._values = {
             name: digest.written(tensor)
@@ -139,7 +159,8 @@ class ModelWatch:
                 if now[what] != was[what]:
                     raise _changed(name, f"was {was[what]} and is {now[what]}, converted")
             if training:
-                raise _changed(name, "was frozen" if was["trained"] else "was made trainable")
+                what = "was frozen" if was["trained"] else "was made trainable"
+                raise _changed(name, what, remedy=_FREEZE)
 
     def _check_modes(self, training: bool) -> None:
         """Compare the modes that the call would run in with those that were captured.
@@ -191,6 +212,14 @@ class ModelWatch:
         ]
 
     def _check_values(self, in_flight: bool) -> None:
+        for name, tensor, then in self._older:
+            if (digest.address(tensor), digest.digest(tensor)) != then:
+                raise ConfigError(
+                    "an older version of this parameter was written, on which the next minibatch "
+                    "is computed; a view that was taken before the last update shows it",
+                    where=name,
+                    remedy="take .data, detach() and numpy() anew after each step",
+                )
         if not (self._read or self._values):
             return
         present = dict(self._tensors())
@@ -351,5 +380,5 @@ def _in_flight(name: str | None, what: str, thing: str) -> ConfigError:
         f"{thing} was {what} while microbatches were in flight whose computation or update needs "
         "it as it was",
         where=name,
-        remedy="call pipe.flush() before such a change; load_state_dict does so by itself",
+        remedy="call pipe.flush() before such a change; pipe.load_state_dict does so by itself",
     )

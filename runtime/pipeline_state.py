@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pdcompile.errors import ClosedError, NotPrepared
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.position import Position, position_of, with_position
+from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.calls import needed_paths
 from pdcompile.runtime.not_a_module import NotAModule
 from pdcompile.runtime.reduce import check_max_norm
@@ -145,7 +145,8 @@ class PipelineState(NotAModule):
             return session.clip(self._num_minibatches, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the state, live and detached, under the model's names.
+        """This process's part of the state, detached, under the model's names: the tensors
+        themselves, which under 2bw are of this moment (later updates go to other memory).
 
         Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
         """
@@ -164,19 +165,20 @@ class PipelineState(NotAModule):
         return with_position(state, self.position) if state else state
 
     def load_state_dict(
-        self, state: Mapping[str, Tensor], *, position: Position | None = None
+        self, state: Mapping[str, Tensor], *, position: Position | int | None = None
     ) -> None:
         """Load weights and buffers, all or a part; schedules with older weights start afresh.
 
         Training goes on at the `position` that the state was saved at: minibatches to come draw
-        the random numbers that they would have drawn then.  Give `position` for a state that has
-        lost its own (safetensors, a dict made from it); with neither, counting goes on.
+        the random numbers that they would have drawn then.  Give `position` (a number of
+        minibatches) for a state that has lost its own: one from safetensors, or a dict made of
+        it.  With neither, counting goes on.
 
         Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
         model does not have.
         """
         self.flush()
-        found = position or position_of(state) or self.position
+        found = as_position(position) or position_of(state) or self.position
         self._running.load(state, found.minibatches)
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
         self._running.end_call()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pdcompile.batch import BatchLayout
+from pdcompile.errors import ConfigError
 from pdcompile.graph import Capture
 from pdcompile.passes.schedules import Stream
 from pdcompile.plan import Edge, Plan
@@ -40,3 +41,18 @@ class Prepared:
         """How many versions of its weights every stage holds: the schedule's lag and the newest."""
         columns = self.stream.step(1)[0].columns
         return 1 + max(ins.lag for column in columns for ins in column)
+
+    @property
+    def stage_of_rank(self) -> dict[int, int]:
+        """The stage of each rank.  Raises ConfigError for a plan with replicas."""
+        stages: dict[int, int] = {}
+        for stage in self.plan.stages:
+            if stage.replicas != 1:
+                raise ConfigError(
+                    f"stage {stage.index} has {stage.replicas} replicas, which are planned and "
+                    "simulated but do not run yet",
+                    where=f"plan: stages[{stage.index}].replicas",
+                    remedy="plan with one replica a stage",
+                )
+            stages[stage.ranks[0] if stage.ranks else len(stages)] = stage.index
+        return dict(sorted(stages.items()))

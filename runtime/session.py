@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pdcompile.errors import (
     ClosedError,
-    ConfigError,
     PdcompileError,
 )
 from pdcompile.optimizers import make_optimizer
@@ -60,11 +59,12 @@ class Session:
         self.world = world
         self.model = model
         self.failed: str | None = None
-        self.stage_of_rank = _stage_of_rank(plan)
+        self.stage_of_rank = prepared.stage_of_rank
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
         self._call = 0
         self.state = initial_state(model, options, prepared, self.stage_of_rank, self.ranks, world)
         self._stale_copies = False
+        self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None
         if world is not None:
@@ -308,8 +308,17 @@ class Session:
 
     def end_call(self) -> None:
         """A call ends: what the model holds now is the pipeline's own."""
-        fresh = not self._stale_copies
-        self._watch.remember(in_flight=self.in_flight, fresh_copies=fresh)
+        held = [worker.weights for worker in self.workers]
+        newest = [weights.newest for weights in held]
+        steps = [now - then for now, then in zip(newest, self._newest, strict=False)]
+        anew = any(weights.starts_anew for weights in held)
+        self._newest = [] if anew else newest
+        self._watch.remember(
+            in_flight=self.in_flight,
+            fresh_copies=not self._stale_copies,
+            older=[pair for weights in held for pair in weights.older()],
+            one_update=bool(steps) and max(steps) <= 1 and not anew,
+        )
         self._optimizer_watch.remember(in_flight=self.in_flight)
 
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
@@ -377,20 +386,6 @@ def _refresh(plan: Plan, stage_of_rank: dict[int, int]) -> Schedule:
                 ins = Instruction(part, here, edge=index, peer=rank_of[there])
                 columns[rank_of[here]].append(ins)
     return Schedule("refresh", tuple(tuple(columns[rank]) for rank in sorted(columns)))
-
-
-def _stage_of_rank(plan: Plan) -> dict[int, int]:
-    stages: dict[int, int] = {}
-    for stage in plan.stages:
-        if stage.replicas != 1:
-            raise ConfigError(
-                f"stage {stage.index} has {stage.replicas} replicas, which are planned and "
-                "simulated but do not run yet",
-                where=f"plan: stages[{stage.index}].replicas",
-                remedy="plan with one replica a stage",
-            )
-        stages[stage.ranks[0] if stage.ranks else len(stages)] = stage.index
-    return dict(sorted(stages.items()))
 
 
 def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:

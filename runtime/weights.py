@@ -62,7 +62,7 @@ class StageWeights:
                 slots = self._slots.get(fqn)
                 set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
         self._accumulating: tuple[int, int] | None = None  # minibatch, instance
-        self._starts_anew = False  # all versions are the newest until there is another
+        self.starts_anew = False  # all versions are the newest until there is another
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -137,7 +137,7 @@ class StageWeights:
     def advance(self, minibatch: int) -> None:
         """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch."""
         self.newest = minibatch + 1
-        self._starts_anew = False
+        self.starts_anew = False
         if self.versions == 1:
             return
         for fqn in self.owned:
@@ -145,10 +145,20 @@ class StageWeights:
             new.data.copy_(self.parameter(minibatch, fqn).data)
             self._masters[fqn].data = new.data
 
+    def older(self) -> list[tuple[str, Tensor]]:
+        """FQN and values of the trained parameters in every version but the newest."""
+        newest = self.newest % self.versions
+        return [
+            (fqn, slot)
+            for fqn, slots in self._slots.items()
+            for version, slot in enumerate(slots)
+            if version != newest
+        ]
+
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
         """The owner's weights after the update of `minibatch`, for a tied copy."""
         self.newest = minibatch + 1
-        self._starts_anew = False
+        self.starts_anew = False
         slot = self.parameter(minibatch + 1, fqn)
         slot.data.copy_(value)
         self._masters[fqn].data = slot.data
@@ -196,7 +206,7 @@ class StageWeights:
 
     def forget(self) -> None:
         """A new history begins: every version is the newest."""
-        self._starts_anew = True
+        self.starts_anew = True
         for slots in self._slots.values():
             newest = slots[self.newest % self.versions]
             for slot in slots:
@@ -217,7 +227,7 @@ class StageWeights:
 
     def renew(self) -> None:
         """Changes that the user makes before a new history has begun are part of its start."""
-        if self._starts_anew:
+        if self.starts_anew:
             self.forget()
 
     def load(self, fqn: str, value: Tensor) -> bool:

@@ -140,3 +140,21 @@ def test_every_change_on_two_ranks(kind: str, tied: str, tmp_path: Path) -> None
 def test_the_page_has_every_row() -> None:
     cells = {line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if "|" in line}
     assert {change.text for change in CHANGES} <= cells
+
+
+def test_views_from_before_an_update_are_not_written_in_silence() -> None:
+    model, pipe, twin, eager = pair("2bw", tied=False)
+    kept = [
+        (one.second.weight.detach(), one.second.weight.detach().numpy()) for one in (model, twin)
+    ]
+    steps(pipe, eager, 0)
+    pipe.flush()
+    for tensor, _ in kept:
+        tensor.mul_(0.5)
+    x, y = batch(3)
+    with pytest.raises(ConfigError, match=r"older version(.|\n)*second.weight(.|\n)*anew"):
+        pipe.step(x, target=y)
+    for _, array in kept:
+        array *= 2.0
+    steps(pipe, eager, 3)
+    same(pipe, eager)

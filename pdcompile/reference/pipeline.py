@@ -31,7 +31,7 @@ from pdcompile.gradients import norm_of
 from pdcompile.modes import apply_overrides, in_mode
 from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
-from pdcompile.position import Position, position_of, with_position
+from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.versions import Versions, weight_lags
@@ -178,7 +178,7 @@ class Reference:
         return Position(self._num_minibatches, self._num_evaluations)
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, position: Position | None = None
+        self, state: Mapping[str, Any], *, position: Position | int | None = None
     ) -> None:
         """Load weights and buffers, all or a part of them.
 
@@ -199,7 +199,7 @@ class Reference:
         except RuntimeError as error:
             raise InputError(f"the state does not fit the model: {error}") from None
         self._versions.forget()
-        found = position or position_of(state) or self.position
+        found = as_position(position) or position_of(state) or self.position
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
 
     def to_model(self) -> nn.Module:
