@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_VALUES = (bool, int, float, complex, str, bytes, range, torch.device, torch.dtype, torch.Size)
+
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
@@ -30,14 +32,14 @@ def snapshot(value: Any, depth: int = 4) -> Any:
         if isinstance(value, dict | SimpleNamespace):
             items = dict.items(_table(value))  # a class of its own may mean other items
             return Contents(value, {key: snapshot(item, depth - 1) for key, item in items})
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             return Contents(value, [snapshot(item, depth - 1) for item in value])
         return Contents(value, set(value))
     return value
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | SimpleNamespace) or type(value) in (list, set)
+    return isinstance(value, dict | SimpleNamespace | list | tuple) or type(value) is set
 
 
 def _table(value: Any) -> Any:
@@ -56,6 +58,9 @@ class Contents:
     def __init__(self, container: Any, content: Any) -> None:
         self.container = container
         self.content = content
+
+    def __repr__(self) -> str:
+        return repr(self.content)
 
 
 def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
@@ -84,7 +89,7 @@ def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
             if found:
                 return found
         return None
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         if len(value) != len(kept.content):
             return path
         for i, (old, new) in enumerate(zip(kept.content, value, strict=True)):
@@ -109,7 +114,7 @@ def _same(kept: Any, value: Any, alike: Alike) -> bool:
         return _same(mine, (value.func, value.args, tuple(value.keywords.items())), alike)
     if isinstance(kept, tuple):
         return len(kept) == len(value) and all(map(lambda a, b: _same(a, b, alike), kept, value))
-    return isinstance(kept, bool | int | float | str) and kept == value
+    return isinstance(kept, _VALUES) and kept == value
 
 
 def _captured(function: FunctionType) -> tuple[Any, ...]:
@@ -134,6 +139,9 @@ def restore(kept: Any) -> None:
             container.clear()
             container.update({k: _bare(v) for k, v in kept.content.items()})
         for item in kept.content.values():
+            restore(item)
+    elif isinstance(container, tuple):
+        for item in kept.content:
             restore(item)
     elif isinstance(container, list):
         container[:] = [_bare(item) for item in kept.content]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor, nn
 
 from pdcompile.errors import ConfigError
 from pdcompile.modes import in_mode
-from pdcompile.snapshot import difference, identical, restore, snapshot
+from pdcompile.snapshot import Contents, difference, identical, restore, snapshot
 
 _MISSING = object()
 
@@ -46,16 +47,23 @@ class AttributeWatch:
             for one in before:
                 restore(one)
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Path and value of the attributes that are tensors."""
-        named = ((path, _attribute(owner, name)) for owner, name, path, _ in self._owners)
-        return [(path, value) for path, value in named if isinstance(value, Tensor)]
+    def tensors(self, *, inside: bool = False) -> list[tuple[str, Tensor]]:
+        """Path and value of the attributes that are tensors, and of tensors in containers (those
+        alone: `inside`)."""
+        found: list[tuple[str, Tensor]] = []
+        for owner, name, path, _ in self._owners:
+            value = _attribute(owner, name)
+            if not (inside and isinstance(value, Tensor)):
+                found.extend(_tensors_in(snapshot(value), path))
+        return found
 
     def check(self, training: bool) -> None:
         for (owner, name, path, shared), was in zip(
             self._owners, self._values[training], strict=True
         ):
             now = _attribute(owner, name)
+            if isinstance(was, Contents) and not was.content:
+                continue  # it was empty, and is filled in by calls
             found = None if now is was and shared else difference(was, now, path, identical)
             if found is not None:
                 buffer = "make it a buffer (register_buffer), which may be written in place; or "
@@ -75,11 +83,29 @@ class AttributeWatch:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, "__dict__", {}).get(name, _MISSING)
+    """What lies under the name in the object or its class, without running a property."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name]
+    for base in type(owner).__mro__:
+        if name in vars(base):
+            slot = isinstance(vars(base)[name], MemberDescriptorType)
+            return getattr(owner, name, _MISSING) if slot else vars(base)[name]
+    return _MISSING
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Contents) and isinstance(value.content, dict | list):
+        pairs = (
+            value.content.items() if isinstance(value.content, dict) else enumerate(value.content)
+        )
+        for key, item in pairs:
+            yield from _tensors_in(item, f"{path}[{key!r}]")
 
 
 def _shown(value: Any) -> str:
-    value = getattr(value, "container", value)
     return "not there" if value is _MISSING else repr(value).partition("\n")[0][:60]
 
 

@@ -19,6 +19,7 @@ from pdcompile import digest
 from pdcompile.errors import ConfigError
 from pdcompile.modes import modes_after_switch, modes_in
 from pdcompile.runtime.attribute_watch import AttributeWatch, is_below
+from pdcompile.runtime.optimizer_watch import in_flight_error
 from pdcompile.runtime.weights import gradient_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -26,6 +27,7 @@ _KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
           "_forward_hooks_always_called")  # fmt: skip
 _ANEW = "compile the changed model anew"
 _TABLES = ("other submodules", "other parameters", "other buffers")  # a state consists of these
+_BUFFER = "register it as a buffer, which may be written in place; or compile the model anew"
 _FREEZE = (
     "to leave it as it is, take it out of pipe.optimizer.param_groups (after pipe.flush()); or "
     "compile the changed model anew"
@@ -49,6 +51,7 @@ class ModelWatch:
             model's.
         read: names of tensors whose values forward turned into Python numbers.
         tied: names of parameters of this process that other processes hold copies of.
+        several: whether there are other processes.
     """
 
     def __init__(
@@ -59,12 +62,18 @@ class ModelWatch:
         opaque: Collection[str],
         read: Collection[str],
         tied: Collection[str],
+        several: bool = False,
     ) -> None:
         self._model = model
         self._tied = frozenset(tied)
         self._modules = [(path, module, _form(module)) for path, module in model.named_modules()]
+        loss = nn.ModuleDict({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+        self._losses = [(path, module, _form(module)) for path, module in loss.named_modules()]
+        self._of_loss = list(_tensors(loss, "_buffers"))
         self._parameters = list(_tensors(model, "_parameters"))
         self._buffers = list(_tensors(model, "_buffers"))
+        self._forms = [_form_of(tensor) for *_, tensor in self._buffers]
+        self._several = several
         self._traits = [_traits(tensor) for *_, tensor in self._parameters]
         self._hooks = self._gradient_hooks()
         self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
@@ -117,9 +126,9 @@ class ModelWatch:
             self._check_modes(training)
         replaced = self._replaced_buffers()
         if in_flight and replaced:
-            raise _in_flight(replaced[0][2], "replaced by another tensor", "a buffer")
+            raise in_flight_error(replaced[0][2], "replaced by another tensor", "a buffer")
         if in_flight and self._gradient_hooks() != self._hooks:
-            raise _in_flight(self._rehooked(), "given another gradient hook", "a parameter")
+            raise in_flight_error(self._rehooked(), "given another gradient hook", "a parameter")
         self._check_values(in_flight)
         for at, tensor, name in replaced:
             home, leaf = self._buffers[at][:2]
@@ -134,7 +143,7 @@ class ModelWatch:
 
     def _check_structure(self, only: Collection[str]) -> None:
         """Compare all that modules are, or what they hold `only` (what a state consists of)."""
-        for path, module, form in self._modules:
+        for path, module, form in (*self._modules, *(() if only else self._losses)):
             now = _form(module)
             if now == form:
                 continue
@@ -186,8 +195,13 @@ class ModelWatch:
     def _replaced_buffers(self) -> list[tuple[int, Tensor, str]]:
         """(index, new tensor, name) of buffers that have another tensor now."""
         found = []
+        for home, leaf, name, old in self._of_loss:
+            if home.get(leaf) is not old:
+                raise _changed(name, "was replaced by another tensor", "a buffer")
         for at, (home, leaf, name, old) in enumerate(self._buffers):
             new = home.get(leaf)
+            if new is old and _form_of(new) != self._forms[at]:
+                raise _changed(name, f"was {self._forms[at]} and is {_form_of(new)}", "a buffer")
             if new is old:
                 continue
             if not isinstance(new, Tensor) or not _alike(old, new):
@@ -205,11 +219,9 @@ class ModelWatch:
         """Tensors that somebody else has a copy of, or that microbatches in flight need."""
         if in_flight:
             return self._tensors()
-        return [
-            (name, tensor)
-            for *_, name, tensor in self._parameters
-            if fresh_copies and name in self._tied
-        ]
+        found = [(n, t) for *_, n, t in self._parameters if fresh_copies and n in self._tied]
+        # What lies in a container is the captured tensor's copy where it came from another process.
+        return found + (self._attributes.tensors(inside=True) if self._several else [])
 
     def _check_values(self, in_flight: bool) -> None:
         for name, tensor, then in self._older:
@@ -235,7 +247,9 @@ class ModelWatch:
             if digest.written(present[name]) == was:
                 continue
             if in_flight:
-                raise _in_flight(name, "changed", "a parameter or buffer")
+                raise in_flight_error(name, "changed", "a parameter or buffer")
+            if name not in self._tied:
+                raise _changed(name, "was written", "a tensor in a container", _BUFFER)
             raise ConfigError(
                 "a parameter was changed that other ranks hold copies of (tied weights)",
                 where=name,
@@ -245,7 +259,8 @@ class ModelWatch:
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Name and tensor of all that stages may read."""
         registered = [(name, t) for *_, name, t in (*self._parameters, *self._buffers)]
-        return registered + self._attributes.tensors()
+        of_loss = [(name, buffer) for *_, name, buffer in self._of_loss]
+        return registered + of_loss + self._attributes.tensors()
 
     def _gradient_hooks(self) -> list[tuple[str, Any]]:
         return [(n, hook) for *_, n, tensor in self._parameters for hook in gradient_hooks(tensor)]
@@ -256,55 +271,14 @@ class ModelWatch:
         return next((new or old)[0] for old, new in pairs if old != new)
 
 
-class OptimizerWatch:
-    """The optimizer as the last call left it, while an update of its is in flight.
-
-    Values of its param_groups (learning rates) count from the next step on, as always: updates
-    have them from the moment when their step was called.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
-        self._seen: list[tuple[str, Any]] = []
-
-    def remember(self, *, in_flight: bool) -> None:
-        """A call ends."""
-        self._seen = self._present() if in_flight else []
-
-    def check(self, *, in_flight: bool) -> None:
-        """Raise ConfigError when an update in flight would meet another optimizer."""
-        if not in_flight:
-            return
-        now = self._present()
-        if now != self._seen:
-            changed = [w for (w, a), (_, b) in zip(self._seen, now, strict=False) if a != b]
-            what = changed[0] if changed else "its state"
-            raise _in_flight("pipe.optimizer", f"changed ({what})", "the optimizer")
-
-    def _present(self) -> list[tuple[str, Any]]:
-        one = self._optimizer
-        assert one is not None, "nothing is in flight without updates"
-        hooks = [*one._optimizer_step_pre_hooks.values(), *one._optimizer_step_post_hooks.values()]
-        own = {
-            name: value
-            for name, value in vars(one).items()
-            if isinstance(value, bool | int | float | str) and not name.startswith("_")
-        }
-        return [
-            (
-                "the parameters of its groups",
-                [[id(p) for p in g["params"]] for g in one.param_groups],
-            ),
-            ("its step hooks", [id(hook) for hook in hooks]),
-            ("its attributes", own),
-            ("its state", {id(p): _state_of(values) for p, values in one.state.items()}),
-        ]
-
-
 def _text(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return repr(tensor)[:40]
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _form_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _alike(old: Tensor, new: Tensor) -> bool:
@@ -329,7 +303,7 @@ def _form(module: nn.Module) -> dict[str, Any]:
     return {
         "another class": kind,
         "another forward": (kind.forward, vars(module).get("forward")),
-        "other submodules": dict(module._modules),
+        "other submodules": list(module._modules.items()),
         "other parameters": list(module._parameters),
         "other buffers": [(name, buffer is None) for name, buffer in module._buffers.items()],
         "other hooks": hooks,
@@ -355,16 +329,6 @@ def _traits(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def _state_of(values: Any) -> Any:
-    if not isinstance(values, Mapping):
-        return id(values)
-    return {
-        key: digest.written_sample(value) if isinstance(value, Tensor)
-        else value if isinstance(value, bool | int | float | str) else id(value)
-        for key, value in values.items()
-    }  # fmt: skip
-
-
 def _changed(
     name: str, what: str, thing: str = "a parameter", remedy: str = _VALUES
 ) -> ConfigError:
@@ -372,13 +336,4 @@ def _changed(
         f"{thing} {what} after the pipeline was prepared: its stages were made before",
         where=name or "the model",
         remedy=remedy,
-    )
-
-
-def _in_flight(name: str | None, what: str, thing: str) -> ConfigError:
-    return ConfigError(
-        f"{thing} was {what} while microbatches were in flight whose computation or update needs "
-        "it as it was",
-        where=name,
-        remedy="call pipe.flush() before such a change; pipe.load_state_dict does so by itself",
     )

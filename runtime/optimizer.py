@@ -71,8 +71,10 @@ class Updater:
         _set_gradients(given)
         self._enter(stage)
         before = [dict(values) for values in self._values()]
+        written = copy.deepcopy(self._snapshots[minibatch])
         self.optimizer.step()
         self._leave(stage, before)
+        _carry_over(written, self._snapshots[minibatch], present)
         _set_gradients((parameter, None) for parameter, _ in given)
         _set_gradients(hidden)
         for group, now, then in zip(groups, present, self._snapshots[minibatch], strict=False):
@@ -112,6 +114,18 @@ class Updater:
                 if key not in _SHARED and (value is not old or (n, key) in self._before):
                     self._before.setdefault((n, key), old)
                     made[n, key] = value
+
+
+def _carry_over(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], present: list[dict[str, Any]]
+) -> None:
+    """What the optimizer wrote in place into values of its groups, it wrote into a snapshot."""
+    for then, now, live in zip(before, after, present, strict=False):
+        for key, value in now.items():
+            if isinstance(value, Tensor) and not torch.equal(value, then[key]):
+                live[key].copy_(value)
+            elif isinstance(value, list | dict) and value != then[key] and key in live:
+                live[key] = copy.deepcopy(value)
 
 
 def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:

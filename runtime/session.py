@@ -19,7 +19,7 @@ from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.randomness import preserved_rng
 from pdcompile.runtime.agreement import Agreement
-from pdcompile.runtime.between_calls import ModelWatch, OptimizerWatch
+from pdcompile.runtime.between_calls import ModelWatch
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.coupling import refuse_coupled
 from pdcompile.runtime.failure import Failures, describe, explained, place
@@ -28,6 +28,7 @@ from pdcompile.runtime.interpreter import Loss, Worker, run_together
 from pdcompile.runtime.launch import World
 from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater
+from pdcompile.runtime.optimizer_watch import OptimizerWatch
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.reduce import Norms, clip
 from pdcompile.runtime.state import dtype_of
@@ -108,6 +109,7 @@ class Session:
             opaque=[path for interface in mine for path in interface.kept_whole],
             read=prepared.capture.numbers,
             tied=[one.fqn for one in tied if stages & set(one.stages)],
+            several=self.world is not None,
         )
 
     def _worker(

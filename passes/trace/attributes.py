@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,8 @@ _OURS = tuple({
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
 
+_BUILTIN = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+
 Place = tuple[str, ...]
 
 
@@ -37,7 +40,7 @@ class AttributeReads:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._read: set[Place] = set()
-        self._written: set[Place] = set()
+        self._own: set[Place] = set()  # what forward assigns itself before anything reads it
         self._owners: dict[int, Place] = {}
         self._alive: list[Any] = []  # so that an id means one object
         self._classes: set[type] = set()
@@ -50,8 +53,8 @@ class AttributeReads:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """What a call depends on: what it assigns itself is left out."""
-        return tuple(sorted(self._read - self._written))
+        """What a call depends on: what it assigns or fills in itself is left out."""
+        return tuple(sorted(self._read - self._own))
 
     def modes(self) -> bool:
         """Whether the mode of some module was asked for."""
@@ -64,14 +67,20 @@ class AttributeReads:
         put: Any = kind.__setattr__
 
         def read(owner: Any, name: str) -> Any:
-            value = get(owner, name)
-            if not name.startswith("__") and name not in _INTERNAL:
+            watched = not name.startswith("__") and name not in _INTERNAL
+            try:
+                value = get(owner, name)
+            except AttributeError:
+                if watched:
+                    self._note(owner, name, None)
+                raise
+            if watched:
                 self._note(owner, name, value)
             return value
 
         def write(owner: Any, name: str, value: Any) -> None:
             if id(owner) in self._owners and name != "training" and not switching():
-                self._written.add((*self._owners[id(owner)], name))
+                self._assigned((*self._owners[id(owner)], name), _present(owner, name))
             put(owner, name, value)
 
         for name, function in (("__getattribute__", read), ("__setattr__", write)):
@@ -82,9 +91,16 @@ class AttributeReads:
         """Notice no more."""
         self._stack.close()
 
+    def _assigned(self, place: Place, before: Any) -> None:
+        """Forward assigns: what was read before that counts, unless it waited to be filled in."""
+        if place not in self._read or before is None:
+            self._own.add(place)
+
     def _note(self, owner: Any, name: str, value: Any) -> None:
         place = self._owners.get(id(owner))
         if place is None:
+            return
+        if isinstance(getattr(type(owner), name, None), cached_property):
             return
         if name == "training" and sys._getframe(2).f_code.co_filename.startswith(_OURS):
             return
@@ -107,6 +123,10 @@ def watched_attributes(model: nn.Module, loss_fn: Any = None) -> Iterator[Attrib
         reads.close()
 
 
+def _present(owner: Any, name: str) -> Any:
+    return getattr(owner, "__dict__", {}).get(name)
+
+
 def _put_back(kind: type, name: str, own: Any) -> None:
     if own is None:
         delattr(kind, name)
@@ -117,7 +137,9 @@ def _put_back(kind: type, name: str, own: Any) -> None:
 def _is_plain_object(value: Any) -> bool:
     """Whether it is an object with attributes of a class that is written in Python."""
     kind = type(value)
-    if isinstance(value, type | nn.Module | torch.Tensor | FunctionType):
+    if isinstance(value, type | nn.Module | torch.Tensor | FunctionType | _BUILTIN):
         return False
     writable = kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE
-    return bool(writable) and hasattr(value, "__dict__") and not issubclass(kind, BaseException)
+    standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # loggers, locks
+    has_attributes = hasattr(value, "__dict__") or "__slots__" in vars(kind)
+    return bool(writable) and has_attributes and not standard
