@@ -27,7 +27,10 @@ _OURS = tuple({
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
 
-_BUILTIN = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+_OTHERWISE = (  # than by their attributes these count
+    type, nn.Module, torch.Tensor, FunctionType,
+    int, float, complex, str, bytes, tuple, list, dict, set, frozenset,
+)  # fmt: skip
 
 Place = tuple[str, ...]
 
@@ -137,7 +140,7 @@ def _put_back(kind: type, name: str, own: Any) -> None:
 def _is_plain_object(value: Any) -> bool:
     """Whether it is an object with attributes of a class that is written in Python."""
     kind = type(value)
-    if isinstance(value, type | nn.Module | torch.Tensor | FunctionType | _BUILTIN):
+    if isinstance(value, _OTHERWISE):
         return False
     writable = kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE
     standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # loggers, locks
