@@ -319,7 +319,8 @@ def best_bottleneck(problem: PartitionProblem) -> float:
         stage_of = [pins.get(i, 0) for i in range(len(problem.items))]
         for i, stage in zip(free, choice, strict=True):
             stage_of[i] = stage
-        if any(stage_of[t.producer] > stage_of[c] for t in problem.traffic for c in t.consumers):
+        flows = [(t.producer, c) for t in problem.traffic for c in t.consumers]
+        if any(stage_of[a] > stage_of[b] for a, b in (*flows, *problem.order)):
             continue
         best = min(best, max(evaluate(replace(problem, allow_empty=True), stage_of).loads))
     return best
