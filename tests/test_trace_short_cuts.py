@@ -66,8 +66,9 @@ def test_a_mask_of_ones_is_captured_as_eager_takes_it_and_no_other() -> None:
     model = grouped(use_cache=True)
     pipe = compiled(model)
     assert differing(pipe, model, batch()) == []
-    try:  # on some processors the two kernels round alike, and the capture holds for both
-        assert differing(pipe, model, batch(masked=2)) == []
+    try:  # on some processors the kernels round alike for ones: then the general path is taken
+        differing(pipe, model, batch(masked=2))
+        assert GENERAL_PATH in pipe.plan.notes or GENERAL_PATH in pipe.explain()
     except InputError as refusal:
         assert "an example in which it varies" in str(refusal)  # noqa: PT017
 
