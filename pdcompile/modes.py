@@ -75,7 +75,7 @@ def apply_overrides(model: nn.Module) -> None:
     Raises:
         ConfigError: switching between the modes writes parameters or buffers.
     """
-    if all(_plain(module) for module in model.modules()):
+    if not overrides_train(model):
         return
     _refuse_writes(model)
     if not model.training:
@@ -108,5 +108,8 @@ def _refuse_writes(model: nn.Module) -> None:
         )
 
 
-def _plain(module: nn.Module) -> bool:
-    return getattr(module.train, "__func__", None) is nn.Module.train
+def overrides_train(model: nn.Module) -> bool:
+    """Whether a switch of mode is more than to set flags, for some module."""
+    return any(
+        getattr(module.train, "__func__", None) is not nn.Module.train for module in model.modules()
+    )

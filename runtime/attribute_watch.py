@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pdcompile.errors import ConfigError
-from pdcompile.modes import in_mode
+from pdcompile.modes import in_mode, overrides_train
 from pdcompile.snapshot import Contents, difference, identical, restore, snapshot
 
 _MISSING = object()
@@ -37,10 +37,15 @@ class AttributeWatch:
             if owner is not _MISSING and names[-1] != "training":
                 path = ".".join([root, *names] if root else names)
                 self._owners.append((owner, names[-1], path, is_below(root, opaque)))
+        self._tensors = [  # `check` sees to it that they stay these
+            (path, isinstance(value, Tensor), found)
+            for value, path in ((_attribute(o, name), path) for o, name, path, _ in self._owners)
+            for path, found in _tensors_in(snapshot(value), path)
+        ]
         self._values = {model.training: self._present()}
         other = not model.training
         self._values[other] = self._values[model.training]
-        if any(type(module).train is not nn.Module.train for module in model.modules()):
+        if overrides_train(model):
             before = [snapshot(vars(module)) for module in model.modules()]
             with in_mode(model, other):
                 self._values[other] = self._present()
@@ -50,12 +55,7 @@ class AttributeWatch:
     def tensors(self, *, inside: bool = False) -> list[tuple[str, Tensor]]:
         """Path and value of the attributes that are tensors, and of tensors in containers (those
         alone: `inside`)."""
-        found: list[tuple[str, Tensor]] = []
-        for owner, name, path, _ in self._owners:
-            value = _attribute(owner, name)
-            if not (inside and isinstance(value, Tensor)):
-                found.extend(_tensors_in(snapshot(value), path))
-        return found
+        return [(path, tensor) for path, own, tensor in self._tensors if not (inside and own)]
 
     def check(self, training: bool) -> None:
         for (owner, name, path, shared), was in zip(
@@ -98,10 +98,8 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Contents) and isinstance(value.content, dict | list):
-        pairs = (
-            value.content.items() if isinstance(value.content, dict) else enumerate(value.content)
-        )
-        for key, item in pairs:
+        content = value.content
+        for key, item in content.items() if isinstance(content, dict) else enumerate(content):
             yield from _tensors_in(item, f"{path}[{key!r}]")
 
 

@@ -44,14 +44,17 @@ class ModelWatch:
 
     Args:
         model: the one that is trained.
-        roots: the objects that attributes are looked up in, by path: modules of the model, and of
-            a loss_fn that is a module.
+        loss_fn: watched too where it is a module.
         attributes: places that forward read, see `Capture.attributes`.
         opaque: paths of modules that run as they are, on containers that they share with the
             model's.
         read: names of tensors whose values forward turned into Python numbers.
         tied: names of parameters of this process that other processes hold copies of.
         several: whether there are other processes.
+        versions: how many versions of its weights each stage holds.
+
+    Raises:
+        ConfigError: an attribute shares memory with weights that have a second copy.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class ModelWatch:
         opaque: Collection[str],
         read: Collection[str],
         tied: Collection[str],
-        several: bool = False,
+        several: bool,
+        versions: int,
     ) -> None:
         self._model = model
         self._tied = frozenset(tied)
@@ -72,11 +76,13 @@ class ModelWatch:
         self._of_loss = list(_tensors(loss, "_buffers"))
         self._parameters = list(_tensors(model, "_parameters"))
         self._buffers = list(_tensors(model, "_buffers"))
-        self._forms = [_form_of(tensor) for *_, tensor in self._buffers]
+        self._forms = [_text(tensor) for *_, tensor in self._buffers]
         self._several = several
         self._traits = [_traits(tensor) for *_, tensor in self._parameters]
         self._hooks = self._gradient_hooks()
         self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
+        if several or versions > 1:
+            self._refuse_aliases()
         self._asked = {place[0] for place in attributes if place[1:] == ("training",)}
         self._asked |= {p for p, _, _ in self._modules if is_below(p, opaque)}
         self._modes = {training: modes_in(model, training) for training in (True, False)}
@@ -139,6 +145,24 @@ class ModelWatch:
             rebind(name, tensor)
             self._buffers[at] = (home, leaf, name, tensor)
 
+    def _refuse_aliases(self) -> None:
+        """An attribute cannot follow a parameter whose update goes to other memory."""
+        places = {
+            tensor.untyped_storage().data_ptr(): name
+            for *_, name, tensor in self._parameters
+            if tensor.requires_grad and digest.address(tensor)
+        }
+        for name, tensor in self._attributes.tensors():
+            at = tensor.untyped_storage().data_ptr() if digest.address(tensor) else None
+            if at in places:
+                raise ConfigError(
+                    f"this tensor, which forward reads, lies in the memory of the parameter "
+                    f"{places[at]}, whose updates go to other memory under older versions of the "
+                    "weights and on other ranks",
+                    where=name,
+                    remedy="use the parameter itself in forward (detach() there), or a clone()",
+                )
+
     # -- what the stages were made from -------------------------------------------------------
 
     def _check_structure(self, only: Collection[str]) -> None:
@@ -200,8 +224,8 @@ class ModelWatch:
                 raise _changed(name, "was replaced by another tensor", "a buffer")
         for at, (home, leaf, name, old) in enumerate(self._buffers):
             new = home.get(leaf)
-            if new is old and _form_of(new) != self._forms[at]:
-                raise _changed(name, f"was {self._forms[at]} and is {_form_of(new)}", "a buffer")
+            if new is old and _text(new) != self._forms[at]:
+                raise _changed(name, f"was {self._forms[at]} and is {_text(new)}", "a buffer")
             if new is old:
                 continue
             if not isinstance(new, Tensor) or not _alike(old, new):
@@ -275,10 +299,6 @@ def _text(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return repr(tensor)[:40]
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _form_of(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _alike(old: Tensor, new: Tensor) -> bool:

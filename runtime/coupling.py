@@ -48,20 +48,21 @@ def refuse_coupled(
     trained = [names for names in stages if names]
     if build is None or len(trained) < 2:
         return
+    together = [[name for names in trained for name in names]]
     with preserved_rng():
         try:
-            whole, apart, again = (
-                _after_steps(build, parameters, one, seed)
-                for one, seed in (([[n for s in trained for n in s]], 0), (trained, 0),
-                                  ([[n for s in trained for n in s]], 1))
-            )  # fmt: skip
+            whole = _after_steps(build, parameters, together, 0)
+            if whole is None:
+                return
+            apart = _after_steps(build, parameters, trained, 0)
+            again = _after_steps(build, parameters, together, 1)
         except PdcompileError:
             raise
         except Exception as error:  # a user's callable may want the true shapes
             why = f"{type(error).__name__}: {error}"
             warn(f"{_UNTRIED}, because it cannot be run on small copies ({why})")
             return
-    if whole is None or apart is None or again is None:
+    if apart is None or again is None:  # another optimizer than at the first call
         return
     if _differing(whole, again):
         warn(f"{_UNTRIED}, because it draws random numbers, in another order stage by stage")
@@ -92,8 +93,7 @@ def _after_steps(
     if _is_plain(optimizer):
         return None
     if not held <= {id(p) for p in copies.values()}:
-        if seed == 0 and len(parts) == 1:
-            warn(f"{_UNTRIED}, because it has other parameters than it was given")
+        warn(f"{_UNTRIED}, because it has other parameters than it was given")
         return None
     updater = Updater(optimizer)
     torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.snapshot import difference, snapshot
 from pdcompile.warn import warn
 
 _Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]
@@ -122,9 +123,11 @@ def _carry_over(
     """What the optimizer wrote in place into values of its groups, it wrote into a snapshot."""
     for then, now, live in zip(before, after, present, strict=False):
         for key, value in now.items():
-            if isinstance(value, Tensor) and not torch.equal(value, then[key]):
+            if key not in live or difference(snapshot(then[key]), value, key, torch.equal) is None:
+                continue
+            if isinstance(value, Tensor) and isinstance(live[key], Tensor):
                 live[key].copy_(value)
-            elif isinstance(value, list | dict) and value != then[key] and key in live:
+            elif isinstance(value, list | dict):
                 live[key] = copy.deepcopy(value)
 
 

@@ -110,6 +110,7 @@ class Session:
             read=prepared.capture.numbers,
             tied=[one.fqn for one in tied if stages & set(one.stages)],
             several=self.world is not None,
+            versions=self.versions,
         )
 
     def _worker(

@@ -164,8 +164,10 @@ def _own(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]
     for fqn, value in constants.items():
         path, _, name = fqn.rpartition(".")
         own = vars(modules[path]).get(name) if path in modules else None
-        if isinstance(own, Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
-            found[fqn] = own if digest(own) == digest(value) else value
+        if not isinstance(own, Tensor) or own is value:
+            continue
+        if (own.shape, own.dtype, digest(own)) == (value.shape, value.dtype, digest(value)):
+            found[fqn] = own
     return found
 
 

@@ -124,6 +124,31 @@ def test_what_eager_calls_fill_in_is_let_be() -> None:
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
+class Aliasing(nn.Module):
+    """Reads its weight under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.views = [self.first.weight.data]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x) @ self.views[0]))
+        return out
+
+
+def test_an_attribute_in_the_memory_of_a_parameter_is_refused() -> None:
+    x, y = batch(0)
+    for schedule, refused in (("1f1b", False), ("2bw", True)):
+        given: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "loss_fn": F.mse_loss}
+        pipe = by_hand(Aliasing(), 2, x, y, **given)
+        if refused:
+            with pytest.raises(ConfigError, match=r"parameter first.weight(.|\n)*views"):
+                pipe.prepare()
+        else:
+            pipe.step(x, target=y)
+
+
 class Counts(torch.optim.Optimizer):
     """Writes a tensor of its group in place."""
 
