@@ -14,21 +14,11 @@ from pdcompile.errors import ConfigError
 from pdcompile.runtime.coupling import refuse_coupled
 from tests.helpers import models
 from tests.helpers.changes import batch
+from tests.helpers.loops import Normalised
 from tests.helpers.pipelines import by_hand
 
 PARAMETERS = {f"layers.{i}.weight": nn.Parameter(torch.ones(9, 5)) for i in range(4)}
 STAGES = [["layers.0.weight", "layers.1.weight"], ["layers.2.weight"], ["layers.3.weight"]]
-
-
-class Normalised(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm + 1e-6)
-        return super().step(closure)
 
 
 class ClipsLarge(torch.optim.SGD):

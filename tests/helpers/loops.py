@@ -19,6 +19,17 @@ SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_deca
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
+class Normalised(torch.optim.SGD):
+    """Divides by the norm of all gradients: an update that couples all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm + 1e-6)
+        return super().step(closure)
+
+
 def batches(model: nn.Module, *sizes: int) -> Batches:
     return [batch_for(model, size, seed) for seed, size in enumerate(sizes)]
 
@@ -41,12 +52,13 @@ def run(model: nn.Module, data: Batches, **options: Any) -> tuple[nn.Module, lis
         return pipe.to_model(), [float(loss) for loss in losses if loss is not None]
 
 
-def accumulate(model: nn.Module, x: Tensor, y: Tensor, m: int) -> Tensor:
+def accumulate(model: nn.Module, x: Tensor, y: Tensor, m: int, loss_fn: Any = None) -> Tensor:
     """Gradient accumulation as a user writes it; returns the loss."""
+    loss_fn = loss_fn or loss_for(model)
     total: Tensor | None = None
     for part, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
-        loss = loss_for(model)(model(part), target) * (len(part) / len(x))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss_fn(model(part), target) * (len(part) / len(x))
+        loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
