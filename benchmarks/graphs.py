@@ -13,7 +13,12 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from pdcompile.placement import DeviceClass, PlacementEdge, PlacementNode, PlacementProblem
+from pdcompile.passes.published.placement_file import (
+    DeviceClass,
+    PlacementEdge,
+    PlacementNode,
+    PlacementProblem,
+)
 
 SMALL, LARGE = 0.3, 1.2  # cost to move a residual stream, and the inside of a feed-forward block
 

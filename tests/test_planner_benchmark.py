@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
-from pdcompile.imports import pipedream as profiles
-from pdcompile.placement import DeviceClass, PlacementEdge, PlacementNode, PlacementProblem
+from pdcompile.passes.published import pipedream_file as profiles
+from pdcompile.passes.published.placement_file import (
+    DeviceClass,
+    PlacementEdge,
+    PlacementNode,
+    PlacementProblem,
+)
 from tests.helpers.reference import folder
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

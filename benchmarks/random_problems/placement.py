@@ -11,7 +11,12 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
-from pdcompile.placement import DeviceClass, PlacementEdge, PlacementNode, PlacementProblem
+from pdcompile.passes.published.placement_file import (
+    DeviceClass,
+    PlacementEdge,
+    PlacementNode,
+    PlacementProblem,
+)
 
 AGREE = 1e-5  # relative, the integer rounding that an answer may have
 
@@ -100,7 +105,7 @@ def _load(problem: PlacementProblem, assigned: tuple[int, ...], stage: int, kind
 
 def compare(seed: int) -> tuple[bool, str]:
     """(feasible, how planner and brute force differ in words, "" when they do not)."""
-    from pdcompile.passes.partition.placement import place
+    from pdcompile.passes.published.placement import place
 
     problem = drawn(seed)
     answer, best = place(problem), brute_force(problem)

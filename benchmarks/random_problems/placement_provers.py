@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement import place
-from pdcompile.passes.partition.placement.group import grouped
-from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
-from pdcompile.passes.partition.placement.integer_program import prove
-from pdcompile.passes.partition.placement.loads import Placement, objective
-from pdcompile.placement import LoadProblem, PlacementProblem
+from pdcompile.passes.published.placement import place
+from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement.ideals import all_ideals, best_chain
+from pdcompile.passes.published.placement.integer_program import prove
+from pdcompile.passes.published.placement.loads import Placement, objective
+from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
 from random_problems import placement
 
 AGREE = placement.AGREE

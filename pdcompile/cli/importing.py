@@ -101,10 +101,10 @@ def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
 
 
 def _device_placement(options: dict[str, Any], limits: Limits) -> Solved:
-    from pdcompile.imports import device_placement
-    from pdcompile.passes.partition.placement import place
+    from pdcompile.passes.published import placement_file
+    from pdcompile.passes.published.placement import place
 
-    problem = device_placement.read(Path(options["target"]))
+    problem = placement_file.read(Path(options["target"]))
     return place(problem, **limits()), problem.classes[0].memory
 
 
@@ -113,19 +113,18 @@ def _pipedream(options: dict[str, Any], limits: Limits) -> Solved:
     compression = parse_compression(options["activation_compression"])
     limit = _given(parse_memory, options["memory"])
 
-    from pdcompile.hierarchy import HierarchyProblem
-    from pdcompile.imports import pipedream
-    from pdcompile.passes.partition import hierarchy
+    from pdcompile.passes.published import pipedream, pipedream_file
+    from pdcompile.passes.published.pipedream_file import HierarchyProblem
 
     problem = HierarchyProblem(
-        pipedream.read(Path(options["target"])),
+        pipedream_file.read(Path(options["target"])),
         levels,
         straight=options["straight"],
         fewer=options["fewer"],
         memory_bytes=limit,
         activation_compression=compression,
     )
-    return hierarchy.solve(problem, **limits()), limit
+    return pipedream.solve(problem, **limits()), limit
 
 
 def _piper(options: dict[str, Any], limits: Limits) -> Solved:
@@ -134,17 +133,16 @@ def _piper(options: dict[str, Any], limits: Limits) -> Solved:
     batch = _given(parse_batch, options["batch"])
     bandwidth = _given(parse_bandwidth, options["bandwidth"])
 
-    from pdcompile.imports import piper
-    from pdcompile.passes.partition import menu
+    from pdcompile.passes.published import piper, piper_file
 
-    problem = piper.read(
+    problem = piper_file.read(
         Path(options["target"]),
         devices=devices,
         memory_bytes=memory,
         batch=batch,
         bytes_per_second=bandwidth,
     )
-    return menu.solve(problem, **limits()), problem.memory_bytes
+    return piper.solve(problem, **limits()), problem.memory_bytes
 
 
 SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}

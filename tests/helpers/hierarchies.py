@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from pdcompile.answer import LevelAnswer
-from pdcompile.hierarchy import HierarchyProblem, ProfileGraph, ProfileNode
+from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph, ProfileNode
 
 
 def random_graph(seed: int, size: int, *, zeros: float = 0.3) -> ProfileGraph:

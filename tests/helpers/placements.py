@@ -10,7 +10,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pdcompile.placement import DeviceClass, PlacementEdge, PlacementNode, PlacementProblem
+from pdcompile.passes.published.placement_file import (
+    DeviceClass,
+    PlacementEdge,
+    PlacementNode,
+    PlacementProblem,
+)
 
 Stages = tuple[tuple[int, tuple[int, ...]], ...]  # of each stage (class, nodes)
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import PlanError
-from pdcompile.hierarchy import HierarchyProblem
-from pdcompile.passes.partition.hierarchy import solve
-from pdcompile.passes.partition.hierarchy.antichains import walked
-from pdcompile.passes.partition.hierarchy.evaluate import Evaluation, evaluate
-from pdcompile.passes.partition.hierarchy.states import dag_of
+from pdcompile.passes.published.pipedream import solve
+from pdcompile.passes.published.pipedream.antichains import walked
+from pdcompile.passes.published.pipedream.evaluate import Evaluation, evaluate
+from pdcompile.passes.published.pipedream.states import dag_of
+from pdcompile.passes.published.pipedream_file import HierarchyProblem
 from tests.helpers.hierarchies import boundary, down_sets, plans, random_graph, recursion
 
 CLUSTERS = [

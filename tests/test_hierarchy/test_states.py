@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.hierarchy import HierarchyProblem
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.hierarchy.bounds import bounded_segments
-from pdcompile.passes.partition.hierarchy.closures import least_boundaries, ranges
-from pdcompile.passes.partition.hierarchy.recursion import levels_of
-from pdcompile.passes.partition.hierarchy.search import search
-from pdcompile.passes.partition.hierarchy.states import (
+from pdcompile.passes.published.pipedream.bounds import bounded_segments
+from pdcompile.passes.published.pipedream.closures import least_boundaries, ranges
+from pdcompile.passes.published.pipedream.recursion import levels_of
+from pdcompile.passes.published.pipedream.search import search
+from pdcompile.passes.published.pipedream.states import (
     arrange,
     dag_of,
     lattice_of,
@@ -21,6 +20,7 @@ from pdcompile.passes.partition.hierarchy.states import (
     segments_of,
     undominated,
 )
+from pdcompile.passes.published.pipedream_file import HierarchyProblem
 from tests.helpers.hierarchies import down_sets, random_graph, recursion
 
 LEVELS = [((4, 3.0),), ((3, 9.0), (2, 1.0))]

@@ -12,14 +12,14 @@ import pytest
 
 from pdcompile.answer import StageAnswer
 from pdcompile.errors import PlanError
-from pdcompile.menu import MenuEdge, MenuNode, MenuProblem, Variant
-from pdcompile.passes.partition.menu import exact, frontier, quick, solve, states
-from pdcompile.passes.partition.menu.bounds import device_seconds
-from pdcompile.passes.partition.menu.chain import Choices, cheapest_chain
-from pdcompile.passes.partition.menu.evaluate import evaluate
-from pdcompile.passes.partition.menu.model import divisors, menus
-from pdcompile.passes.partition.menu.pairs import pairs
-from pdcompile.passes.partition.menu.segments import Space, alive
+from pdcompile.passes.published.piper import exact, frontier, quick, solve, states
+from pdcompile.passes.published.piper.bounds import device_seconds
+from pdcompile.passes.published.piper.chain import Choices, cheapest_chain
+from pdcompile.passes.published.piper.evaluate import evaluate
+from pdcompile.passes.published.piper.model import divisors, menus
+from pdcompile.passes.published.piper.pairs import pairs
+from pdcompile.passes.published.piper.segments import Space, alive
+from pdcompile.passes.published.piper_file import MenuEdge, MenuNode, MenuProblem, Variant
 from tests.helpers.menus import brute_force, random_menu
 
 
@@ -118,7 +118,7 @@ def test_thinned_choices_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_some_ideals_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = importlib.import_module("pdcompile.passes.partition.menu.solve")
+    solver = importlib.import_module("pdcompile.passes.published.piper.solve")
     monkeypatch.setattr(solver, "IDEALS", 0)
     for seed in range(400, 500):
         problem = random_menu(seed)

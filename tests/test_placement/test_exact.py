@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.imports.device_placement import parse, read
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement import place
-from pdcompile.passes.partition.placement.evaluate import SLACK, Device, device_loads, violations
-from pdcompile.passes.partition.placement.group import grouped
-from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
-from pdcompile.passes.partition.placement.integer_program import prove
-from pdcompile.passes.partition.placement.linear import best_linear
-from pdcompile.passes.partition.placement.loads import Placement, objective
-from pdcompile.passes.partition.placement.orders import around, orders
-from pdcompile.placement import DeviceClass, LoadProblem
+from pdcompile.passes.published.placement import place
+from pdcompile.passes.published.placement.evaluate import SLACK, Device, device_loads, violations
+from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement.ideals import all_ideals, best_chain
+from pdcompile.passes.published.placement.integer_program import prove
+from pdcompile.passes.published.placement.linear import best_linear
+from pdcompile.passes.published.placement.loads import Placement, objective
+from pdcompile.passes.published.placement.orders import around, orders
+from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem, parse, read
 from tests.helpers.placements import brute_force, device_load, inception, random_problem, write
 from tests.helpers.reference import folder
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import FAMILIES, problem
-from pdcompile.passes.partition.placement import place
-from pdcompile.passes.partition.placement.first_fit import first_fit
-from pdcompile.passes.partition.placement.group import grouped
-from pdcompile.passes.partition.placement.loads import objective
+from pdcompile.passes.published.placement import place
+from pdcompile.passes.published.placement.first_fit import first_fit
+from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement.loads import objective
 
 
 def test_without_any_time_there_is_a_placement() -> None:

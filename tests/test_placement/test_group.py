@@ -9,8 +9,13 @@ from collections.abc import Sequence
 import networkx as nx
 import pytest
 
-from pdcompile.passes.partition.placement.group import components, grouped, reduced
-from pdcompile.placement import DeviceClass, PlacementEdge, PlacementNode, PlacementProblem
+from pdcompile.passes.published.placement.group import components, grouped, reduced
+from pdcompile.passes.published.placement_file import (
+    DeviceClass,
+    PlacementEdge,
+    PlacementNode,
+    PlacementProblem,
+)
 
 CLASSES = (DeviceClass("accelerator", 2), DeviceClass("cpu", 1, transfers=False))
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import FAMILIES, Sketch, problem
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement import search
-from pdcompile.passes.partition.placement.group import grouped
-from pdcompile.passes.partition.placement.large.arrays import arrays
-from pdcompile.passes.partition.placement.large.chain import best
-from pdcompile.passes.partition.placement.large.envelope import Part, lines
-from pdcompile.passes.partition.placement.large.lattice import anchors, listed, segments
-from pdcompile.passes.partition.placement.large.linear import linear_chain, positions_of
-from pdcompile.passes.partition.placement.large.nested import Nested
-from pdcompile.passes.partition.placement.large.series import series, series_chain, stages_of
-from pdcompile.passes.partition.placement.large.solve import solve
-from pdcompile.passes.partition.placement.loads import Placement, compact, objective, stage_loads
-from pdcompile.placement import LoadProblem
+from pdcompile.passes.published.placement import search
+from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement.large.arrays import arrays
+from pdcompile.passes.published.placement.large.chain import best
+from pdcompile.passes.published.placement.large.envelope import Part, lines
+from pdcompile.passes.published.placement.large.lattice import anchors, listed, segments
+from pdcompile.passes.published.placement.large.linear import linear_chain, positions_of
+from pdcompile.passes.published.placement.large.nested import Nested
+from pdcompile.passes.published.placement.large.series import series, series_chain, stages_of
+from pdcompile.passes.published.placement.large.solve import solve
+from pdcompile.passes.published.placement.loads import Placement, compact, objective, stage_loads
+from pdcompile.passes.published.placement_file import LoadProblem
 from tests.helpers.placements import brute_force, random_problem
 
 SLOW_ENOUGH = 300.0  # seconds: no search here comes near it

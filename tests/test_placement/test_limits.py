@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdcompile.imports.device_placement import parse
-from pdcompile.passes.partition.placement import place
-from pdcompile.placement import PlacementProblem
+from pdcompile.passes.published.placement import place
+from pdcompile.passes.published.placement_file import PlacementProblem, parse
 from tests.helpers.placements import brute_force, inception, random_problem
 
 

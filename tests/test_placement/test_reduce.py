@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.imports import device_placement
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.placement.group import grouped
-from pdcompile.passes.partition.placement.ideals import all_ideals, best_chain
-from pdcompile.passes.partition.placement.loads import objective
-from pdcompile.passes.partition.placement.ranges import stage_ranges
-from pdcompile.passes.partition.placement.reduce import together, without_zeros
-from pdcompile.passes.partition.placement.search import lifted, memory_problem, simple_bound
-from pdcompile.placement import DeviceClass, LoadProblem
+from pdcompile.passes.published import placement_file
+from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement.ideals import all_ideals, best_chain
+from pdcompile.passes.published.placement.loads import objective
+from pdcompile.passes.published.placement.ranges import stage_ranges
+from pdcompile.passes.published.placement.reduce import together, without_zeros
+from pdcompile.passes.published.placement.search import lifted, memory_problem, simple_bound
+from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem
 from tests.helpers.placements import random_problem
 
 SEEDS = st.integers(0, 10**9)
@@ -143,6 +143,6 @@ def test_times_of_unlike_magnitude_are_bounded_without_a_warning() -> None:
         {"id": 3, "fpgaLatency": 1e15, "cpuLatency": 0.1},
     ]
     data = {"maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 9, "nodes": nodes, "edges": []}
-    groups = grouped(device_placement.parse(data, where="graph.json"))
+    groups = grouped(placement_file.parse(data, where="graph.json"))
     with np.errstate(all="raise"):
         assert simple_bound(groups) <= 0.1

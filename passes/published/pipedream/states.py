@@ -1,0 +1,288 @@
+"""States: the down-closed sets of a profile after which a pipeline may be cut.
+
+A set is an integer, bit v for node v of the topological order.  A pipeline of convex stages is
+a chain of such sets, so a search over all of them covers every pipeline ('PipeDream', SOSP
+2019, section 3.1, whose own optimizer only visits those that its walk over antichains finds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcompile.passes.published.pipedream_file import ProfileGraph
+
+Floats = NDArray[np.float64]
+
+
+def members(down_set: int) -> Iterator[int]:
+    """The set's nodes, ascending."""
+    while down_set:
+        lowest = down_set & -down_set
+        yield lowest.bit_length() - 1
+        down_set ^= lowest
+
+
+@dataclass(frozen=True, slots=True)
+class Dag:
+    """A profile in topological order: sets of nodes as bit masks, amounts as arrays."""
+
+    order: tuple[int, ...]  # [node here] -> index in the profile
+    before: tuple[int, ...]  # direct predecessors
+    after: tuple[int, ...]  # direct successors
+    ancestors: tuple[int, ...]
+    descendants: tuple[int, ...]
+    seconds: Floats
+    parameters: Floats  # bytes
+    activations: Floats  # bytes
+    exposed: tuple[int, ...]  # ancestors with a consumer that is neither v nor above it
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+    @property
+    def everything(self) -> int:
+        return (1 << self.size) - 1
+
+    def boundary(self, down_set: int) -> float:
+        """Bytes that PipeDream counts at the cut after `down_set`.
+
+        Its antichain is the set's maximal nodes, augmented by every ancestor of one of them that
+        feeds a node outside that one's own history, whether or not that node is in the set.
+        """
+        counted = 0
+        for v in members(down_set):
+            if not self.after[v] & down_set:
+                counted |= self.exposed[v] | 1 << v
+        return math.fsum(self.activations[v] for v in members(counted))
+
+    def close_down(self, nodes: int) -> int:
+        """The smallest down-closed set with `nodes`."""
+        for v in members(nodes):
+            nodes |= self.ancestors[v]
+        return nodes
+
+    def close_up(self, nodes: int) -> int:
+        """`nodes` and everything above them."""
+        for v in members(nodes):
+            nodes |= self.descendants[v]
+        return nodes
+
+
+def dag_of(graph: ProfileGraph) -> Dag:
+    """The profile's nodes in a topological order that keeps the file's order where it can."""
+    size = len(graph.nodes)
+    after: list[list[int]] = [[] for _ in range(size)]
+    waiting = [0] * size
+    for source, target in graph.edges:
+        after[source].append(target)
+        waiting[target] += 1
+    order = [v for v in range(size) if not waiting[v]]
+    for v in order:
+        for u in after[v]:
+            waiting[u] -= 1
+            if not waiting[u]:
+                order.append(u)
+    place = {v: k for k, v in enumerate(order)}
+    successors = [0] * size
+    predecessors = [0] * size
+    for source, target in graph.edges:
+        successors[place[source]] |= 1 << place[target]
+        predecessors[place[target]] |= 1 << place[source]
+    ancestors = [0] * size
+    for v in range(size):
+        for u in members(predecessors[v]):
+            ancestors[v] |= ancestors[u] | 1 << u
+    descendants = [0] * size
+    for v in reversed(range(size)):
+        for u in members(successors[v]):
+            descendants[v] |= descendants[u] | 1 << u
+    exposed = [
+        sum(1 << u for u in members(ancestors[v]) if successors[u] & ~(ancestors[v] | 1 << v))
+        for v in range(size)
+    ]
+    nodes = [graph.nodes[v] for v in order]
+    return Dag(
+        order=tuple(order),
+        before=tuple(predecessors),
+        after=tuple(successors),
+        ancestors=tuple(ancestors),
+        descendants=tuple(descendants),
+        seconds=np.array([node.seconds for node in nodes]),
+        parameters=np.array([node.parameter_bytes for node in nodes]),
+        activations=np.array([node.activation_bytes for node in nodes]),
+        exposed=tuple(exposed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Down-closed sets, the empty one first, and what adding one node leads to."""
+
+    sets: tuple[int, ...]
+    add: NDArray[np.int32]  # [set, node] -> set with that node; −1 where it cannot be added
+    boundary: Floats
+    eager: tuple[int, ...]  # nodes that are in every set but the empty one that may hold them
+
+
+def eager_nodes(dag: Dag, *, memory: bool) -> tuple[int, ...]:
+    """Nodes that some optimal plan runs as early as it can, so that no cut needs to go before.
+
+    A node without time and parameters can go to the earliest stage that has all its inputs, on
+    every level at once: stages keep their times, and the cuts stay a chain.  No boundary grows
+    when (a) neither the node nor any ancestor that it augments has bytes, or (b) all its inputs
+    feed nothing else and have together at least its bytes: they are maximal before, hence
+    counted, and no longer after, and what the node augments, one of them augmented already.
+    Where memory counts, only nodes without activation move: (a).
+    """
+    found = []
+    for v in range(dag.size):
+        if dag.seconds[v] or dag.parameters[v]:
+            continue
+        inputs = list(members(dag.before[v]))
+        light = not dag.activations[v] and not any(
+            dag.activations[u] for u in members(dag.exposed[v])
+        )
+        only = all(dag.after[u] == 1 << v for u in inputs)
+        sums = math.fsum(dag.activations[u] for u in inputs)
+        if light or (not memory and inputs and only and sums >= dag.activations[v]):
+            found.append(v)
+    return tuple(found)
+
+
+def lattice_of(dag: Dag, limit: int, *, memory: bool) -> Lattice | None:
+    """All down-closed sets that `eager_nodes` leaves, or None when there are more than `limit`."""
+    eager = eager_nodes(dag, memory=memory)
+    pull = sum(1 << v for v in eager)
+    index = {0: 0}
+    sets = [0]
+    ready = [sum(1 << v for v in range(dag.size) if not dag.before[v])]
+    links: list[tuple[int, int, int]] = []
+    for here, down_set in enumerate(sets):  # grows while it is walked
+        for v in members(ready[here]):
+            larger, open_nodes = _with(dag, down_set, ready[here], v)
+            while pulled := open_nodes & pull:
+                first = pulled.bit_length() - 1
+                larger, open_nodes = _with(dag, larger, open_nodes, first)
+            there = index.get(larger)
+            if there is None:
+                there = index[larger] = len(sets)
+                if there >= limit:
+                    return None
+                sets.append(larger)
+                ready.append(open_nodes)
+            links.append((here, v, there))
+    add = np.full((len(sets), dag.size), -1, np.int32)
+    steps = np.array(links, np.int64).reshape(-1, 3)
+    add[steps[:, 0], steps[:, 1]] = steps[:, 2]
+    boundary = np.array([dag.boundary(down_set) for down_set in sets])
+    return Lattice(tuple(sets), add, boundary, eager)
+
+
+def _with(dag: Dag, down_set: int, ready: int, node: int) -> tuple[int, int]:
+    """The set with one more node, and the nodes that can be added next."""
+    larger = down_set | 1 << node
+    fresh = sum(1 << u for u in members(dag.after[node]) if not dag.before[u] & ~larger)
+    return larger, ready & ~(1 << node) | fresh
+
+
+def undominated(dag: Dag, lattice: Lattice, *, memory: bool) -> list[int]:
+    """Down-closed sets among which some optimal plan makes all its cuts, on every level.
+
+    For a node v without time and parameters (and, where memory counts, without activation), the
+    map "add v where it can be added" grows with its argument, as does "take v out where nothing
+    above it is in" (eager nodes go in and out along with v).  Applied to all cuts of a plan it
+    gives a chain again, whose stages have the same times and parameters.  So when it maps the
+    sets that are left into themselves and raises no boundary, only its images are needed.  A
+    stage that it empties is dropped, which frees workers, and makes a later stage the first one,
+    whose terms are the smaller ones.
+    """
+    free = (dag.seconds == 0) & (dag.parameters == 0)
+    if memory:
+        free &= dag.activations == 0
+    bytes_at = lattice.boundary
+    last = lattice.sets.index(dag.everything)
+    alive = np.ones(len(lattice.sets), bool)
+    changed = True
+    while changed:
+        changed = False
+        for v in np.flatnonzero(free):
+            without = np.flatnonzero(lattice.add[:, v] >= 0)
+            having = lattice.add[without, v]
+            # The empty set stays the start of every chain: it is no cut, and has no image.
+            some = alive[without] & (without != 0)
+            if some.any() and _maps(alive, bytes_at, without[some], having[some]):
+                alive[without[some]] = False
+                changed = True
+            some = alive[having] & (having != last)
+            if some.any() and _maps(alive, bytes_at, having[some], without[some]):
+                alive[having[some]] = False
+                changed = True
+    return [down_set for down_set, kept in zip(lattice.sets, alive, strict=True) if kept]
+
+
+def _maps(
+    alive: NDArray[np.bool_], bytes_at: Floats, source: NDArray[np.int64], image: NDArray[np.int64]
+) -> bool:
+    return bool(alive[image].all() and (bytes_at[image] <= bytes_at[source]).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Amounts between two cuts i ⊂ j, for the recursion: state 0 is empty, the last is everything.
+
+    `seconds` is inf where state i is no proper subset of state j; the other amounts are 0 there.
+    """
+
+    seconds: Floats  # [i, j]
+    parameters: Floats  # [i, j], bytes
+    held: Floats  # [i, j], bytes of activations and parameters together
+    cut: Floats  # [i], bytes at the boundary; 0 at the two ends
+
+
+def arrange(dag: Dag, sets: Iterable[int]) -> list[int]:
+    """The sets in an order in which subsets come first, by work and then by number of nodes."""
+    distinct = set(sets) | {0, dag.everything}
+    inside = membership(dag, list(distinct))
+    work = inside @ dag.seconds
+    key = {s: (float(w), s.bit_count(), s) for s, w in zip(distinct, work, strict=True)}
+    # Work summed in another order may differ in its last digits: the counts decide first there.
+    ordered = sorted(distinct, key=lambda s: key[s])
+    position = 0
+    scale = float(dag.seconds.sum()) * 1e-12
+    while position < len(ordered):
+        end = position + 1
+        while end < len(ordered) and key[ordered[end]][0] - key[ordered[end - 1]][0] <= scale:
+            end += 1
+        ordered[position:end] = sorted(ordered[position:end], key=lambda s: (s.bit_count(), s))
+        position = end
+    return ordered
+
+
+def membership(dag: Dag, sets: Sequence[int]) -> Floats:
+    """[set, node] -> 1 where the node is in the set."""
+    width = (dag.size + 7) // 8
+    raw = b"".join(s.to_bytes(width, "little") for s in sets)
+    packed = np.frombuffer(raw, np.uint8).reshape(len(sets), width)
+    bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : dag.size]
+    return bits.astype(np.float64)
+
+
+def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:
+    """Amounts of all segments between `sets`, which `arrange` has put into order."""
+    inside = membership(dag, sets)
+    apart = inside.astype(np.float32) @ (1 - inside).astype(np.float32).T
+    nested = np.triu(apart == 0, 1)
+    amounts = []
+    for weights in (dag.seconds, dag.parameters, dag.activations + dag.parameters):
+        sums = inside @ weights
+        amounts.append(np.where(nested, np.maximum(sums[None, :] - sums[:, None], 0), 0))
+    cut = np.array([dag.boundary(s) for s in sets])
+    cut[[0, -1]] = 0
+    amounts[0][~nested] = np.inf
+    return Segments(amounts[0], amounts[1], amounts[2], cut)

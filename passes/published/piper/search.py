@@ -1,0 +1,200 @@
+"""The search over Piper's space: bounds, a quick plan, then all stages and bisection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdcompile.answer import Progress, StageAnswer
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.published.piper import frontier
+from pdcompile.passes.published.piper.chain import (
+    Choices,
+    Ints,
+    cheapest_chain,
+    fewest_after,
+    fewest_before,
+    smallest_threshold,
+)
+from pdcompile.passes.published.piper.evaluate import evaluate
+from pdcompile.passes.published.piper.model import Menu
+from pdcompile.passes.published.piper.segments import (
+    Space,
+    Table,
+    alive,
+    in_flight,
+    options_of,
+)
+from pdcompile.passes.published.piper.states import members
+from pdcompile.passes.published.piper_file import MenuProblem
+
+EXACT = 1e-9  # relative: no plan is better than the one found by more than this
+PAIRS = 20_000  # of (seconds, bytes), when the variants of a plan's stage are picked
+
+
+@dataclass(slots=True)
+class Found:
+    """The best plan so far and what is known of all plans."""
+
+    objective: float
+    stages: tuple[StageAnswer, ...]
+    masks: tuple[int, ...]  # states between the stages
+
+
+class Search:
+    """Plans through the states of one space, whose tables are given."""
+
+    def __init__(self, space: Space, tables: Sequence[Table], budget: Budget) -> None:
+        self.space = space
+        self.tables = tables
+        self.budget = budget
+        self.rows: list[dict[int, Ints]] = [alive(table, math.inf) for table in tables]
+
+    def attempt(self, threshold: float) -> tuple[float, Found | None] | None:
+        """A plan whose stages take at most `threshold` seconds per sample; None: there is none.
+
+        The plan is missing where there is one but its variants were not found (`PAIRS`).
+        """
+        choices, origin = self._choices(threshold)
+        chain = cheapest_chain(choices, len(self.space.masks), self.space.problem.devices)
+        if chain is None:
+            return None
+        ends = np.cumsum([count for _, count in origin])
+        picked = [
+            (
+                int(choices.before[row]),
+                int(choices.after[row]),
+                self.tables[origin[int(np.searchsorted(ends, row, side="right"))][0]].menu,
+                int(choices.replicas[row]),
+            )
+            for row in chain
+        ]
+        plan = self.plan(picked)
+        return (math.inf, None) if plan is None else (plan.objective, plan)
+
+    def narrow(self, threshold: float) -> None:
+        """Drop the stages that no plan with objective ≤ threshold has."""
+        problem = self.space.problem
+        states = len(self.space.masks)
+        self.rows = [
+            {
+                width: rows[
+                    table.seconds[table.start[rows]]
+                    <= threshold * width - table.cut[rows] - (width - 1) * table.resent[rows]
+                ]
+                for width, rows in by_width.items()
+            }
+            for table, by_width in zip(self.tables, self.rows, strict=True)
+        ]
+        choices = self.choices(threshold)
+        head, tail = fewest_before(choices, states), fewest_after(choices, states)
+        for table, by_width in zip(self.tables, self.rows, strict=True):
+            for width, rows in by_width.items():
+                needs = head[table.before[rows]] + tail[table.after[rows]]
+                fits = needs + width * table.menu.degree <= problem.devices
+                by_width[width] = rows[fits]
+
+    def bisect(
+        self, lower: float, best: Found | None, progress: Progress | None
+    ) -> tuple[float, Found | None]:
+        """The best plan in this space, and a threshold below which there is none."""
+        if best is None:
+            first = self.attempt(math.inf)
+            if first is None or first[1] is None:
+                return (lower, None)
+            best = first[1]
+        holder = [best]
+        self.narrow(best.objective)
+        if progress is not None:
+            progress(best.objective, lower)
+
+        def found(_: float, plan: Found | None) -> None:
+            if plan is not None and plan.objective < holder[0].objective:
+                holder[0] = plan
+                self.narrow(plan.objective)
+                if progress is not None:
+                    progress(plan.objective, lower)
+
+        def refuted(bound: float) -> None:
+            if progress is not None:
+                progress(holder[0].objective, bound)
+
+        bound = smallest_threshold(
+            self.attempt,
+            lower,
+            best.objective,
+            exact=EXACT,
+            late=lambda: self.budget.late,
+            found=found,
+            refuted=refuted,
+        )
+        return bound, holder[0]
+
+    def choices(self, threshold: float) -> Choices:
+        """All stages that take at most `threshold` seconds per sample."""
+        return self._choices(threshold)[0]
+
+    def _choices(self, threshold: float) -> tuple[Choices, list[tuple[int, int]]]:
+        parts, origin = [], []
+        for k, table in enumerate(self.tables):
+            for width, rows in self.rows[k].items():
+                part = table.choices(threshold, width, rows)
+                parts.append(part)
+                origin.append((k, len(part)))
+        names = ("before", "after", "devices", "replicas", "reach")
+        nothing = np.zeros(0, dtype=np.int64)
+        columns = [np.concatenate([nothing, *(getattr(p, name) for p in parts)]) for name in names]
+        return Choices(*columns), origin
+
+    def plan(self, picked: Sequence[tuple[int, int, Menu, int]]) -> Found | None:
+        """The fastest variants for stages (state, state, menu, width); None: they do not fit."""
+        problem = self.space.problem
+        flights = in_flight(problem, [width for *_, width in picked])
+        stages = []
+        for (i, j, menu, width), y in zip(picked, flights, strict=True):
+            nodes = members(self.space.masks[j] & ~self.space.masks[i])
+            options = options_of(self.space, menu, i, j)
+            columns = frontier.pick(options, problem.memory_bytes, y, PAIRS)
+            if columns is None:
+                return None
+            variants = {}
+            for v, column in zip(nodes, columns, strict=True):
+                item, node = menu.items[v], problem.nodes[v]
+                assert item is not None
+                chosen = node.variants[menu.degree][item.positions[column]]
+                variants[str(node.id)] = chosen.id
+            stages.append(
+                stage_answer(tuple(problem.nodes[v].id for v in nodes), width, menu, variants)
+            )
+        done = described(problem, stages)
+        objective = max(stage.details["seconds"] for stage in done)
+        return Found(objective, done, tuple(self.space.masks[i] for i, *_ in picked))
+
+
+def stage_answer(
+    ids: tuple[int | str, ...], width: int, menu: Menu, variants: dict[str, int | str]
+) -> StageAnswer:
+    details = {
+        "data_parallel": width,
+        "tensor_parallel": menu.degree,
+        "variants": variants,
+    }
+    return StageAnswer(ids, width, details)
+
+
+def described(problem: MenuProblem, stages: Sequence[StageAnswer]) -> tuple[StageAnswer, ...]:
+    """The stages with what the evaluator says of them."""
+    result = evaluate(problem, stages)
+    return tuple(
+        StageAnswer(
+            stage.members,
+            stage.replicas,
+            {**stage.details, "seconds": seconds, "memory_bytes": held, "in_flight": y},
+        )
+        for stage, seconds, held, y in zip(
+            stages, result.seconds, result.memory_bytes, result.in_flight, strict=True
+        )
+    )

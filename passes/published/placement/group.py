@@ -1,0 +1,184 @@
+"""From the nodes of a file to groups: what every contiguous answer keeps on one device.
+
+The order that a pipeline has to keep, and the cost of a value as a set of pins, are explained
+with `grouped`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
+
+
+def grouped(problem: PlacementProblem) -> LoadProblem:
+    """The same problem over groups of nodes; no contiguous answer is lost, none is gained.
+
+    1. Nodes of one colour share a device.
+    2. A forward to forward edge orders its ends.  Other edges order nothing (backward nodes run
+       the pipeline in reverse, wherever their partners are), except backward to backward edges
+       with an end that has no forward partner (no forward node in its colour): these order their
+       ends in reverse.
+    3. stage(a) ≤ stage(b) ≤ stage(a) means one stage, hence a strongly connected component is one
+       group, and what remains has no cycle.
+    4. A device pays a value once if it holds the producer and not all consumers (out), once if it
+       holds some consumer and not the producer (in): once when it holds some of the pins
+       {producer, consumers} but not all.  Values with one pin or no cost vanish, those with equal
+       pins add up.
+    """
+    nodes = problem.nodes
+    color_of = _numbered(
+        (("color", node.color) if node.color is not None else ("node", i))
+        for i, node in enumerate(nodes)
+    )
+    colors = max(color_of, default=-1) + 1
+    partnered = [False] * colors
+    for node, color in zip(nodes, color_of, strict=True):
+        partnered[color] |= not node.backward
+    after: list[set[int]] = [set() for _ in range(colors)]
+    for edge in problem.edges:
+        source, target = nodes[edge.source], nodes[edge.target]
+        a, b = color_of[edge.source], color_of[edge.target]
+        if not source.backward and not target.backward:
+            after[a].add(b)
+        elif source.backward and target.backward and not (partnered[a] and partnered[b]):
+            after[b].add(a)
+    part_of = components([sorted(following) for following in after])
+    member_lists: list[list[int]] = [[] for _ in range(max(part_of, default=-1) + 1)]
+    for i, color in enumerate(color_of):
+        member_lists[part_of[color]].append(i)
+    arcs = {
+        (part_of[a], part_of[b])
+        for a, following in enumerate(after)
+        for b in following
+        if part_of[a] != part_of[b]
+    }
+    order = topological(len(member_lists), arcs, [members[0] for members in member_lists])
+    place = {part: position for position, part in enumerate(order)}
+    group_of = [place[part_of[color]] for color in color_of]
+    members = tuple(tuple(member_lists[part]) for part in order)
+    pins, costs = _values(problem, group_of)
+    kinds = range(len(problem.classes))
+    return LoadProblem(
+        seconds=tuple(
+            tuple(math.fsum(nodes[i].seconds[c] for i in group) for c in kinds) for group in members
+        ),
+        sizes=tuple(math.fsum(nodes[i].size for i in group) for group in members),
+        arcs=reduced(len(order), sorted((place[a], place[b]) for a, b in arcs)),
+        pins=pins,
+        costs=costs,
+        classes=problem.classes,
+        members=members,
+    )
+
+
+def _numbered(keys: Iterable[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _values(
+    problem: PlacementProblem, group_of: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+    touched: dict[int, set[int]] = {}
+    cost_of: dict[int, float] = {}
+    for edge in problem.edges:
+        if edge.cost > 0:
+            touched.setdefault(edge.source, {group_of[edge.source]}).add(group_of[edge.target])
+            cost_of[edge.source] = edge.cost
+    total: dict[tuple[int, ...], list[float]] = {}
+    for source, groups in touched.items():
+        if len(groups) > 1:
+            total.setdefault(tuple(sorted(groups)), []).append(cost_of[source])
+    pins = tuple(sorted(total))
+    return pins, tuple(math.fsum(total[pin]) for pin in pins)
+
+
+def components(after: Sequence[Sequence[int]]) -> list[int]:
+    """The strongly connected component of every vertex (Tarjan 1972, without recursion)."""
+    n = len(after)
+    part, low, found = [-1] * n, [0] * n, [-1] * n
+    stack: list[int] = []
+    clock = parts = 0
+    for root in range(n):
+        if found[root] >= 0:
+            continue
+        walk = [(root, 0)]
+        while walk:
+            v, i = walk.pop()
+            if found[v] < 0:
+                found[v] = low[v] = clock
+                clock += 1
+                stack.append(v)
+            descended = False
+            for j in range(i, len(after[v])):
+                u = after[v][j]
+                if found[u] < 0:
+                    walk += [(v, j), (u, 0)]  # look at u once more when it is finished
+                    descended = True
+                    break
+                if part[u] < 0:
+                    low[v] = min(low[v], low[u])
+            if descended:
+                continue
+            if low[v] == found[v]:
+                while True:
+                    u = stack.pop()
+                    part[u] = parts
+                    if u == v:
+                        break
+                parts += 1
+    return part
+
+
+def topological(n: int, arcs: set[tuple[int, int]], rank: Sequence[int]) -> list[int]:
+    """An order of the vertices along the arcs, the smallest rank first where it is free."""
+    after: list[list[int]] = [[] for _ in range(n)]
+    waiting = [0] * n
+    for a, b in arcs:
+        after[a].append(b)
+        waiting[b] += 1
+    heap = [(rank[v], v) for v in range(n) if not waiting[v]]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        _, v = heapq.heappop(heap)
+        order.append(v)
+        for u in after[v]:
+            waiting[u] -= 1
+            if not waiting[u]:
+                heapq.heappush(heap, (rank[u], u))
+    return order
+
+
+def reduced(n: int, arcs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The arcs that no longer path implies (transitive reduction; vertices in topological order).
+
+    Stages that do not fall along the remaining arcs do not fall along a path of them, so the
+    same assignments are left.  One bit mask of descendants a vertex, forgotten once its last
+    predecessor has been looked at.
+    """
+    after: list[list[int]] = [[] for _ in range(n)]
+    users = [0] * n
+    for a, b in arcs:
+        after[a].append(b)
+        users[b] += 1
+    below: dict[int, int] = {}
+    kept = []
+    for v in reversed(range(n)):
+        reach = 0
+        for u in sorted(after[v]):
+            # Bits count from the end, so that late vertices, which have few descendants, have
+            # small numbers.
+            bit = 1 << (n - 1 - u)
+            if not reach & bit:
+                kept.append((v, u))
+                reach |= bit | below[u]
+            users[u] -= 1
+            if not users[u]:
+                del below[u]
+        if users[v]:
+            below[v] = reach
+    return tuple(sorted(kept))
