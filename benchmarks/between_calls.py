@@ -301,7 +301,7 @@ def _change(
 
 def cost() -> None:
     """Seconds that a step spends on looking for changes, beside the step's own."""
-    from pdcompile.runtime.between_calls import ModelWatch, OptimizerWatch
+    from pdcompile.runtime.watch.model_watch import ModelWatch, OptimizerWatch
 
     spent = {"seconds": 0.0}
     for kind in (ModelWatch, OptimizerWatch):

@@ -26,11 +26,11 @@ from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.choices import choose
 from pdcompile.driver import make_plan
-from pdcompile.graph import Capture, OpCost
+from pdcompile.ir.graph import Capture, OpCost
 from pdcompile.options import Options
-from pdcompile.passes.boundaries import stage_of_ops
 from pdcompile.passes.costs import Resident, estimate, forecast
 from pdcompile.passes.costs.symbolic import symbolic
+from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
 from pdcompile.steps import Steps

@@ -27,16 +27,16 @@ _HOME = {
     "Cluster": "pdcompile.cluster",
     "Device": "pdcompile.cluster",
     "Level": "pdcompile.cluster",
-    "Pin": "pdcompile.constraints",
-    "Together": "pdcompile.constraints",
-    "Apart": "pdcompile.constraints",
-    "CutBefore": "pdcompile.constraints",
-    "Forbid": "pdcompile.constraints",
-    "MaxStages": "pdcompile.constraints",
+    "Pin": "pdcompile.problem.constraints",
+    "Together": "pdcompile.problem.constraints",
+    "Apart": "pdcompile.problem.constraints",
+    "CutBefore": "pdcompile.problem.constraints",
+    "Forbid": "pdcompile.problem.constraints",
+    "MaxStages": "pdcompile.problem.constraints",
     "Profile": "pdcompile.passes.profile",
     "SymbolicCosts": "pdcompile.passes.costs.symbolic",
     "symbolic_costs": "pdcompile.passes.costs.symbolic",
-    "OpGraph": "pdcompile.graph",
+    "OpGraph": "pdcompile.ir.graph",
     "Plan": "pdcompile.plan",
     "Certificate": "pdcompile.plan",
     "Schedule": "pdcompile.schedule",
@@ -62,7 +62,6 @@ _HOME = {
 
 if _TYPE_CHECKING:
     from pdcompile.cluster import Cluster, Device, Level
-    from pdcompile.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
     from pdcompile.driver import compile
     from pdcompile.errors import (
         ClosedError,
@@ -84,11 +83,12 @@ if _TYPE_CHECKING:
         TraceError,
         VerifyError,
     )
-    from pdcompile.graph import OpGraph
+    from pdcompile.ir.graph import OpGraph
     from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic_costs
     from pdcompile.passes.profile import Profile
     from pdcompile.passes.trace import trace
     from pdcompile.plan import Certificate, Plan
+    from pdcompile.problem.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
     from pdcompile.reference import reference
     from pdcompile.runtime.pipeline import Pipeline
     from pdcompile.schedule import Schedule

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pdcompile.autocast import autocast_text
 from pdcompile.cluster import Cluster
+from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
 from pdcompile.units import parse_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.check import Proof
 from pdcompile.plan import Edge, Plan
-from pdcompile.stage import Sources
 
 if TYPE_CHECKING:
     from pdcompile.batch import BatchLayout

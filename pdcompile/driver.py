@@ -13,35 +13,37 @@ from pdcompile.batch import FlatCall, check_example, example_call, resize, resol
 from pdcompile.choices import Choices, choose
 from pdcompile.cluster import stage_limits
 from pdcompile.compiled import Compiled
+from pdcompile.eager.meta import refuse_mostly_estimated, unverifiable
+from pdcompile.eager.modes import apply_overrides
+from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.explored import explored_plan
-from pdcompile.graph import Capture, OpGraph
-from pdcompile.modes import apply_overrides
-from pdcompile.optimizers import default_optimizer
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.training_check import check_loss
 from pdcompile.option_checks import check_model, check_options
 from pdcompile.options import Options
-from pdcompile.passes import boundaries, codegen
-from pdcompile.passes.assemble import assemble
+from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.devices import relative
-from pdcompile.passes.fit import fit
-from pdcompile.passes.loss_only import loss_only
-from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
-from pdcompile.passes.optimizer_state import optimizer_memory
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.fit import fit
+from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.profile import check_costs, profile
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
+from pdcompile.passes.stages import boundaries
+from pdcompile.passes.stages.assemble import assemble
+from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.verify import not_compared, verify
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.problem.searching import Open
 from pdcompile.refined import check_refine, refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.searching import Open
 from pdcompile.start import (
     check_given,
     check_memory,
@@ -52,7 +54,6 @@ from pdcompile.start import (
     preparation,
 )
 from pdcompile.steps import Steps
-from pdcompile.trained import check_loss
 from pdcompile.warn import each_once
 
 
@@ -290,7 +291,7 @@ def compile(
             drains and uses gradients of weights one minibatch old; "auto": see max_staleness.
         microbatches: pieces that a minibatch is split into.
         memory: limit of every device in bytes, or as "16 GB".
-        constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.constraints`.
+        constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
         loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
         autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn

@@ -7,13 +7,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pdcompile.choices import Choices
-from pdcompile.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.explore import Explored, explore
-from pdcompile.passes.optimizer_state import optimizer_memory
+from pdcompile.passes.planning.explore import Explored, explore
+from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.profile.sizes import Sizes
 from pdcompile.plan import Plan, Training, check
-from pdcompile.searching import Open, search_space
+from pdcompile.problem.searching import Open, search_space
 from pdcompile.steps import Steps
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pdcompile.autocast import autocast_text
 from pdcompile.batch import check_batch_dims
 from pdcompile.choices import check_count, chosen_schedule, not_a_cluster
 from pdcompile.cluster import Cluster
-from pdcompile.constraints import Constraint
+from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.problem.constraints import Constraint
 from pdcompile.units import parse_bytes
 
 

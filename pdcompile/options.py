@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pdcompile.optimizers import default_optimizer
+from pdcompile.eager.optimizers import default_optimizer
 
 SCHEDULES = ("gpipe", "1f1b", "2bw", "stash", "vsync", "interleaved", "zb-h1", "auto")
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError
-from pdcompile.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import codegen
+from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile.stages import MIN_RUNS, WARMUPS, StageTimes, measure_stages
-from pdcompile.passes.refine import refine
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:

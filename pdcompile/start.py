@@ -19,15 +19,15 @@ from pdcompile.choices import Choices, machines
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, PlanError, SourceError
-from pdcompile.graph import OpGraph, fingerprint
+from pdcompile.ir.graph import OpGraph, fingerprint
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.passes import codegen
-from pdcompile.passes.assemble import FINGERPRINT_DIGITS
 from pdcompile.passes.schedules import make_stream
+from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
 from pdcompile.plan import Plan, check
-from pdcompile.runtime.launch import from_rank0, is_distributed, num_ranks
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.stage import Sources
+from pdcompile.runtime.transport.launch import from_rank0, is_distributed, num_ranks
 from pdcompile.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from pdcompile.batch import (
     weights,
 )
 from pdcompile.errors import ConfigError, InputError, PdcompileError
-from pdcompile.graph import Affine, OpGraph, size_at, walk
+from pdcompile.ir.graph import Affine, OpGraph, size_at, walk
+from pdcompile.ir.value_checks import check_inputs
+from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import Session
-from pdcompile.value_checks import check_inputs
-from pdcompile.written import written_inputs
 
 
 def begin_call(

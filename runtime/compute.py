@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pdcompile.entrance import Entrance
+from pdcompile.batch.results import check_loss, scaled_loss
+from pdcompile.eager.entrance import Entrance
+from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
-from pdcompile.randomness import DrawScope
-from pdcompile.results import check_loss, scaled_loss
-from pdcompile.runtime.contract import Kind, check_tensor
 from pdcompile.runtime.streams import Streams
+from pdcompile.runtime.transport.contract import Kind, check_tensor
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, expected
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pdcompile.batch.results import total_loss
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import TiedParameter
-from pdcompile.results import total_loss
 from pdcompile.runtime.compute import Compute, Feed
-from pdcompile.runtime.contract import Channel, Expected, Kind
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.reduce import Norms, clip
-from pdcompile.runtime.transport import Handle, Transport
+from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.point_to_point import Handle, Transport
+from pdcompile.runtime.transport.reduce import Norms, clip
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction

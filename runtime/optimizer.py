@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.snapshot import difference, snapshot
+from pdcompile.eager.snapshot import difference, snapshot
 from pdcompile.warn import warn
 
 _Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import BatchLayout, concatenate, unflatten_output
-from pdcompile.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
+from pdcompile.ir.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
+from pdcompile.ir.stage_interface import Port
+from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.compute import Feed
-from pdcompile.runtime.contract import Channel, Kind
-from pdcompile.runtime.transport import Transport
+from pdcompile.runtime.transport.contract import Channel, Kind
+from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.runtime.wiring import expected
-from pdcompile.stage import Port
-from pdcompile.targets import from_literal
 
 CPU = torch.device("cpu")
 

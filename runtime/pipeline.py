@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, flatten_call
-from pdcompile.copied import copy_of
+from pdcompile.batch.results import LazyLoss, StepResult
+from pdcompile.eager.copied import copy_of
+from pdcompile.eager.modes import apply_overrides, modes
+from pdcompile.eager.randomness import evaluation_minibatch
 from pdcompile.errors import ConfigError, PdcompileError
-from pdcompile.graph import OpGraph
-from pdcompile.modes import apply_overrides, modes
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
 from pdcompile.passes.schedules import evaluation
-from pdcompile.randomness import evaluation_minibatch
-from pdcompile.results import LazyLoss, StepResult
-from pdcompile.runtime import launch
 from pdcompile.runtime.calls import begin_call, refuse_blind_start, refuse_target
 from pdcompile.runtime.compute import Feed
-from pdcompile.runtime.failure import Failures, describe
+from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import UPDATES, Session
-from pdcompile.runtime.state_hooks import flush_before_state
-from pdcompile.trained import check_trained
+from pdcompile.runtime.state.state_hooks import flush_before_state
+from pdcompile.runtime.transport import launch
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 

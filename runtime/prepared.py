@@ -9,10 +9,10 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout
 from pdcompile.errors import ConfigError
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.schedules import Stream
 from pdcompile.plan import Edge, Plan
-from pdcompile.stage import StageInterface
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.optimizers import make_optimizer
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import (
     ClosedError,
     PdcompileError,
 )
-from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.randomness import preserved_rng
-from pdcompile.runtime.agreement import Agreement
-from pdcompile.runtime.between_calls import ModelWatch
 from pdcompile.runtime.compute import Compute, Feed
-from pdcompile.runtime.coupling import refuse_coupled
-from pdcompile.runtime.failure import Failures, describe, explained, place
-from pdcompile.runtime.initial import initial_state
+from pdcompile.runtime.failure.agreement import Agreement
+from pdcompile.runtime.failure.first_cause import Failures, describe, explained, place
 from pdcompile.runtime.interpreter import Loss, Worker, run_together
-from pdcompile.runtime.launch import World
-from pdcompile.runtime.local import LocalTransport, Wires
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.optimizer_watch import OptimizerWatch
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.runtime.reduce import Norms, clip
-from pdcompile.runtime.state import dtype_of
+from pdcompile.runtime.state.initial import initial_state
+from pdcompile.runtime.state.model_state import dtype_of
 from pdcompile.runtime.streams import Streams
-from pdcompile.runtime.transport import GroupTransport, PeerLost, Transport
+from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.point_to_point import GroupTransport, PeerLost, Transport
+from pdcompile.runtime.transport.reduce import Norms, clip
+from pdcompile.runtime.watch.coupling import refuse_coupled
+from pdcompile.runtime.watch.model_watch import ModelWatch
+from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, wire
 from pdcompile.schedule import Action, Instruction, Schedule

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile.opaque import announce
-from pdcompile.randomness import DrawScope, reseed, seed_of
-from pdcompile.stage import StageInterface
+from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.ir.opaque import announce
+from pdcompile.ir.stage_interface import StageInterface
 
 
 class Streams:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.gradients import memory_of
-from pdcompile.opaque import bind
-from pdcompile.stage import StageInterface
+from pdcompile.eager.gradients import memory_of
+from pdcompile.ir.opaque import bind
+from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.weights import set_tensor
 
 Gradients = dict[str, Tensor]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pdcompile.graph import size_at
+from pdcompile.ir.graph import size_at
+from pdcompile.ir.stage_interface import Port, Signature
 from pdcompile.plan import Edge
-from pdcompile.runtime.contract import Expected, Kind
-from pdcompile.stage import Port, Signature
+from pdcompile.runtime.transport.contract import Expected, Kind
 
 
 @dataclass(frozen=True, slots=True)

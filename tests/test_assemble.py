@@ -8,9 +8,9 @@ import pytest
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.graph import OpGraph
-from pdcompile.passes.assemble import assemble, fingerprint
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.stages.assemble import assemble, fingerprint
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from tests.helpers.graphs import chain, residual

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.constraints import CutBefore
 from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.passes.trace import trace
+from pdcompile.problem.constraints import CutBefore
 from tests.helpers.captures import captured, rows
 
 

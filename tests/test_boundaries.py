@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.errors import PlanError
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Ref,
     TensorInfo,
     Value,
 )
-from pdcompile.passes.boundaries import edges, interfaces, stage_of_ops, tied
-from pdcompile.passes.naming import identifier, unique
+from pdcompile.passes.stages.boundaries import edges, interfaces, stage_of_ops, tied
+from pdcompile.passes.stages.naming import identifier, unique
 from tests.helpers.cuts import cut, plan_of
 from tests.helpers.hand_graphs import WIDTH, both, chain, graph, op
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdcompile.errors import PlanError
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Ref,
 )
-from pdcompile.passes.boundaries import place_eval
+from pdcompile.passes.stages.boundaries import place_eval
 from tests.helpers.cuts import plan_of
 from tests.helpers.hand_graphs import both, graph, op
 

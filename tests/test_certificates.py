@@ -16,9 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
-from pdcompile.constraints import Apart, Constraint, Pin
 from pdcompile.errors import PlanError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import proof
 from pdcompile.passes.partition.evaluate import measure, violations
@@ -27,6 +26,7 @@ from pdcompile.passes.schedules import SCHEDULES, memory_rule
 from pdcompile.plan import Certificate, Plan, check
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem import PartitionProblem
+from pdcompile.problem.constraints import Apart, Constraint, Pin
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
 
@@ -246,7 +246,7 @@ def test_other_clusters_and_costs() -> None:
 
 def worse(number: int) -> Plan:
     """An allowed plan that is not optimal, with everything recomputed, which claims a bound."""
-    from pdcompile.passes.assemble import assemble
+    from pdcompile.passes.stages.assemble import assemble
 
     graph, cluster, _, _ = SETTINGS[number]
     good = plan_of(number)

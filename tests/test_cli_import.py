@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pdcompile.answer import Answer, LevelAnswer, StageAnswer
 from pdcompile.cli import importing, main
 from pdcompile.cli.import_options import TAKES
+from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
 
@@ -222,7 +222,7 @@ def test_a_plan_of_our_own_is_printed_as_the_same_object(
 
 STOPPED = """
 import sys, time
-from pdcompile.answer import Answer
+from pdcompile.problem.answer import Answer
 from pdcompile.cli import importing, main
 from pdcompile.passes.partition.budget import Budget
 

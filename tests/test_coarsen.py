@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import CostError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.coarsen import coarsen, spans
 from pdcompile.passes.coarsen.groups import Groups

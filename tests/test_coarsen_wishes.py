@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pdcompile.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
 from pdcompile.errors import ConfigError, InfeasibleError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
 from tests.helpers.graphs import residual
 
 TWO = (StageLimits(bytes_per_second=1e3),) * 2

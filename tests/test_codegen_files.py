@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate, module_of, read, set_draw, stage_classes, write
-from pdcompile.stage import Sources
 from tests.helpers import models
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured, mean_square

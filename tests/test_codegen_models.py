@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.loss_only import loss_only
+from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.verify import verify
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured, check, mean_square

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Attr, Op, Slice, TorchLiteral
+from pdcompile.ir.graph import Attr, Op, Slice, TorchLiteral
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.codegen.expressions import Scope, literal, plain, tensor_attribute
 from pdcompile.passes.codegen.imports import Imports

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Capture, OpGraph, Ref, walk
-from pdcompile.graph_module import Lookup, execute, materialise
+from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
+from pdcompile.ir.graph_module import Lookup, execute, materialise
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.codegen.expressions import Scope, literal, quote
 from pdcompile.passes.codegen.load import module_of
-from pdcompile.stage import Sources
 from tests.helpers.cuts import cut
 from tests.helpers.wild_graphs import B, Wild, captures
 from tests.helpers.wild_literals import arguments, names

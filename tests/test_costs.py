@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.costs import Call, Index, calibrate, estimate, formula, residents, saved
 from pdcompile.passes.costs.flops import is_product

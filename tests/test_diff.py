@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.constraints import Pin
 from pdcompile.plan import Plan
 from pdcompile.plan.diff import Changed, Moved, diff
+from pdcompile.problem.constraints import Pin
 from pdcompile.report.diff_table import shortened
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned

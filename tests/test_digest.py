@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.digest import digest, written, written_sample
+from pdcompile.eager.digest import digest, written, written_sample
 
 WRITES: list[Callable[[Any], Any]] = [
     lambda t: t.data.neg_(),

@@ -11,10 +11,10 @@ import torch
 
 import pdcompile
 from pdcompile.batch import example_call
-from pdcompile.constraints import CutBefore
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
+from pdcompile.problem.constraints import CutBefore
 from pdcompile.steps import Listener, Steps
 from tests.helpers import models
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdcompile.change import Change
 from pdcompile.cluster import Cluster
-from pdcompile.constraints import Forbid
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.graph import OpCost, OpGraph
-from pdcompile.passes.whatif import whatif
+from pdcompile.ir.graph import OpCost, OpGraph
+from pdcompile.passes.planning.whatif import whatif
 from pdcompile.plan import Plan
+from pdcompile.problem.change import Change
+from pdcompile.problem.constraints import Forbid
 from pdcompile.units import parse_bytes
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned

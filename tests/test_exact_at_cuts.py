@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdcompile.entrance import Entrance
+from pdcompile.eager.entrance import Entrance
 from tests.helpers.generated import check, mean_square
 
 

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster
-from pdcompile.constraints import Forbid, MaxStages, Pin, Together
 from pdcompile.errors import InfeasibleError, PlanError
-from pdcompile.passes.explain import explain
 from pdcompile.passes.partition import partition, violations
 from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.relax import relax, relaxations, without
@@ -30,9 +28,11 @@ from pdcompile.passes.partition.sensitivity import (
     critical,
     stage_uses,
 )
+from pdcompile.passes.planning.explain import explain
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem import PartitionProblem
+from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 from tests.helpers.problems import brute_force, chain_problem, random_problem

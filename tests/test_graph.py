@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.errors import PlanError
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Attr,
     DictOf,
@@ -33,7 +33,7 @@ from pdcompile.graph import (
     leaves,
     walk,
 )
-from pdcompile.graph_json import decode, encode
+from pdcompile.ir.graph_json import decode, encode
 
 
 def small_graph() -> OpGraph:
@@ -202,7 +202,7 @@ def test_broken_graphs_are_refused(edit: Callable[[Any], Any], message: str) -> 
 
 def test_graphs_need_no_torch() -> None:
     code = (
-        "import sys; from pdcompile.graph import OpGraph; import pdcompile.graph_json, "
-        "pdcompile.graph_text; sys.exit('torch' in sys.modules)"
+        "import sys; from pdcompile.ir.graph import OpGraph; import pdcompile.ir.graph_json, "
+        "pdcompile.ir.graph_text; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

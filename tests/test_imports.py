@@ -24,12 +24,12 @@ TORCH_FREE = {
     "pdcompile.__main__",
     "pdcompile.cluster",
     "pdcompile.errors",
-    "pdcompile.graph",
+    "pdcompile.ir.graph",
     "pdcompile.options",
     "pdcompile.plan",
     "pdcompile.problem",
     "pdcompile.schedule",
-    "pdcompile.stage",
+    "pdcompile.ir.stage_interface",
     "pdcompile.workload",
 }
 

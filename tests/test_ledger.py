@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.passes.optimizer_state import ADAM, OptimizerMemory, optimizer_memory
 from pdcompile.passes.partition.evaluate import memory
+from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerMemory, optimizer_memory
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training

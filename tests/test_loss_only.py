@@ -12,8 +12,8 @@ import pdcompile
 from pdcompile import Cluster
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError
-from pdcompile.graph import Ref, walk
-from pdcompile.passes.loss_only import loss_only
+from pdcompile.ir.graph import Ref, walk
+from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from tests.helpers.llama import batch, llama
 

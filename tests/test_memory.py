@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.costs import Resident, forecast, residents
 from pdcompile.passes.costs.live import LiveStorages
 from pdcompile.passes.trace import capture

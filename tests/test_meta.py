@@ -14,8 +14,8 @@ import torch
 
 from pdcompile import load_target
 from pdcompile.batch import example_call, resolve_batch
+from pdcompile.eager.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.errors import CostError
-from pdcompile.passes.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.passes.profile import profile
 from pdcompile.passes.trace import capture
 from tests.helpers import models

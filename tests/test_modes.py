@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pdcompile.eager.modes import apply_overrides, in_mode, modes_after_switch, modes_in
 from pdcompile.errors import ConfigError
-from pdcompile.modes import apply_overrides, in_mode, modes_after_switch, modes_in
 from pdcompile.reference import reference
 from tests.helpers.changes import batch
 from tests.helpers.pipelines import by_hand, states_equal

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pdcompile
 from pdcompile.errors import ContractError, TraceError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.generated import check, mean_square
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError, PlanError
-from pdcompile.graph import OpGraph
-from pdcompile.passes.assemble import assemble
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training, check
 from tests.helpers.graphs import chain, random_graphs, residual
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.costs import Call, Index
 from pdcompile.passes.profile import Entry, Profile, apply, measure, profile, structural_key

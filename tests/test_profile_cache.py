@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.graph import Op, OpGraph
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.profile import cache, profile
 from pdcompile.passes.profile.store import Entry

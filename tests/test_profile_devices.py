@@ -7,7 +7,7 @@ from dataclasses import replace
 from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import build
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.costs.devices import KINDS, SHEETS, machine_of, relative
 from pdcompile.passes.profile import profile

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pdcompile import randomness
-from pdcompile.randomness import (
+from pdcompile.eager import randomness
+from pdcompile.eager.randomness import (
     DrawScope,
     evaluation_minibatch,
     is_leaf,

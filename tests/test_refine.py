@@ -16,13 +16,11 @@ from torch import nn
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli.options import Flags
-from pdcompile.constraints import CutBefore
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError
-from pdcompile.graph import Op, OpCost, OpGraph
+from pdcompile.ir.graph import Op, OpCost, OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.profile.stages import StageTimes, measure_stages
-from pdcompile.passes.refine import (
+from pdcompile.passes.planning.refine import (
     LEAST,
     MOST,
     ROUNDS,
@@ -33,8 +31,10 @@ from pdcompile.passes.refine import (
     rescaled,
     two_factors,
 )
+from pdcompile.passes.profile.stages import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
-from pdcompile.searching import Open
+from pdcompile.problem.constraints import CutBefore
+from pdcompile.problem.searching import Open
 from pdcompile.workload import Workload
 from tests.helpers import models
 

@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdcompile.batch.results import (
+    LazyLoss,
+    StepResult,
+    check_loss,
+    own_loss,
+    scaled_loss,
+    total_loss,
+)
 from pdcompile.errors import ConfigError
-from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
 Output = namedtuple("Output", ["loss", "logits"])
 

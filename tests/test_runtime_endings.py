@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pdcompile.runtime import endings
-from pdcompile.runtime.endings import Ending
-from pdcompile.runtime.failure import Failures, describe
-from pdcompile.runtime.fate import fate, identity
-from pdcompile.runtime.transport import PeerLost
+from pdcompile.runtime.failure import endings
+from pdcompile.runtime.failure.endings import Ending
+from pdcompile.runtime.failure.fate import fate, identity
+from pdcompile.runtime.failure.first_cause import Failures, describe
+from pdcompile.runtime.transport.point_to_point import PeerLost
 from tests.helpers.launch import processes, torchrun
 
 
@@ -175,9 +175,8 @@ def test_an_error_without_a_line_of_the_programs() -> None:
 
 def ended(how: str) -> str:
     """What is known of a process that ended like this and was not waited for."""
-    script = (
-        f"import os, sys; from pdcompile.runtime.fate import identity; print(identity()); {how}"
-    )
+    script = "import os, sys; from pdcompile.runtime.failure.fate import identity; "
+    script += f"print(identity()); {how}"
     command = [sys.executable, "-u", "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

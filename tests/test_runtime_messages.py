@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pdcompile.batch import memory_order
 from pdcompile.errors import ContractError, DeadlockError
-from pdcompile.runtime.contract import (
+from pdcompile.runtime.interpreter import run_together
+from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     Channel,
     Expected,
@@ -19,10 +20,9 @@ from pdcompile.runtime.contract import (
     read_header,
     to_bytes,
 )
-from pdcompile.runtime.interpreter import run_together
-from pdcompile.runtime.local import LocalTransport, Wires
-from pdcompile.runtime.reduce import Norms, clip
-from pdcompile.runtime.transport import GroupTransport
+from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.point_to_point import GroupTransport
+from pdcompile.runtime.transport.reduce import Norms, clip
 from pdcompile.schedule import Action, Instruction
 
 DTYPES = [

@@ -16,7 +16,7 @@ import pdcompile
 from pdcompile.errors import ContractError
 from pdcompile.passes.coarsen.sparse import makes_sparse
 from pdcompile.passes.trace import trace
-from pdcompile.runtime.contract import to_bytes
+from pdcompile.runtime.transport.contract import to_bytes
 from tests.helpers.launch import torchrun
 from tests.helpers.pipelines import states_equal
 

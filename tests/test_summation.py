@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.eager.summation import disordered, summation_order
 from pdcompile.errors import PlanError
-from pdcompile.graph import OpGraph
-from pdcompile.passes.assemble import assemble
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import profile
 from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Training, check
-from pdcompile.summation import disordered, summation_order
 from tests.helpers.captures import captured, make, rows
 
 

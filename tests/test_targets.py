@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from pdcompile.errors import SourceError, TraceError
-from pdcompile.graph import TorchLiteral
-from pdcompile.targets import from_literal, literal, method_name, name_of, operator_for, resolve
+from pdcompile.ir.graph import TorchLiteral
+from pdcompile.ir.targets import from_literal, literal, method_name, name_of, operator_for, resolve
 
 
 class Cubed(torch.autograd.Function):

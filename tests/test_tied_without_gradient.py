@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.spans import NO_GRADIENT, join_spans
 from tests.helpers.captures import captured, make, rows

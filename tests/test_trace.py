@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdcompile.graph import Affine, Attr, Ref, TorchLiteral, leaves, size_at
+from pdcompile.ir.graph import Affine, Attr, Ref, TorchLiteral, leaves, size_at
 from pdcompile.passes.trace import trace
 from tests.helpers import models
 from tests.helpers.captures import captured, faithful, make, op_named, rows, targets

@@ -5,7 +5,7 @@ from itertools import product
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from pdcompile.graph import Op, Ref, Value
+from pdcompile.ir.graph import Op, Ref, Value
 from pdcompile.passes.trace.gradients import MAX_TRIED, with_gradients
 
 Chain = list[tuple[bool, bool]]  # of each choice: which side goes on, is the other one `second`

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
 from pdcompile.passes import trace
 from pdcompile.passes.trace.size_range import few_sizes
 from tests.helpers.captures import make

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pdcompile.errors import InputError, TraceError, VerifyError
-from pdcompile.graph import OpGraph
-from pdcompile.graph_module import to_module
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph_module import to_module
 from pdcompile.passes.trace import capture, trace
 from tests.helpers import models
 from tests.helpers.captures import captured, make, rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.batch import flatten_output
-from pdcompile.graph import Ref, leaves, walk
+from pdcompile.ir.graph import Ref, leaves, walk
 from pdcompile.passes.trace.fidelity import same
 from tests.helpers.captures import faithful, make, rows
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import TraceError
-from pdcompile.graph import Ref
+from pdcompile.ir.graph import Ref
 from tests.helpers.captures import captured, faithful, make
 
 X = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import InputError, TraceError
-from pdcompile.graph import CHECK, OpGraph, fingerprint
-from pdcompile.value_checks import check_inputs
+from pdcompile.ir.graph import CHECK, OpGraph, fingerprint
+from pdcompile.ir.value_checks import check_inputs
 from tests.helpers.asserting import asserted
 from tests.helpers.captures import captured, faithful, make
 

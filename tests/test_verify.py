@@ -13,11 +13,11 @@ import torch
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import VerifyError
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import steps, verify
-from pdcompile.stage import Sources
 from tests.helpers import models
 from tests.helpers.cuts import cut
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile import CutBefore
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.copied import copy_of
+from pdcompile.eager.copied import copy_of
 from pdcompile.errors import SourceError, VerifyError
-from pdcompile.graph import OpCost
+from pdcompile.ir.graph import OpCost
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.codegen.load import stage_classes

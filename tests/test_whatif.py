@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.change import Change, changed_cluster, parse_devices
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.constraints import Forbid, Pin
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.sketch import ledgers_of, sketch
+from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.sketch import ledgers_of, sketch
-from pdcompile.passes.whatif import changed_problem, scaled, whatif
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
+from pdcompile.problem.change import Change, changed_cluster, parse_devices
+from pdcompile.problem.constraints import Forbid, Pin
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pdcompile.constraints import Constraint, describe
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
@@ -21,6 +20,7 @@ from pdcompile.passes.coarsen.spans import close_cycles, join_spans
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.problem.constraints import Constraint, describe
 from pdcompile.units import format_seconds
 
 __all__ = ["coarsen"]

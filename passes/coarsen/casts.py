@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcompile.graph import Op, OpGraph
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.coarsen.groups import Groups
 
 CAST = "uses of one weight that autocast casts once"

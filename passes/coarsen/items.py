@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from pdcompile.eager.summation import summation_order
 from pdcompile.errors import InfeasibleError
-from pdcompile.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
+from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.problem import Item, SharedParameter, Traffic
-from pdcompile.summation import summation_order
 
 
 @dataclass

@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdcompile.graph import OpGraph, Ref, Value, walk
+from pdcompile.eager.summation import summation_order
+from pdcompile.ir.graph import OpGraph, Ref, Value, walk
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.costs.call import Call, Index
-from pdcompile.summation import summation_order
 
 VIEW = "views moved to the op that reads or makes their bytes"
 CONSTANT = "constants moved to the op that reads them"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from pdcompile.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
+from pdcompile.eager.summation import summation_order
+from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
 from pdcompile.passes.coarsen.casts import join_casts
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.sparse import join_sparse
-from pdcompile.summation import summation_order
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"

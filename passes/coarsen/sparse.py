@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from pdcompile.graph import Op, OpGraph
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.coarsen.groups import Groups
 
 SPARSE = "a sparse gradient and what it belongs to"

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from pdcompile.constraints import (
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.problem import Wish
+from pdcompile.problem.constraints import (
     Apart,
     Constraint,
     CutBefore,
@@ -17,10 +21,6 @@ from pdcompile.constraints import (
     describe,
     patterns_of,
 )
-from pdcompile.errors import ConfigError
-from pdcompile.graph import OpGraph
-from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.problem import Wish
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Wishes:
                 raise ConfigError(
                     f"{constraint!r} is not a constraint",
                     remedy="use Pin, Together, Apart, CutBefore, Forbid or MaxStages of "
-                    "pdcompile.constraints",
+                    "pdcompile.problem.constraints",
                 )
             found = tuple(match(graph, pattern) for pattern in patterns_of(constraint))
             wishes.matched.append((constraint, found))

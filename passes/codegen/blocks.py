@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from pdcompile.graph import Capture, Op
+from pdcompile.ir.graph import Capture, Op
 from pdcompile.passes.codegen.interning import Classes
 from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.skeleton import Node
 from pdcompile.passes.codegen.tree import below, build, is_container
-from pdcompile.passes.naming import scope_of
+from pdcompile.passes.stages.naming import scope_of
 
 
 def divide(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from pdcompile.graph import CHECK, Affine, Op, OpGraph, Ref, walk
+from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk
 from pdcompile.passes.codegen import access
 from pdcompile.passes.codegen.expressions import (
     IN_PLACE,
@@ -38,7 +38,7 @@ from pdcompile.passes.codegen.regions import Region, region_of, with_line
 from pdcompile.passes.codegen.text import Line, Locations, clean, value_text
 from pdcompile.passes.codegen.tree import Call, below, is_container, relative
 from pdcompile.passes.codegen.variables import Variables, lifetimes
-from pdcompile.passes.naming import identifier, scope_of
+from pdcompile.passes.stages.naming import identifier, scope_of
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Affine, TensorInfo
+from pdcompile.ir.graph import Affine, TensorInfo
 from pdcompile.passes.codegen import access
 from pdcompile.passes.codegen.expressions import Scope, literal, quote
 from pdcompile.passes.codegen.imports import Imports

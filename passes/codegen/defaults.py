@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Op
-from pdcompile.targets import resolve
+from pdcompile.ir.graph import Op
+from pdcompile.ir.targets import resolve
 
 _MISSING = object()
 

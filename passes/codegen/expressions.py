@@ -1,7 +1,7 @@
 """Arguments and ops as Python expressions.
 
 Identifiers are ours.  Whatever comes from a model appears as a literal of a built-in type that
-is written here, or as a target that `pdcompile.targets` resolves; everything else is refused.
+is written here, or as a target that `pdcompile.ir.targets` resolves; everything else is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
+from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
+from pdcompile.ir.targets import from_literal
 from pdcompile.passes.codegen.defaults import says_nothing
-from pdcompile.targets import from_literal
 
 BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pdcompile.graph import Capture, Op, OpGraph
-from pdcompile.passes.boundaries import edges, interfaces, place_eval, stage_of_ops
+from pdcompile.ir.graph import Capture, Op, OpGraph
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.header import Route
 from pdcompile.passes.codegen.pipeline_file import pipeline_file
 from pdcompile.passes.codegen.stage_file import StageOps, Wishes, stage_file
-from pdcompile.passes.held import held_tensors, stage_names
-from pdcompile.passes.naming import wishes
+from pdcompile.passes.stages.boundaries import edges, interfaces, place_eval, stage_of_ops
+from pdcompile.passes.stages.held_tensors import held_tensors, stage_names
+from pdcompile.passes.stages.naming import wishes
 from pdcompile.plan import Plan
-from pdcompile.stage import Sources
 
 
 def generate(capture: Capture, plan: Plan) -> Sources:

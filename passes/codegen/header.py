@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.imports import Imports
 from pdcompile.passes.codegen.layout import Block, Layout
 from pdcompile.passes.codegen.skeleton import Node
 from pdcompile.passes.codegen.text import WIDTH, Line, Locations, clean, shape_text
-from pdcompile.stage import Port, StageInterface
 
 NOTE = (
     "Comments give dtype[shape]: b is the microbatch size{letters}. Names are the model's, also in "

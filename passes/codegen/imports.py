@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from pdcompile.errors import SourceError
-from pdcompile.targets import resolve
+from pdcompile.ir.targets import resolve
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdcompile.graph import CHECK, Op, Ref, walk
+from pdcompile.ir.graph import CHECK, Op, Ref, walk
 from pdcompile.passes.codegen.expressions import IN_PLACE
 from pdcompile.passes.codegen.pieces import Loop, Piece, Unpack, item_of, reads
 

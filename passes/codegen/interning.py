@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Attr,
     Capture,

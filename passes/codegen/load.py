@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.stage import Sources
+from pdcompile.ir.stage_interface import Sources
 
 _LOADS = itertools.count()
 MAX_BYTES = 64 * 2**20

@@ -6,9 +6,9 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcompile.graph import Attr, DictOf, ListOf, Op, Ref, Slice
+from pdcompile.ir.graph import Attr, DictOf, ListOf, Op, Ref, Slice
+from pdcompile.ir.targets import resolve
 from pdcompile.passes.codegen.tree import Call, Item
-from pdcompile.targets import resolve
 
 
 @dataclass(frozen=True, slots=True)

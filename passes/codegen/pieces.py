@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
-from pdcompile.graph import Op, OpGraph, Ref, Value, size_at
+from pdcompile.ir.graph import Op, OpGraph, Ref, Value, size_at
 from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.pairs import Pair
 from pdcompile.passes.codegen.tree import Call, Item

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pdcompile.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
+from pdcompile.ir.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.access import reach
 from pdcompile.passes.codegen.expressions import quote
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.text import Line, fold, render, shape_text
-from pdcompile.passes.naming import unique
+from pdcompile.passes.stages.naming import unique
 from pdcompile.plan import Plan
-from pdcompile.stage import Port, StageInterface
 
 _HELPERS = '''\
 def load(stage, path):

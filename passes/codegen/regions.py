@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from pdcompile.errors import SourceError
-from pdcompile.graph import Op, TorchLiteral
+from pdcompile.ir.graph import Op, TorchLiteral
+from pdcompile.ir.targets import from_literal
 from pdcompile.passes.codegen.expressions import quote
 from pdcompile.passes.codegen.text import Line
 from pdcompile.passes.codegen.tree import Item, ops_of
-from pdcompile.targets import from_literal
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdcompile.graph import Op
+from pdcompile.ir.graph import Op
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.pairs import pair
 from pdcompile.passes.codegen.tree import Call
-from pdcompile.stage import Port, StageInterface
 
 
 def twins(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdcompile.graph import Op, TensorInfo
-from pdcompile.passes.naming import scope_of
+from pdcompile.ir.graph import Op, TensorInfo
+from pdcompile.passes.stages.naming import scope_of
 
 
 @dataclass(slots=True)

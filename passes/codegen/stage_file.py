@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcompile.graph import Capture, Op, OpGraph
+from pdcompile.ir.graph import Capture, Op, OpGraph
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.blocks import divide
 from pdcompile.passes.codegen.body import Body, Place
 from pdcompile.passes.codegen.classes import Constructors, ties
@@ -25,9 +26,8 @@ from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.skeleton import prune, skeleton
 from pdcompile.passes.codegen.text import WIDTH, Line, Locations, render, value_text
 from pdcompile.passes.codegen.tree import Call
-from pdcompile.passes.held import all_tensors
-from pdcompile.passes.naming import identifier, unique
-from pdcompile.stage import Port, StageInterface
+from pdcompile.passes.stages.held_tensors import all_tensors
+from pdcompile.passes.stages.naming import identifier, unique
 
 DRAW = '''\
 def draw(where, index):
@@ -56,7 +56,7 @@ KEPT_SHORT = 'class KeptWhole(nn.Module):\n    """See above."""\n'
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Names that readers expect, in both modes (`pdcompile.passes.naming.wishes`)."""
+    """Names that readers expect, in both modes (`pdcompile.passes.stages.naming.wishes`)."""
 
     train: Mapping[str, tuple[str, bool]]
     eval: Mapping[str, tuple[str, bool]]

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from pdcompile.graph import DictOf, ListOf, Op, OpGraph, Slice
+from pdcompile.ir.graph import DictOf, ListOf, Op, OpGraph, Slice
 from pdcompile.passes.codegen.access import TAKEN
 from pdcompile.passes.codegen.expressions import Named
 from pdcompile.passes.codegen.skeleton import Node
 from pdcompile.passes.codegen.tree import Call
-from pdcompile.passes.naming import identifier, unique
+from pdcompile.passes.stages.naming import identifier, unique
 
 MOST = 6  # arguments of a class; blocks that differ in more have classes of their own
 _LETTERS = "nmpqrsuvwyz"

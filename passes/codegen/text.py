@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from pdcompile.graph import DTYPE_BYTES, Size, Value
+from pdcompile.ir.graph import DTYPE_BYTES, Size, Value
 
 WIDTH = 100
 _SHORT_PART = 48  # columns: shorter arguments share lines, where one line does not hold all

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from pdcompile.graph import Op
-from pdcompile.passes.naming import scope_of
+from pdcompile.ir.graph import Op
+from pdcompile.passes.stages.naming import scope_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdcompile.passes.naming import RESERVED
+from pdcompile.passes.stages.naming import RESERVED
 
 
 @dataclass(slots=True)

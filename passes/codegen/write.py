@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.stage import Sources
+from pdcompile.ir.stage_interface import Sources
 
 
 def write(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdcompile.graph import OpCost, OpGraph
+from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs.call import Call, Index, Number, Operand, product
 from pdcompile.passes.costs.flops import forward_flops, is_product
 from pdcompile.passes.costs.forecast import forecast

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     DTYPE_BYTES,
     Affine,
     Attr,

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pdcompile.cluster import Cluster
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.call import Call, Index
 from pdcompile.passes.costs.roofline import REFERENCE, Machine
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
+from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
 from pdcompile.passes.costs.lifetimes import Written, releases
 from pdcompile.passes.costs.resident import Resident, residents
 

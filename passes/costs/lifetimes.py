@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdcompile.graph import Op, OpGraph, TensorInfo
+from pdcompile.ir.graph import Op, OpGraph, TensorInfo
 from pdcompile.passes.codegen import access
 from pdcompile.passes.codegen.expressions import Scope, rough
 from pdcompile.passes.codegen.inline import Inliner, may_draw
 from pdcompile.passes.codegen.pairs import Pair
 from pdcompile.passes.codegen.pieces import Piece
 from pdcompile.passes.codegen.skeleton import Node, skeleton
-from pdcompile.passes.naming import wishes
+from pdcompile.passes.stages.naming import wishes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pdcompile.entrance import Entrance
-from pdcompile.graph import Op, OpGraph, TensorInfo, size_at
-from pdcompile.graph_module import materialise, run_op
+from pdcompile.eager.entrance import Entrance
+from pdcompile.eager.randomness import preserved_rng
+from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
+from pdcompile.ir.graph_module import materialise, run_op
 from pdcompile.passes.costs.call import Call, Index
 from pdcompile.passes.costs.live import LiveStorages
 from pdcompile.passes.costs.standins import RECURRENT, Role, by_rule, by_running, play
-from pdcompile.randomness import preserved_rng
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))

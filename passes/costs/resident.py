@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdcompile.graph import OpGraph, Ref, walk
+from pdcompile.ir.graph import OpGraph, Ref, walk
 from pdcompile.passes.costs.call import Call, Index
 from pdcompile.passes.costs.saved import has_rule, saved
 from pdcompile.passes.costs.storages import Key, Storages, key_of

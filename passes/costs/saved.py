@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdcompile.graph import DTYPE_BYTES, Attr, Ref, walk
+from pdcompile.ir.graph import DTYPE_BYTES, Attr, Ref, walk
 from pdcompile.passes.costs.call import Call, Number, Operand, product, words
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import ConfigError, TraceError
-from pdcompile.graph import Op, OpGraph, size_at
+from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.call import Call, Index
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.lengths import Dims, probe_lengths, sequence_dims, with_length

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.search import partition
 from pdcompile.passes.partition.state import Progress
 from pdcompile.plan import Certificate, Plan, check

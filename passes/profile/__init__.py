@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.graph import OpCost, OpGraph
+from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
     Call,
@@ -137,8 +137,8 @@ def measure(
     """
     import torch
 
+    from pdcompile.eager.randomness import preserved_rng
     from pdcompile.passes.profile.bench import measure as measure_one
-    from pdcompile.randomness import preserved_rng
 
     distinct = distinct_calls(graph, microbatch_size)
     machine = calibrate()

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.autocast import autocast_region
-from pdcompile.graph_module import Lookup, materialise
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.ir.graph_module import Lookup, materialise
+from pdcompile.ir.targets import resolve
 from pdcompile.passes.costs import Call
 from pdcompile.passes.profile.clock import timed
 from pdcompile.passes.profile.store import Entry
 from pdcompile.passes.profile.synthetic import Synthesis
-from pdcompile.targets import resolve
 
 MIN_RUNS, MAX_RUNS = 3, 50
 

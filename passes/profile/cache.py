@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.graph import Op
+from pdcompile.ir.graph import Op
 from pdcompile.passes.profile.store import Entry, Profile
 
 VARIABLE = "PDCOMPILE_CACHE"

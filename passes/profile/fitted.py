@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import Call, Index, Machine, calibrate, seconds
 from pdcompile.passes.profile.keys import structural_key
 from pdcompile.passes.profile.store import Entry, Profile

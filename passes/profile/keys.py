@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Attr,
     DictOf,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.profile import Progress, Say, apply, profile, recalled
 from pdcompile.passes.profile.fitted import fitted
 from pdcompile.passes.profile.store import Profile

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile import opaque
-from pdcompile.graph import OpGraph
-from pdcompile.passes.chain import build
+from pdcompile.eager.randomness import DrawScope, preserved_rng, reseed
+from pdcompile.ir import opaque
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
 from pdcompile.passes.codegen.load import set_draw, stage_classes
 from pdcompile.passes.costs import Call, Index
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.clock import timed
 from pdcompile.passes.profile.keys import structural_key
 from pdcompile.passes.profile.store import Entry
+from pdcompile.passes.stages.chain import build
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.runs import autocast
 from pdcompile.plan import Plan
-from pdcompile.randomness import DrawScope, preserved_rng, reseed
-from pdcompile.stage import Signature, Sources, StageInterface
 
 MIN_RUNS, MAX_RUNS = 3, 30
 BUDGET_SECONDS = 1.0

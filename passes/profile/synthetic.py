@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pdcompile.graph import Ref
+from pdcompile.ir.graph import Ref
 from pdcompile.passes.costs import Call, Operand
 
 _CLASS_INDICES = frozenset(("crossentropy", "nllloss"))

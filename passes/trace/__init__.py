@@ -27,8 +27,8 @@ from pdcompile.batch import (
     resolve_batch,
 )
 from pdcompile.errors import TraceError, VerifyError
-from pdcompile.graph import Capture, OpGraph
-from pdcompile.graph_module import Origin
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.attributes import watched_attributes

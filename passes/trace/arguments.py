@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, DictOf, ListOf, Ref, Slice
-from pdcompile.targets import literal
+from pdcompile.ir.graph import Argument, DictOf, ListOf, Ref, Slice
+from pdcompile.ir.targets import literal
 
 
 def literal_argument(value: Any) -> Argument:

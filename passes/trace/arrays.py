@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.snapshot import is_array
+from pdcompile.eager.snapshot import is_array
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from pdcompile.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
+from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.gradients import with_consumers, with_gradients
 from pdcompile.passes.trace.prune import prune
 from pdcompile.passes.trace.recomputed import summed_apart

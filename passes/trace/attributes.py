@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import pdcompile
-from pdcompile.modes import switching
+from pdcompile.eager.modes import switching
 
 _OURS = tuple({
     str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[2] / "passes"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from pdcompile.eager.modes import in_mode
 from pdcompile.errors import TraceError
-from pdcompile.modes import in_mode
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.passes.trace.session import Recording, same
 from pdcompile.passes.trace.state import State

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pdcompile.targets import method_name, name_of, operator_for
+from pdcompile.ir.targets import method_name, name_of, operator_for
 
 # Methods that give back the tensor itself where there is nothing to convert.
 NO_OP_CASTS = frozenset(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.graph import Op, Ref, walk
-from pdcompile.graph_module import Lookup, run_op
+from pdcompile.ir.graph import Op, Ref, walk
+from pdcompile.ir.graph_module import Lookup, run_op
+from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace.tensors import FakeTensors
-from pdcompile.value_checks import needed_ops
 
 MAX_ELEMENTS = 65_536
 _BY_SHAPE = frozenset(

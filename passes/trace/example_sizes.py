@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Ref
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.graph import Ref
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import locate
@@ -25,7 +26,6 @@ from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
 from pdcompile.passes.trace.reads import DIFFERS, Reads, Undecided, kept_whole
 from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
-from pdcompile.value_checks import CAPTURED
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder

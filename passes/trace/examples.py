@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.graph import CHECK, GraphInput, OpGraph
-from pdcompile.value_checks import needed_ops
+from pdcompile.ir.graph import CHECK, GraphInput, OpGraph
+from pdcompile.ir.value_checks import needed_ops
 
 MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from pdcompile.autocast import autocast_region
 from pdcompile.batch import BatchLayout, FlatCall, output_leaves
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
-from pdcompile.graph import Capture, Op, OpGraph, leaves
-from pdcompile.graph_module import Lookup, execute, materialise
+from pdcompile.ir.graph import Capture, Op, OpGraph, leaves
+from pdcompile.ir.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.session import device_of
@@ -26,7 +27,6 @@ from pdcompile.passes.trace.streams import (
     whole_modules,
 )
 from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
-from pdcompile.randomness import DrawScope, preserved_rng
 
 Call: TypeAlias = Callable[[DrawScope | None], tuple[list[Any], torch.Tensor | None]]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from pdcompile.graph import Argument, Op, Ref, Value, walk
+from pdcompile.ir.graph import Argument, Op, Ref, Value, walk
 
 MAX_TRIED = 10  # decisions whose mixtures of outcomes are all tried
 

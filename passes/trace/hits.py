@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pdcompile.graph import Op, Ref
+from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import read
 from pdcompile.passes.trace.facts import locate, storage_key

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
+from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
 from pdcompile.passes.trace.lists import numbered
 from pdcompile.passes.trace.reads import Decision, Key
 from pdcompile.passes.trace.skips import renamed

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Attr, Op, TensorInfo, Value, walk
+from pdcompile.ir.graph import Attr, Op, TensorInfo, Value, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.meaning import Meanings
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pdcompile.graph import Argument, ListOf, Op, Ref, walk
+from pdcompile.ir.graph import Argument, ListOf, Op, Ref, walk
 
 _JOINS = ("torch.cat", "torch.concat", "torch.concatenate", "torch.stack")
 

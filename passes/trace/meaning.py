@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdcompile.graph import Argument, Attr, DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import Argument, Attr, DictOf, ListOf, Op, Ref, Slice, Value
 
 
 class Meanings:

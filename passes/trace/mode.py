@@ -20,8 +20,9 @@ from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdcompile.eager.randomness import LOSS_PATH, is_random_function, is_random_module
 from pdcompile.errors import TraceError
-from pdcompile.graph import CHECK, Attr, Op, Ref, walk
+from pdcompile.ir.graph import CHECK, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.arrays import of_array
@@ -50,7 +51,6 @@ from pdcompile.passes.trace.transforms import Transforms
 from pdcompile.passes.trace.unchanged import writes_nothing
 from pdcompile.passes.trace.whole import refuse_parts, replay
 from pdcompile.passes.trace.writes import mutated, written_tensors
-from pdcompile.randomness import LOSS_PATH, is_random_function, is_random_module
 
 
 class Recorder(TorchFunctionMode):

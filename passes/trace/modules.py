@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pdcompile.eager.randomness import is_leaf
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, TensorInfo
+from pdcompile.ir.graph import Argument, TensorInfo
+from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.arguments import literal_argument
 from pdcompile.passes.trace.as_eager import EagerPaths
 from pdcompile.passes.trace.caches import caches
 from pdcompile.passes.trace.elsewhere import Elsewhere
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
-from pdcompile.randomness import is_leaf
-from pdcompile.targets import dtype_name
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.reads import Reads

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.graph import Argument, Attr, Ref
+from pdcompile.ir.graph import Argument, Attr, Ref
 from pdcompile.passes.trace.facts import Observer
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.graph import DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.session import Recording

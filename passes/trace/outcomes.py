@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_at
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import storage_key
 from pdcompile.passes.trace.modules import ModuleTable

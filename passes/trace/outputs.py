@@ -9,7 +9,7 @@ import torch
 
 from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, DictOf, ListOf, Ref
+from pdcompile.ir.graph import Argument, DictOf, ListOf, Ref
 from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR
 
 

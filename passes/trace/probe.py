@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pdcompile.autocast import autocast_region
 from pdcompile.batch import FlatCall
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
-from pdcompile.opaque import describe, tensors_at
+from pdcompile.ir.opaque import describe, tensors_at
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import (
     effects,
@@ -44,7 +45,6 @@ from pdcompile.passes.trace.outcomes import (
 from pdcompile.passes.trace.remedies import remedy
 from pdcompile.passes.trace.sentinel import Sentinel, not_reseeded
 from pdcompile.passes.trace.state import settled
-from pdcompile.randomness import is_leaf, is_random_function, is_random_module
 
 
 def probe(

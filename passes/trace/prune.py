@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcompile.graph import CHECK, Argument, Op, Ref, walk
+from pdcompile.ir.graph import CHECK, Argument, Op, Ref, walk
 
 
 def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:

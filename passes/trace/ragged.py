@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.graph import Op, Ref
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.opaque import tensors_at
 from pdcompile.passes.trace import fallback
 from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.reads import Reading

@@ -30,14 +30,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
-from pdcompile.graph import GraphInput, Ref
+from pdcompile.ir.graph import GraphInput, Ref
+from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.scalars import Scalar
 from pdcompile.passes.trace.whole import KEPT_WHOLE_SHARE, held_share
-from pdcompile.value_checks import CAPTURED
 from pdcompile.warn import warn
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import checkpoint
 
-from pdcompile.graph import Op, TensorInfo
+from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.trace import refuse
 
 

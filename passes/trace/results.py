@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Op, Ref
+from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace.facts import part_of, storage_key
 from pdcompile.passes.trace.naming import Names
 from pdcompile.passes.trace.tensors import FakeTensors, alias, tensors_in

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.graph import Op, Ref, Value, walk
+from pdcompile.ir.graph import Op, Ref, Value, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import locate, storage_key
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pdcompile.autocast import OFF, autocast_region
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
+from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.errors import PdcompileError, TraceError
-from pdcompile.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
+from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.as_eager import as_eager
 from pdcompile.passes.trace.branches import both_ways

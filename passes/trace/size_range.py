@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Affine, Capture, SizeRange
+from pdcompile.ir.graph import Affine, Capture, SizeRange
 from pdcompile.passes.trace.session import Recording
 from pdcompile.passes.trace.sizes import Fit, OtherBySize
 from pdcompile.warn import warn

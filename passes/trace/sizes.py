@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Affine, Attr, DictOf, ListOf, Op, Slice, Value
-from pdcompile.passes.naming import scope_of
+from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, Slice, Value
+from pdcompile.passes.stages.naming import scope_of
 
 # Primes: sums and products of other sizes seldom look like them.
 _CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)

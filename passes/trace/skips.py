@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pdcompile.graph import DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value
 
 # In-place writes at indices, and the positions of the index and of what is written there.
 _WRITES = {"index_add_": (2, 3), "index_copy_": (2, 3), "operator.setitem": (1, 2)}

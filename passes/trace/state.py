@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from pdcompile.eager.modes import in_mode
+from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
 from pdcompile.errors import TraceError
-from pdcompile.modes import in_mode
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.tensors import FakeTensors
-from pdcompile.snapshot import Alike, difference, identical, restore, snapshot
 
 
 class State:

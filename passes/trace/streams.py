@@ -1,7 +1,7 @@
 """Runs of a graph in which every draw has a stream of its own, as the stages have them.
 
 Eager draws from one generator, and a branch that is not taken draws nothing: where branches draw,
-graph and model agree only with streams named by module and index (`pdcompile.randomness`).
+graph and model agree only with streams named by module and index (`pdcompile.eager.randomness`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile.graph import Op, OpGraph, Ref
-from pdcompile.graph_module import Lookup
-from pdcompile.randomness import DrawScope, reseed, seed_of
+from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.ir.graph import Op, OpGraph, Ref
+from pdcompile.ir.graph_module import Lookup
 
 
 @dataclass(frozen=True)

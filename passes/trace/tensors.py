@@ -9,12 +9,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Argument, Attr, Ref, Value
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.graph import Argument, Attr, Ref, Value
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.facts import storage_key
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.refuse import NO_PARAMETER
-from pdcompile.targets import dtype_name
 
 KEEP = (
     "what one call leaves for the next belongs into a registered buffer, written in place (copy_)"

@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from pdcompile.graph import Op, Ref
-from pdcompile.graph_module import Lookup, run_op
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.graph_module import Lookup, run_op
+from pdcompile.ir.targets import name_of
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import effects, locate, storage_key, written_by
 from pdcompile.passes.trace.tensors import tensors_in
-from pdcompile.targets import name_of
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder

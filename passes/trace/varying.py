@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdcompile.errors import TraceError
-from pdcompile.graph import Ref
+from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.open_sizes import with_open_sizes
 from pdcompile.passes.trace.reads import Undecided

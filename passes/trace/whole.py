@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.errors import TraceError
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_at
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outcomes import CallKey, Made, Outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcompile.graph import Argument, Ref, walk
+from pdcompile.ir.graph import Argument, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.tensors import FakeTensors
 

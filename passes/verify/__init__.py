@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.graph import Capture
-from pdcompile.passes.meta import unverifiable
+from pdcompile.eager.meta import unverifiable
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.verify.blocks import verify_blocks
 from pdcompile.passes.verify.causes import unlike
 from pdcompile.passes.verify.full_batch import Reduction, intended
@@ -26,7 +27,6 @@ from pdcompile.passes.verify.room import fits, room
 from pdcompile.passes.verify.steps import calls, is_large
 from pdcompile.passes.verify.whole import Comparison
 from pdcompile.plan import Plan
-from pdcompile.stage import Sources
 from pdcompile.warn import warn
 
 __all__ = ["Compared", "Difference", "Verification", "not_compared", "verify"]

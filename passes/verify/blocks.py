@@ -17,21 +17,21 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.errors import PdcompileError
-from pdcompile.graph import Capture, Op
-from pdcompile.passes.boundaries import place_eval, stage_of_ops
+from pdcompile.ir.graph import Capture, Op
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.blocks import divide
 from pdcompile.passes.codegen.layout import Layout
 from pdcompile.passes.codegen.load import stage_classes
 from pdcompile.passes.codegen.skeleton import skeleton
 from pdcompile.passes.codegen.tree import Call, below, ops_of
-from pdcompile.passes.held import all_tensors, held_tensors, stage_names
+from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
+from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import module_calls
 from pdcompile.passes.verify.one_block import Given, compare_block
 from pdcompile.passes.verify.report import Compared, Difference, Verification
 from pdcompile.passes.verify.runs import copied_leaves
 from pdcompile.plan import Plan
-from pdcompile.stage import Sources
 
 COPIES = 4  # of a block's weights: the made-up ones, those that run, and gradients of two sides
 

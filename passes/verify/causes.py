@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdcompile.errors import VerifyError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.codegen.body import copied_buffers
 from pdcompile.passes.verify.report import Difference
 

@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
+from pdcompile.batch.results import own_loss
+from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.untouched import same_buffers, untouched
 from pdcompile.passes.verify.runs import copied_leaves
-from pdcompile.randomness import is_random_function, preserved_rng
-from pdcompile.results import own_loss
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
 

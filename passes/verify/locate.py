@@ -13,8 +13,8 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.graph import Capture, Op, OpGraph
-from pdcompile.passes.chain import Chain
+from pdcompile.ir.graph import Capture, Op, OpGraph
+from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.fidelity import AsksForGradients, compare
 from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.replay import Replay, replay

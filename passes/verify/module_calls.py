@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, output_leaves
-from pdcompile.graph import Argument, Attr, OpGraph, Ref
+from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.session import record

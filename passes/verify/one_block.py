@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile import opaque
 from pdcompile.batch import output_leaves
+from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
-from pdcompile.graph import Argument, Attr, OpGraph, Ref, size_at
-from pdcompile.passes.chain import announce
+from pdcompile.ir import opaque
+from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref, size_at
+from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.tree import Call
+from pdcompile.passes.stages.chain import announce
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.verify.differences import distance
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
@@ -23,8 +25,6 @@ from pdcompile.passes.verify.report import Difference
 from pdcompile.passes.verify.runs import autocast
 from pdcompile.passes.verify.watch import line_of_traceback
 from pdcompile.plan import Plan
-from pdcompile.randomness import DrawScope, preserved_rng
-from pdcompile.stage import StageInterface
 
 
 @dataclass

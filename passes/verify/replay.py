@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.graph import Op, OpGraph, Ref, leaves
-from pdcompile.graph_module import execute
+from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.ir.graph import Op, OpGraph, Ref, leaves
+from pdcompile.ir.graph_module import execute
 from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
 from pdcompile.passes.verify.runs import Loss, Outcome, Values, copied_leaves, outcome_of
 from pdcompile.passes.verify.watch import Watch, digest
-from pdcompile.randomness import DrawScope, reseed, seed_of
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 
 SHARE = 0.5  # of the free memory, for a comparison

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, output_leaves
+from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.graph import OpGraph, Ref, leaves
-from pdcompile.passes.chain import Chain
+from pdcompile.ir.graph import OpGraph, Ref, leaves
+from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.untouched import same_buffers, write_buffers
 from pdcompile.passes.verify.watch import line_of_traceback
 from pdcompile.plan import Plan
-from pdcompile.randomness import DrawScope
 
 Values: TypeAlias = dict[str, torch.Tensor]
 Loss: TypeAlias = torch.Tensor | None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, resize
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.untouched import write_buffers
 

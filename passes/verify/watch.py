@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_at
 
 _STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 

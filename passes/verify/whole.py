@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
-from pdcompile.graph import Capture, OpGraph
-from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops
-from pdcompile.passes.chain import Chain
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.stages.boundaries import edges, place_eval, stage_of_ops
+from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.untouched import untouched
@@ -32,8 +34,6 @@ from pdcompile.passes.verify.runs import (
 )
 from pdcompile.passes.verify.steps import advance, own_weights
 from pdcompile.plan import Plan
-from pdcompile.randomness import preserved_rng
-from pdcompile.stage import Sources
 
 
 @dataclass

@@ -51,7 +51,7 @@ def explain(
     if not as_json:
         console.print(plan_report(loaded))
     try:
-        from pdcompile.passes.explain import explain as explained
+        from pdcompile.passes.planning.explain import explain as explained
 
         found = explained(loaded, time_limit=time_limit, where=str(plan))
     except PlanError as error:

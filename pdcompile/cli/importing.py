@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import typer
 
-from pdcompile.answer import Answer
 from pdcompile.cli.import_options import (
     check_seed,
     parse_bandwidth,
@@ -24,6 +23,7 @@ from pdcompile.cli.import_options import (
 )
 from pdcompile.cli.output import EXIT_INFEASIBLE
 from pdcompile.errors import PdcompileError
+from pdcompile.problem.answer import Answer
 
 Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
 Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdcompile.change import Change, parse_devices, parse_named
 from pdcompile.cli.app import app
 from pdcompile.cli.options import MACHINES, SEARCH, TRAINING, AsJson, PlanFile
 from pdcompile.errors import ConfigError
+from pdcompile.problem.change import Change, parse_devices, parse_named
 from pdcompile.units import parse_bytes, parse_rate, parse_seconds
 
 LEVEL = "NAME is a level of the plan's cluster, intra (innermost) or inter (outermost); none: all."
@@ -117,7 +117,7 @@ def whatif(
     )
     from pdcompile.cli.compiling import read_plan, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
-    from pdcompile.passes.whatif import whatif as answered
+    from pdcompile.passes.planning.whatif import whatif as answered
     from pdcompile.report.progress import compiling
     from pdcompile.report.whatif_table import command, document, whatif_report
 

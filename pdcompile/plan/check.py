@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from pdcompile.cluster import Cluster
+from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
-from pdcompile.graph import Op, OpGraph, Ref, walk
+from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan import claims, rivals
 from pdcompile.plan.clock import Clock
 from pdcompile.plan.model import Plan, StagePlan
 from pdcompile.plan.replicas import ReplicaClock, ranks_of
 from pdcompile.plan.validate import validate
-from pdcompile.summation import disordered
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")

@@ -16,12 +16,12 @@ from functools import cache
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
-from pdcompile.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
+from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.model import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
-from pdcompile.summation import summation_order
 
 Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = "make the plan again for this model and cluster"

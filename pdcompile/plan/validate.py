@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError
-from pdcompile.graph import DTYPE_BYTES
+from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.options import SCHEDULES
 from pdcompile.plan import embedded
 from pdcompile.problem import PartitionProblem

@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
-from pdcompile.autocast import autocast_text
-from pdcompile.copied import copy_of
+from pdcompile.eager.autocast import autocast_text
+from pdcompile.eager.copied import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.weights import materialise, open_source

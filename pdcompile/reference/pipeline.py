@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.autocast import autocast_region, autocast_text
 from pdcompile.batch import (
     BatchLayout,
     FlatCall,
@@ -26,16 +25,24 @@ from pdcompile.batch import (
     split,
     weights,
 )
+from pdcompile.batch.results import (
+    LazyLoss,
+    StepResult,
+    check_loss,
+    own_loss,
+    scaled_loss,
+    total_loss,
+)
+from pdcompile.eager.autocast import autocast_region, autocast_text
+from pdcompile.eager.gradients import norm_of
+from pdcompile.eager.modes import apply_overrides, in_mode
+from pdcompile.eager.optimizers import make_optimizer
+from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.errors import ClosedError, ConfigError, InputError
-from pdcompile.gradients import norm_of
-from pdcompile.modes import apply_overrides, in_mode
-from pdcompile.optimizers import make_optimizer
 from pdcompile.options import Options
 from pdcompile.position import Position, as_position, position_of, with_position
-from pdcompile.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.versions import Versions, weight_lags
-from pdcompile.results import LazyLoss, StepResult, check_loss, own_loss, scaled_loss, total_loss
 
 
 class Reference:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.answer import Answer, LevelAnswer, StageAnswer
+from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
 from pdcompile.report.names import ranges
 from pdcompile.units import format_bytes, format_seconds
 

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.passes.explain import Explanation
 from pdcompile.passes.partition.relax import Relaxed
 from pdcompile.passes.partition.sensitivity import Boundary, Move, StageUse
+from pdcompile.passes.planning.explain import Explanation
 from pdcompile.report import names
 from pdcompile.units import format_bytes, format_seconds
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdcompile.answer import Answer, StageAnswer
 from pdcompile.plan import Plan
+from pdcompile.problem.answer import Answer, StageAnswer
 
 
 def answer_of(plan: Plan) -> Answer:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pdcompile.answer import Progress, relative_gap
+from pdcompile.problem.answer import Progress, relative_gap
 
 
 @dataclass(slots=True)

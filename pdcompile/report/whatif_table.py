@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, Level
-from pdcompile.passes.whatif import State, Whatif
+from pdcompile.passes.planning.whatif import State, Whatif
 from pdcompile.report import names
 from pdcompile.report.explain_table import BINDS, change_text
 from pdcompile.units import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.randomness import preserved_rng, reseed, seed_of
+from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 
 
 def recomputed(

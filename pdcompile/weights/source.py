@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 from pdcompile.errors import ConfigError
-from pdcompile.randomness import preserved_rng, reseed, seed_of
 from pdcompile.weights.checkpoint import Checkpoint
 from pdcompile.weights.recompute import recomputed
 from pdcompile.weights.slots import Slot, put, slots

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, flatten_call, resize, resolve_batch
-from pdcompile.graph import Capture, Op
+from pdcompile.ir.graph import Capture, Op
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.fidelity import compare
 

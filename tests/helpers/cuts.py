@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdcompile.cluster import Cluster
-from pdcompile.graph import Capture, OpGraph
-from pdcompile.passes.boundaries import edges, place_eval, stage_of_ops, tied
-from pdcompile.passes.held import all_tensors, held_tensors
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.passes.stages.boundaries import edges, place_eval, stage_of_ops, tied
+from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import Verification, verify
-from pdcompile.stage import Sources
 from tests.helpers.cuts import cut
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Argument,
     GraphInput,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Argument,
     Attr,

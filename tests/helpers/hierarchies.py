@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from pdcompile.answer import LevelAnswer
 from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph, ProfileNode
+from pdcompile.problem.answer import LevelAnswer
 
 
 def random_graph(seed: int, size: int, *, zeros: float = 0.3) -> ProfileGraph:

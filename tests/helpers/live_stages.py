@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile import opaque
 from pdcompile.batch import FlatCall
-from pdcompile.entrance import Entrance
-from pdcompile.graph import Capture
+from pdcompile.eager.entrance import Entrance
+from pdcompile.eager.randomness import DrawScope, preserved_rng
+from pdcompile.ir import opaque
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Signature
 from pdcompile.passes import codegen
-from pdcompile.passes.chain import announce, build
 from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.stages.chain import announce, build
 from pdcompile.plan import Plan, TiedParameter
-from pdcompile.randomness import DrawScope, preserved_rng
-from pdcompile.stage import Signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,16 @@ from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, resolve_batch
 from pdcompile.cluster import Cluster
-from pdcompile.graph import Capture, OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
-from pdcompile.passes import boundaries, codegen
+from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream, warmup
+from pdcompile.passes.stages import boundaries
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
-from pdcompile.runtime.launch import num_ranks
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.prepared import Prepared
+from pdcompile.runtime.transport.launch import num_ranks
 
 
 def by_hand(

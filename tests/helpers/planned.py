@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.constraints import Constraint
-from pdcompile.graph import OpGraph
-from pdcompile.passes.assemble import assemble
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.fit import fit
 from pdcompile.passes.partition import partition
+from pdcompile.passes.planning.fit import fit
 from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
 from pdcompile.passes.simulate import simulate
+from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.problem.constraints import Constraint
 
 
 def planned(

@@ -12,7 +12,7 @@ from pdcompile.passes.partition.space import measure, violations
 from pdcompile.passes.partition.space.search import seconds_of
 from pdcompile.passes.schedules import warmup
 from pdcompile.problem import PartitionProblem
-from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from tests.helpers.problems import random_problem
 
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import cache
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.draft import draft
 from pdcompile.passes.partition.space import measure, violations
 from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.planning.draft import draft
 from pdcompile.plan import MemoryLedger, Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
-from pdcompile.space import Candidate, SearchSpace, Setting
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
 from tests.helpers.spaces import every_candidate
 

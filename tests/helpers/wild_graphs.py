@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from pdcompile.graph import (
+from pdcompile.ir.graph import (
     Affine,
     Argument,
     Attr,
@@ -31,7 +31,7 @@ from pdcompile.graph import (
     Value,
     walk,
 )
-from pdcompile.graph_module import Lookup, run_op
+from pdcompile.ir.graph_module import Lookup, run_op
 from tests.helpers.wild_literals import complexes, floats, integers, names, words
 
 B = 5  # microbatch size: no other size in these graphs is 5

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from pdcompile.graph import Affine, DictOf, ListOf, Slice, TorchLiteral
+from pdcompile.ir.graph import Affine, DictOf, ListOf, Slice, TorchLiteral
 
 NAMES = [
     "self", "class", "None", "True", "lambda", "match", "_", "__", "__class__x", "__init__x", "0",

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pdcompile.answer import LevelAnswer
 from pdcompile.errors import PlanError
 from pdcompile.passes.published import pipedream_file
 from pdcompile.passes.published.pipedream import solve
 from pdcompile.passes.published.pipedream.evaluate import evaluate
 from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph, ProfileNode
+from pdcompile.problem.answer import LevelAnswer
 from tests.helpers import profiles
 
 

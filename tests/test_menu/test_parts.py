@@ -10,7 +10,6 @@ import random
 import numpy as np
 import pytest
 
-from pdcompile.answer import StageAnswer
 from pdcompile.errors import PlanError
 from pdcompile.passes.published.piper import exact, frontier, quick, solve, states
 from pdcompile.passes.published.piper.bounds import device_seconds
@@ -20,6 +19,7 @@ from pdcompile.passes.published.piper.model import divisors, menus
 from pdcompile.passes.published.piper.pairs import pairs
 from pdcompile.passes.published.piper.segments import Space, alive
 from pdcompile.passes.published.piper_file import MenuEdge, MenuNode, MenuProblem, Variant
+from pdcompile.problem.answer import StageAnswer
 from tests.helpers.menus import brute_force, random_menu
 
 

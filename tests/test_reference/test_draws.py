@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pdcompile
-from pdcompile.randomness import evaluation_minibatch, seed_of
+from pdcompile.eager.randomness import evaluation_minibatch, seed_of
 from tests.helpers.loops import (
     ADAMW,
     SGD,

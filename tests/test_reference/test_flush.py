@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.optimizers import NamedParameters
+from pdcompile.eager.optimizers import NamedParameters
 from tests.helpers.loops import (
     ADAMW,
     SGD,

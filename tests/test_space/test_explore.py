@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.constraints import MaxStages, Pin
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
-from pdcompile.graph import OpGraph
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.explore import Explored, explore
 from pdcompile.passes.partition.space import measure
 from pdcompile.passes.partition.space.arrangements import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.planning.explore import Explored, explore
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check
 from pdcompile.problem import StageLimits
-from pdcompile.space import SearchSpace, Setting
+from pdcompile.problem.constraints import MaxStages, Pin
+from pdcompile.problem.space import SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
 from tests.helpers.spaces import every_candidate
 from tests.helpers.whole_space import BATCH, at

@@ -11,11 +11,11 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.passes import explore as explore_module
-from pdcompile.passes.explore import Explored, explore
 from pdcompile.passes.partition.space.search import timed
+from pdcompile.passes.planning import explore as explore_module
+from pdcompile.passes.planning.explore import Explored, explore
 from pdcompile.plan import check
-from pdcompile.space import SearchSpace
+from pdcompile.problem.space import SearchSpace
 from tests.helpers.graphs import chain
 from tests.helpers.whole_space import WholeSpace, at, random_space
 

@@ -24,17 +24,18 @@ from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve
 from pdcompile.choices import choose
 from pdcompile.driver import make_plan
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
-from pdcompile.passes import boundaries, codegen
+from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream
+from pdcompile.passes.stages import boundaries
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.prepared import Prepared
-from pdcompile.stage import Sources
 from pdcompile.steps import Steps
 from tests.zoo.case import BATCH, Case, Entry, build
 from tests.zoo.random_cuts import random_cut

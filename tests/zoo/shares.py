@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from pdcompile.graph import Capture
+from pdcompile.ir.graph import Capture
 from pdcompile.passes.untouched import untouched
 from tests.zoo.case import Case
 

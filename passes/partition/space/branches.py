@@ -11,7 +11,7 @@ from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.search import Ground, simple_bound
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
-from pdcompile.space import Candidate, SearchSpace, Setting
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
 
 @dataclass(slots=True)

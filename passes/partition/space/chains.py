@@ -24,7 +24,7 @@ import numpy as np
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.matrices import Bool, Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.space import StageOption
+from pdcompile.problem.space import StageOption
 
 Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 

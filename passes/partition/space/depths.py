@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcompile.space import Setting
+from pdcompile.problem.space import Setting
 
 
 def least_depth(

@@ -19,7 +19,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.passes.layout import GRADIENT_SLOTS, LOOKAHEAD, SCHEDULES
 from pdcompile.passes.partition.makespan import Timing, makespan
 from pdcompile.problem import PartitionProblem
-from pdcompile.space import Candidate
+from pdcompile.problem.space import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.search import Ground, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
-from pdcompile.space import SearchSpace, Setting, StageOption
+from pdcompile.problem.space import SearchSpace, Setting, StageOption
 from pdcompile.units import format_bytes
 
 

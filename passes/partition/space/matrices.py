@@ -22,7 +22,7 @@ from pdcompile.passes.partition.space.depths import least_depth, most_depth
 from pdcompile.passes.partition.space.paths import Paths
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
-from pdcompile.space import Setting, StageOption
+from pdcompile.problem.space import Setting, StageOption
 
 Bool = NDArray[np.bool_]
 SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes

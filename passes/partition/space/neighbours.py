@@ -8,7 +8,7 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.evaluate import violations
 from pdcompile.passes.partition.space.search import Ground, recomputing
-from pdcompile.space import Candidate, StageOption
+from pdcompile.problem.space import Candidate, StageOption
 
 
 def neighbours(

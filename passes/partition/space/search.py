@@ -26,7 +26,7 @@ from pdcompile.passes.partition.space.sketch import forecast
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import MemoryLedger
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
-from pdcompile.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 
 Ledgers = Callable[[Candidate], Sequence[MemoryLedger]]
 """What every rank holds under the schedule of a candidate."""

@@ -9,11 +9,11 @@ from functools import cache
 from pdcompile.cluster import Cluster
 from pdcompile.passes.costs import Resident
 from pdcompile.passes.partition.space.evaluate import Measure
+from pdcompile.passes.planning.sketch import updated_sizes
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.sketch import updated_sizes
 from pdcompile.plan import Certificate, Edge, Forecast, Plan, StagePlan, TiedParameter, Training
 from pdcompile.problem import PartitionProblem
-from pdcompile.space import Candidate
+from pdcompile.problem.space import Candidate
 
 NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdcompile.answer import LevelAnswer
 from pdcompile.errors import PlanError
 from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.problem.answer import LevelAnswer
 
 
 @dataclass(frozen=True, slots=True)

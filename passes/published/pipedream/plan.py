@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdcompile.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.pipedream.antichains import walked
@@ -29,6 +28,7 @@ from pdcompile.passes.published.pipedream.states import (
     undominated,
 )
 from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.problem.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
 
 ENUMERATED = 20_000  # down-closed sets that are listed before they are thought too many
 WALKED = 2_500  # states of PipeDream's own walk that one search may take

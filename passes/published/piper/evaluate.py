@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdcompile.answer import StageAnswer
 from pdcompile.errors import PlanError
 from pdcompile.passes.published.piper_file import MenuProblem, Variant
+from pdcompile.problem.answer import StageAnswer
 
 SLACK = 1e-9  # of the memory limit, where the file has fractions of bytes
 

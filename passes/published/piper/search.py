@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdcompile.answer import Progress, StageAnswer
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.piper import frontier
 from pdcompile.passes.published.piper.chain import (
@@ -30,6 +29,7 @@ from pdcompile.passes.published.piper.segments import (
 )
 from pdcompile.passes.published.piper.states import members
 from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.problem.answer import Progress, StageAnswer
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this
 PAIRS = 20_000  # of (seconds, bytes), when the variants of a plan's stage are picked

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from pdcompile.answer import ROUNDING, Answer, Progress
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.piper import bounds, exact, quick, states
 from pdcompile.passes.published.piper.chain import cheapest_chain, smallest_threshold
@@ -18,6 +17,7 @@ from pdcompile.passes.published.piper.pairs import Pairs, pairs
 from pdcompile.passes.published.piper.search import EXACT, Found, Search
 from pdcompile.passes.published.piper.segments import Space
 from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.problem.answer import ROUNDING, Answer, Progress
 from pdcompile.units import format_bytes
 
 IDEALS = 8_000  # at most; beyond it the states are a choice of ideals

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from pdcompile.answer import Answer, Progress, StageAnswer, relative_gap
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement.evaluate import (
@@ -22,6 +21,7 @@ from pdcompile.passes.published.placement.infeasible import impossible, reason
 from pdcompile.passes.published.placement.loads import Placement
 from pdcompile.passes.published.placement.search import Found, solve
 from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
+from pdcompile.problem.answer import Answer, Progress, StageAnswer, relative_gap
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 MOST_GROUPS = 1_500

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pdcompile.answer import ROUNDING
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement.ideals import all_ideals, best_chain, promising
 from pdcompile.passes.published.placement.integer_program import prove
@@ -16,6 +15,7 @@ from pdcompile.passes.published.placement.orders import around, orders
 from pdcompile.passes.published.placement.reduce import together, without_zeros
 from pdcompile.passes.published.placement.simple import simple_bound as simple_bound
 from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.problem.answer import ROUNDING
 
 IDEALS = 100_000  # down-closed sets, listed at most
 CELLS = 2e7  # of the table: down-closed sets times combinations of devices

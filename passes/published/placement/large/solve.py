@@ -13,7 +13,6 @@ from random import Random
 
 import numpy as np
 
-from pdcompile.answer import ROUNDING
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.orders import by_priority
 from pdcompile.passes.published.placement.large.arrays import (
@@ -53,6 +52,7 @@ from pdcompile.passes.published.placement.loads import (
 from pdcompile.passes.published.placement.orders import depth_first, levels
 from pdcompile.passes.published.placement.search import Found, Report, simple_bound
 from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.problem.answer import ROUNDING
 
 ENTRIES = 20_000_000  # of the band of a linear order
 DEFAULT_SECONDS = 60.0  # wall seconds, when the user sets no limit,

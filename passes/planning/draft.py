@@ -1,0 +1,52 @@
+"""Draft: a candidate of the planner's whole space as the plan that it would be.
+
+The search judges by the ledgers of this plan, and returns it: there is no second account of what
+a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdcompile.cluster import Cluster
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.simulate import simulate
+from pdcompile.passes.stages.assemble import assemble
+from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.problem.space import Candidate
+
+NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
+
+
+def draft(
+    graph: OpGraph,
+    problem: PartitionProblem,
+    candidate: Candidate,
+    training: Training,
+    cluster: Cluster,
+) -> Plan:
+    """The plan with its forecast; nothing is certified yet.
+
+    Args:
+        graph: with the costs of the candidate's microbatches; `problem` is its coarse form.
+        training: what the candidate's setting leaves open.
+    """
+    speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
+    cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
+    setting = candidate.setting
+    training = replace(
+        training,
+        schedule=setting.schedule,
+        num_microbatches=setting.num_microbatches,
+        warmup=candidate.warmup,
+    )
+    partition = Partition(candidate.stage_of, 0.0, (), ())
+    plan = assemble(graph, cut, partition, NOTHING, training, cluster)
+    rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
+    stages = tuple(
+        replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
+        for stage, option, ranks in rows
+    )
+    plan = replace(plan, stages=stages)
+    return replace(plan, forecast=simulate(plan, timeline=False).forecast)

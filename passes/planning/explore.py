@@ -1,0 +1,381 @@
+"""Explore: the best plan over depth, replicas, microbatches, warm-up, schedule, recomputation.
+
+Branch and bound.  A *branch* is a setting (schedule, microbatches, warm-up) on some of the
+cluster's ranks with some replica counts; the branch of the least bound goes first.  Its bound is
+all work on all devices, then that of the dynamic program over ideals and replicas, then that of
+the candidate which comes next.  A candidate counts with the objective of `space.search`; where
+memory has limits it is drawn as the plan that would be returned, and dropped where a ledger of
+that plan exceeds them.  That takes long: those that do not fit as far as rules tell are drawn last,
+and only if they are faster than what was found.  The search ends when no branch is left whose
+bound is below the best, or with what there is when its budget is spent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, PlanError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.costs import Resident, residents
+from pdcompile.passes.layout import SCHEDULES
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.space.arrangements import arrangements
+from pdcompile.passes.partition.space.branches import Branch, branches
+from pdcompile.passes.partition.space.evaluate import measure, violations
+from pdcompile.passes.partition.space.lacking import does_not_fit
+from pdcompile.passes.partition.space.neighbours import neighbours
+from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, limited, timed
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.planning.draft import draft
+from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
+from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem.constraints import Constraint
+from pdcompile.problem.space import Candidate, SearchSpace
+
+Progress = Callable[[str], None]
+
+DEFAULT_SECONDS = 20.0
+PROBES = 3  # candidates of a branch that are tried as soon as it is opened
+MAX_TRIED = 400  # candidates that are simulated, in all
+CHEAP = 0.05  # what one that is dropped before counts
+SEARCHING = 0.8  # of the time; then what was put off is settled
+SETTLING = 0.9  # of the time; the rest is for moving groups of the best
+MAX_MOVES = 200  # of single groups, in the end
+EXACT = 1e-9  # relative: bounds this close to the best are met
+PROVER = "branch and bound, dynamic program over ideals x replicas"
+RULES = (
+    "contiguous ranks; stages that share a trained parameter have one replica; "
+    "memory by formula and by the ledger of the schedule"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """The best plan, and the problem that its stages were cut from."""
+
+    plan: Plan
+    problem: PartitionProblem
+    candidate: Candidate
+
+
+@dataclass
+class Explorer:
+    """One search: the best candidate so far and what is left."""
+
+    graph_at: Callable[[int], OpGraph]
+    cluster: Cluster
+    space: SearchSpace
+    training: Training
+    constraints: Sequence[Constraint]
+    seed: int
+    progress: Progress
+    budget: Budget
+    found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
+    floor: float = math.inf  # bound of what was left unfinished
+    unproved: list[str] = field(default_factory=list)  # why something was
+    doubtful: list[tuple[float, Candidate]] = field(default_factory=list)  # step seconds
+    tried: float = 0.0  # candidates that were simulated
+    seen: set[Candidate] = field(default_factory=set)
+    grounds: dict[int, Ground] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Search until nothing is left or the budget is spent."""
+        self._branch_and_bound()
+        self._settle()
+
+    def _branch_and_bound(self) -> None:
+        ticket = count()
+        heap = [(branch.bound, next(ticket), branch) for branch in self._branches()]
+        heapq.heapify(heap)
+        while heap and heap[0][0] < self._below():
+            if self.tried >= MAX_TRIED or self._spent(SEARCHING):
+                many = f"{MAX_TRIED} plans were tried"
+                self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
+                return
+            bound, _, branch = heapq.heappop(heap)
+            if branch.candidates is None:
+                self._open(branch)
+            else:
+                self._next(branch)
+            if branch.bound < math.inf:
+                heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
+
+    def _settle(self) -> None:
+        """Draw the candidates that were put off, the fastest first."""
+        doubtful = deque(sorted(self.doubtful, key=lambda one: one[0]))
+        while doubtful and doubtful[0][0] < self._below():
+            if self._spent(SETTLING):
+                self._unfinished(doubtful[0][0], "time was over")
+                return
+            self._judge(*doubtful.popleft())
+
+    def _spent(self, share: float) -> bool:
+        """Whether that share of the time is over."""
+        whole = max(self.budget.spent + self.budget.left, 1e-9)
+        return self.budget.late or self.budget.spent > share * whole
+
+    def improve(self) -> None:
+        """Move single groups of the best candidate over a boundary as long as that helps."""
+        left, moved = MAX_MOVES, True
+        while self.found and moved and self.floor < self._below():
+            moved, best = False, self.found[-1][1]
+            ground = self._ground(best.setting.num_microbatches)
+            ranks = tuple(rank for ranks in best.ranks for rank in ranks)
+            branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, ground)
+            decide = len(set(self.space.recompute)) > 1
+            for one in neighbours(ground, self.cluster, best, decide=decide):
+                left -= 1
+                if left < 0 or self.budget.late:
+                    return
+                self._try(branch, one)
+                if self.found[-1][1] is not best:
+                    moved = True
+                    break
+
+    def _unfinished(self, bound: float, why: str) -> None:
+        """What was not looked at may cost as little as its bound."""
+        self.floor = min(self.floor, bound)
+        if why not in self.unproved:
+            self.unproved.append(why)
+
+    def _below(self) -> float:
+        return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
+
+    def _branches(self) -> Iterator[Branch]:
+        return branches(self.cluster, self.space, self.training, self._ground)
+
+    # -- problems ----------------------------------------------------------------------------
+
+    def _ground(self, m: int) -> Ground:
+        if m not in self.grounds:
+            most, wanted = len(self.cluster.devices), self.space.stages
+            problem = coarsen(
+                self.graph_at(m),
+                (StageLimits(),) * (wanted or most),
+                num_microbatches=m,
+                constraints=self.constraints,
+            )
+            self._refuse_numbers(problem)
+            tables = most * len(self.space.menu(most)) * (wanted or 1)
+            self.grounds[m] = Ground.of(problem, tables, stages=wanted, seed=self.seed)
+        return self.grounds[m]
+
+    def _refuse_numbers(self, problem: PartitionProblem) -> None:
+        last = len(problem.stages) - 1
+        if self.space.stages is None and (
+            problem.forbidden or any(s != last for _, s in problem.pins)
+        ):
+            raise ConfigError(
+                "constraints name stages by number, and the number of stages is open",
+                remedy="say how many stages there are to be: stages=4",
+            )
+
+    # -- candidates --------------------------------------------------------------------------
+
+    def _open(self, branch: Branch) -> None:
+        """Solve the branch, and try its most promising candidates."""
+        pipelines = self._pipelines(branch)
+        bound = pipelines.bound() * branch.scale
+        if branch.ground.complete:
+            branch.bound = max(branch.bound, bound)
+        elif branch.bound < self._below():
+            self._unfinished(branch.bound, "not all cuts of so large a model were looked at")
+        branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
+        if bound == math.inf:
+            branch.bound = math.inf
+            return
+        if bound < self._below():
+            self._probe(branch, self._pipelines(branch, likely=True))
+
+    def _pipelines(self, branch: Branch, *, likely: bool = False) -> Pipelines:
+        return Pipelines(
+            branch.ground,
+            self.space,
+            branch.setting,
+            branch.seats,
+            branch.counts,
+            stages=branch.stages,
+            likely=likely,
+        )
+
+    def _probe(self, branch: Branch, likely: Pipelines) -> None:
+        for _ in range(PROBES):
+            if branch.bound < math.inf:
+                self._next(branch)
+        if likely.bound() < math.inf:
+            listed = likely.candidates(lambda: math.inf)
+            for _, (_, candidate) in zip(range(PROBES), listed, strict=False):
+                self._try(branch, candidate)
+
+    def _next(self, branch: Branch) -> None:
+        assert branch.candidates is not None
+        bound, candidate = next(branch.candidates, (math.inf, None))
+        if branch.ground.complete or bound == math.inf:
+            branch.bound = max(branch.bound, bound * branch.scale)
+        self._try(branch, candidate)
+
+    def _try(self, branch: Branch, candidate: Candidate | None) -> None:
+        """Make it the best if it is."""
+        self.tried += CHEAP
+        if candidate is None or candidate in self.seen:
+            return
+        self.seen.add(candidate)
+        problem = branch.ground.problem
+        measured = measure(problem, self.cluster, candidate)
+        if measured.seconds * branch.scale >= self._below():
+            return
+        self.tried += 1
+        limit = self._below() / branch.scale
+        seconds, fits = timed(problem, self.cluster, candidate, measured, limit, self._ruled)
+        if fits:
+            self._judge(seconds * branch.scale, candidate)
+        else:
+            self.doubtful.append((seconds * branch.scale, candidate))
+
+    def _judge(self, seconds: float, candidate: Candidate) -> None:
+        """Make it the best if it is: drawn as a plan, it keeps the limits."""
+        if seconds >= self._below():
+            return
+        if limited(self.cluster) and exceeds(self._held(candidate), self.cluster):
+            return
+        self.found.append((seconds, candidate))
+        self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
+
+    # -- plans -------------------------------------------------------------------------------
+
+    def _held(self, candidate: Candidate) -> Sequence[MemoryLedger]:
+        """What every rank holds, by the ledgers of the plan that would be returned."""
+        problem = self._ground(candidate.setting.num_microbatches).problem
+        told = self._plan(problem, candidate).forecast
+        assert told is not None
+        return told.ledgers
+
+    def _ruled(self, candidate: Candidate) -> Sequence[Resident]:
+        """What each stage holds as far as rules tell, which is quick."""
+        m = candidate.setting.num_microbatches
+        graph, items = self.graph_at(m), self._ground(m).problem.items
+        pairs = zip(items, candidate.stage_of, strict=True)
+        stage_of = {name: s for item, s in pairs for name in item.ops}
+        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+        return residents(graph, [stage_of[op.name] for op in graph.ops], len(candidate.options), b)
+
+    def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
+        graph = self.graph_at(candidate.setting.num_microbatches)
+        return draft(graph, problem, candidate, self.training, self.cluster)
+
+    def _fits(self, plan: Plan) -> bool:
+        assert plan.forecast is not None
+        return not exceeds(plan.forecast.ledgers, self.cluster)
+
+    def result(self) -> Explored:
+        """The best plan with its certificate.  Raises InfeasibleError when there is none."""
+        if not self.found:
+            if self.budget.stopped:
+                raise KeyboardInterrupt
+            raise does_not_fit(
+                self.grounds, self.cluster, self.space, self.training,
+                unproved=[*self.unproved, *left_out(self.space, self.cluster)],
+            )  # fmt: skip
+        seconds, candidate = self.found[-1]
+        setting = candidate.setting
+        problem = self.grounds[setting.num_microbatches].problem
+        plan = self._plan(problem, candidate)
+        broken = violations(problem, self.cluster, candidate)
+        if broken or not self._fits(plan):
+            what = broken[0] if broken else "a ledger exceeds its device"
+            raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
+        every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
+        certificate = Certificate(
+            objective_seconds=seconds / every,
+            bound_seconds=min(self.floor, seconds) / every,
+            status="feasible",
+            prover=PROVER,
+            seconds=self.budget.spent,
+            scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
+        )
+        if certificate.gap == 0:
+            certificate = replace(certificate, status="optimal")
+        notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
+        return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
+
+
+def scope_of(space: SearchSpace, cluster: Cluster) -> str:
+    """What the certificate speaks of, besides coarsening."""
+    orders, every_order = arrangements(cluster)
+    parts = [str(space), RULES]
+    if len(orders) > 1 and every_order:
+        parts.append(f"all orders of unlike devices ({len(orders)})")
+    return "; ".join([*parts, *left_out(space, cluster)])
+
+
+def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
+    """What of a large cluster's space is never looked at."""
+    orders, every_order = arrangements(cluster)
+    if not every_order:
+        yield f"some orders of unlike devices ({len(orders)})"
+    ranks = len(cluster.devices)
+    counts = space.counts(ranks)
+    if space.replicas == "any" and len(counts) < ranks:
+        yield f"of replica counts {counts[0]} to {counts[-1]} only {len(counts)}"
+
+
+def idle_ranks(cluster: Cluster, candidate: Candidate, certificate: Certificate) -> Iterator[str]:
+    """A note on devices that the plan leaves out."""
+    used = {rank for ranks in candidate.ranks for rank in ranks}
+    idle = sorted(set(range(len(cluster.devices))) - used)
+    if idle:
+        proved = certificate.status == "optimal"
+        why = "no plan with them is" if proved else "no plan with them was found that is"
+        yield f"ranks {', '.join(map(str, idle))} stay idle: {why} faster"
+
+
+def explore(
+    graph_at: Callable[[int], OpGraph],
+    cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
+    *,
+    constraints: Sequence[Constraint] = (),
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Explored:
+    """The best plan of the space; its certificate says what was exhausted.
+
+    Args:
+        graph_at: the graph with costs of one microbatch, for a number of microbatches.
+        training: what every plan of the space has in common; schedule, microbatches and warm-up
+            are chosen.
+        time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
+        seed: equal seeds give equal plans as long as the time limit is not reached.
+
+    Raises:
+        InfeasibleError: no plan fits; names what lacks.
+        NotFoundError: none was found that does, and the space is not exhausted; says why.
+        ConfigError: constraints that need a number of stages.
+    """
+    import torch  # noqa: F401  (ledgers are rehearsed with it; the search's time is not for this)
+
+    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
+        search = Explorer(
+            graph_at, cluster, space, training, constraints, seed,
+            progress or (lambda _: None), budget,
+        )  # fmt: skip
+        search.run()
+        search.improve()
+        return search.result()
+
+
+def describe(candidate: Candidate) -> str:
+    """``2bw, 16 microbatches, stages of 4-2-2 ranks``."""
+    widths = "-".join(str(option.replicas) for option in candidate.options)
+    again = sum(option.recompute for option in candidate.options)
+    text = f"{candidate.setting.schedule}, {candidate.setting.num_microbatches} microbatches, "
+    return text + f"stages of {widths} ranks" + (f", {again} recompute" if again else "")

@@ -1,0 +1,93 @@
+"""How much memory an optimizer takes, found by asking the optimizer itself.
+
+Steps on small parameters show which state tensors are kept (SGD 0, momentum 1, Adam 2 times the
+parameters' bytes), and what a step needs for a moment.  An optimizer that goes through its
+parameters one by one needs that for one of them, and often still holds some of the one before; one
+that takes all at once (`foreach`) needs it for their sum; a fused one needs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.eager.optimizers import NamedParameters
+from pdcompile.passes.costs.live import LiveStorages
+
+PROBE_SHAPE = (32, 32)
+SCALAR_BYTES = 64  # at most this much is a count or a coefficient, which do not grow
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """Bytes of state per byte of parameters, and what a step needs for a moment.
+
+    `step`: per byte of the parameter whose turn it is, of the one before it, and of all.
+    """
+
+    factor: float = 0.0
+    step: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+ADAM = OptimizerMemory(2.0, (2.0, 1.0, 0.0))  # one parameter after the other
+
+
+def optimizer_memory(build: Callable[..., Any] | None) -> tuple[OptimizerMemory, str | None]:
+    """What the optimizer takes, and a note when it had to be assumed.
+
+    A callable that picks parameters by name may have no use for the probe's; then Adam's
+    numbers are assumed and the note says so.
+    """
+    if build is None:
+        return OptimizerMemory(), None
+    try:
+        factor, one = _probe(build, 1)
+        _, two = _probe(build, 2)
+        _, three = _probe(build, 3)
+    except Exception as error:  # a user's callable: whatever it raises, only the estimate suffers
+        return ADAM, (
+            f"optimizer state assumed {ADAM.factor:g} bytes per parameter byte, and temporaries of "
+            "its step as those of Adam: the optimizer callable could not be probed "
+            f"({type(error).__name__}: {error})"
+        )
+    of_all = max(0.0, three - two)
+    return OptimizerMemory(
+        factor, (max(0.0, one - of_all), max(0.0, two - one - of_all), of_all)
+    ), None
+
+
+def _probe(build: Callable[..., Any], count: int) -> tuple[float, float]:
+    """State of a parameter and temporaries of a step, in bytes per byte of one parameter."""
+    parameters = [torch.nn.Parameter(torch.zeros(PROBE_SHAPE)) for _ in range(count)]
+    optimizer = build(NamedParameters([(f"probe{n}.weight", p) for n, p in enumerate(parameters)]))
+    _set_gradients(parameters)
+    optimizer.step()  # makes the state
+    state = [_tensors(optimizer.state.get(p, {})) for p in parameters]
+    _set_gradients(parameters)
+    given = [t for p in parameters for t in (p, p.grad) if t is not None]
+    with _Temporaries([*given, *(tensor for one in state for tensor in one)]) as live:
+        optimizer.step()
+    size = parameters[0].untyped_storage().nbytes()
+    held = sum(t.numel() * t.element_size() for t in state[0] if t.numel() > 1)
+    return held / size, live.peak_bytes / size
+
+
+def _set_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros(PROBE_SHAPE)
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+class _Temporaries(LiveStorages):  # type: ignore[no-untyped-call]
+    """Live storages without scalars."""
+
+    def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
+        size = super().size_of(storage, func, args)
+        return size if size > SCALAR_BYTES else 0

@@ -1,0 +1,387 @@
+"""Whatif: the problem inside a plan under other limits, solved again.
+
+Costs are those of the plan: nothing is measured, and no plan comes out, since stages need the
+graph.  With the number of samples in a microbatch unchanged, the problem solved here is the one
+that planning anew with the same costs would solve.  Memory limits are kept as there by the
+ledger of the schedule, which is sketched (see `sketch`), so where one is met closely planning
+anew may decide otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.evaluate import measure
+from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken, stage_uses
+from pdcompile.passes.planning.fit import advised, excess, fit
+from pdcompile.passes.planning.sketch import sketch
+from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
+from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
+from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
+from pdcompile.problem.change import Change, changed_cluster
+from pdcompile.units import format_bytes
+
+CLOSE = 0.1  # of a memory limit: sketched ledgers were up to 7 % off at stages of real plans
+MOST_EXTRA = 4
+OPTIMAL = 1e-5  # gap that counts as none, as in `Certificate`
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One side: a problem, an answer to it, and what that means for a step.
+
+    `objective_seconds` are those of a step with a flush, else of a microbatch; `step_seconds`
+    are always those of a step (of a stream: in steady state).
+    """
+
+    training: Training
+    cluster: Cluster
+    problem: PartitionProblem
+    stage_of: tuple[int, ...]
+    objective_seconds: float
+    bound_seconds: float
+    status: str
+    prover: str
+    uses: tuple[StageUse, ...]
+    bottleneck: int
+
+    @property
+    def flush(self) -> bool:
+        return self.problem.objective == "flush"
+
+    @property
+    def step_seconds(self) -> float:
+        return self.objective_seconds * (1 if self.flush else self.problem.num_microbatches)
+
+    @property
+    def samples_per_second(self) -> float:
+        seconds = self.step_seconds
+        return self.training.batch_size / seconds if seconds > 0 else math.inf
+
+    @property
+    def gap(self) -> float:
+        if self.objective_seconds <= 0:
+            return 0.0
+        return max(0.0, 1 - self.bound_seconds / self.objective_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Whatif:
+    """Before and after, and the present cut under the changed limits.
+
+    `kept_seconds`: the objective of the present cut, None where the number of stages differs or
+    it breaks a limit; `kept_broken` names what it would break.
+    """
+
+    before: State
+    after: State
+    kept_seconds: float | None
+    kept_broken: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def whatif(
+    plan: Plan,
+    change: Change,
+    *,
+    time_limit: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    where: str = "plan.json",
+) -> Whatif:
+    """Solve the plan's problem again under other limits, with the plan's seed.
+
+    Raises:
+        PlanError: the plan holds no problem, its stages tear an item apart, or are replicated.
+        ConfigError: the change names what is not there.
+        InfeasibleError: no assignment satisfies the changed limits; says which conflict.
+    """
+    refuse_replicas(plan, where)
+    problem = problem_of(plan, where)
+    stage_of = assignment(plan, where)
+    now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
+    changed, training, cluster, notes = changed_problem(plan, change, now)
+    known = plan.forecast if _same_memory(plan, problem, changed, training) else None
+
+    def drawn(stages: tuple[int, ...], certificate: Certificate) -> Plan:
+        found = sketch(changed, stages, certificate, training, cluster)
+        if known is not None and found.forecast is not None and stages == stage_of:
+            return replace(found, forecast=replace(found.forecast, ledgers=known.ledgers))
+        return found
+
+    def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
+        best, certificate = partition(
+            limited, time_limit=time_limit, seed=training.seed, progress=progress
+        )
+        return drawn(best.stage_of, certificate), best
+
+    own, wrong = _own_cut(changed, stage_of, drawn, plan.certificate)
+    kept = None if own is None else own.certificate.objective_seconds
+    try:
+        after = _fitted(changed, solve)
+    except InfeasibleError:
+        if own is None:
+            raise
+        after = own
+    if own is not None and own.certificate.objective_seconds < after.certificate.objective_seconds:
+        bound = min(after.certificate.bound_seconds, own.certificate.objective_seconds)
+        after = replace(own, certificate=replace(own.certificate, bound_seconds=bound))
+    return Whatif(
+        before=_state(_as_planned(plan, problem, stage_of, now)),
+        after=_state(after),
+        kept_seconds=kept,
+        kept_broken=wrong,
+        notes=notes + _close(after),
+    )
+
+
+def _fitted(
+    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
+) -> Plan:
+    """`fit`, where there are ledgers; a schedule too long to walk keeps the planner's formula."""
+    try:
+        plan, partition = solve(problem)
+    except InfeasibleError as error:
+        raise advised(error, problem, solve) from None
+    if plan.forecast is None:
+        return plan
+    first = iter([(plan, partition)])
+    return fit(problem, lambda one: next(first, None) or solve(one))
+
+
+def _own_cut(
+    changed: PartitionProblem,
+    stage_of: tuple[int, ...],
+    drawn: Callable[[tuple[int, ...], Certificate], Plan],
+    certificate: Certificate,
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan's own cut under the changed limits, or what it would break."""
+    if len(changed.stages) <= max(stage_of):
+        return None, (f"there would be {len(changed.stages)} stages",)
+    if wrong := broken(changed, stage_of):
+        return None, tuple(wrong)
+    objective = measure(changed, stage_of).objective
+    found = drawn(stage_of, replace(certificate, objective_seconds=objective, bound_seconds=0.0))
+    over = excess(changed, found) if found.forecast is not None else {}
+    if over:
+        return None, tuple(
+            f"stage {s} would need {format_bytes(n)} more memory, by the ledger of its schedule"
+            for s, n in over.items()
+        )
+    return found, ()
+
+
+def _as_planned(
+    plan: Plan, problem: PartitionProblem, stage_of: tuple[int, ...], cluster: Cluster
+) -> Plan:
+    found = sketch(problem, stage_of, plan.certificate, plan.training, cluster)
+    if found.forecast is None or not _same_memory(plan, problem, problem, plan.training):
+        return found
+    assert plan.forecast is not None
+    return replace(found, forecast=replace(found.forecast, ledgers=plan.forecast.ledgers))
+
+
+def _close(plan: Plan) -> tuple[str, ...]:
+    """A stage so full that the sketch of its memory may be wrong about it."""
+    problem = problem_of(plan)
+    if plan.forecast is None:
+        return ("the schedule is too long to walk: memory is the planner's formula, which is low",)
+    for s, limits in enumerate(problem.stages):
+        limit, held = limits.memory_bytes, plan.forecast.ledgers[s].total_bytes
+        if limit is not None and held > limit * (1 - CLOSE):
+            return (
+                f"stage {s} would be {100 * held / max(limit, 1):.0f} % full: planning anew counts "
+                "its memory exactly, and may cut elsewhere",
+            )
+    return ()
+
+
+def _same_memory(
+    plan: Plan, before: PartitionProblem, after: PartitionProblem, training: Training
+) -> bool:
+    """Whether the ledgers of the plan's forecast still are those of its own cut."""
+    return (
+        plan.forecast is not None
+        and len(plan.forecast.ledgers) == len(plan.stages)
+        and replace(plan.training, warmup=training.warmup) == training
+        and (before.items, before.memory) == (after.items, after.memory)
+    )
+
+
+def changed_problem(
+    plan: Plan, change: Change, cluster: Cluster
+) -> tuple[PartitionProblem, Training, Cluster, tuple[str, ...]]:
+    """The problem under the change, what is then trained on what, and what was assumed."""
+    assert plan.problem is not None
+    problem, before = plan.problem, plan.training
+    after, notes = changed_cluster(cluster, change)
+    training = _training(before, change)
+    num_stages = len(problem.stages) if change.devices is None else len(after.devices)
+    if change.of_machines:
+        _refuse_odd_ranks(plan)
+        problem = _on_stages(problem, num_stages)
+        problem = replace(problem, stages=stage_limits(after, num_stages))
+    m = training.num_microbatches
+    name = training.schedule
+    resized = num_stages != len(plan.problem.stages)
+    if resized or (name, m) != (before.schedule, before.num_microbatches):
+        depths = warmup(name, num_stages, m, extra=_extra(before, len(plan.stages)))
+        rule = memory_rule(
+            name,
+            depths,
+            m,
+            clipping=training.max_grad_norm is not None,
+            optimizer_factor=training.optimizer_factor,
+        )
+        problem = replace(
+            problem,
+            memory=rule,
+            num_microbatches=m,
+            objective="bottleneck" if SCHEDULES[name][0] else "flush",
+        )
+        training = replace(training, warmup=depths)
+    sizes = [-(-one.batch_size // one.num_microbatches) for one in (before, training)]
+    if sizes[0] != sizes[1]:
+        problem = scaled(problem, sizes[1] / sizes[0])
+        notes += (
+            f"microbatches of {sizes[1]} samples, and the costs are of {sizes[0]}: times, "
+            "activations and traffic are scaled in proportion, which planning anew would measure",
+        )
+    return problem, training, after, notes
+
+
+def _refuse_odd_ranks(plan: Plan) -> None:
+    """What position s offers is read off device s."""
+    for s, stage in enumerate(plan.stages):
+        if stage.ranks not in ((), (s,)):
+            raise PlanError(
+                f"stage {s} runs on rank {stage.ranks[0]}, and other machines can be asked for "
+                "only where stage s runs on rank s",
+                where=f"plan: stages[{s}].ranks",
+                remedy="plan again with the machines that you have in mind",
+            )
+
+
+def _extra(training: Training, num_stages: int) -> int:
+    """How much deeper than the least the plan's warm-up is (`extra` of `warmup`); 0 when odd."""
+    for extra in range(MOST_EXTRA + 1):
+        depths = warmup(training.schedule, num_stages, training.num_microbatches, extra=extra)
+        if depths == training.warmup:
+            return extra
+    return 0
+
+
+def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
+    """The problem with microbatches `factor` times as large; weights stay, all else follows."""
+
+    def item(one: Item) -> Item:
+        return replace(
+            one,
+            forward_seconds=one.forward_seconds * factor,
+            backward_seconds=one.backward_seconds * factor,
+            saved_bytes=math.ceil(one.saved_bytes * factor),
+            workspace_bytes=math.ceil(one.workspace_bytes * factor),
+        )
+
+    def value(one: Traffic) -> Traffic:
+        return replace(
+            one,
+            forward_bytes=math.ceil(one.forward_bytes * factor),
+            backward_bytes=math.ceil(one.backward_bytes * factor),
+        )
+
+    return replace(
+        problem,
+        items=tuple(map(item, problem.items)),
+        traffic=tuple(map(value, problem.traffic)),
+    )
+
+
+def _training(training: Training, change: Change) -> Training:
+    name = change.schedule or training.schedule
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"--schedule {name!r} is not available",
+            where="--schedule",
+            remedy=f"one of {', '.join(SCHEDULES)}",
+        )
+    batch, m = change.batch_size, change.microbatches
+    batch = training.batch_size if batch is None else batch
+    m = training.num_microbatches if m is None else m
+    for option, number in (("--batch-size", batch), ("--microbatches", m)):
+        if number < 1:
+            raise ConfigError(f"{option} {number} is below 1", where=option, remedy="1 or more")
+    if m > batch:
+        raise ConfigError(
+            f"{m} microbatches of a minibatch of {batch} samples",
+            where="--microbatches",
+            remedy=f"--microbatches {batch} or fewer, or a larger --batch-size",
+        )
+    return replace(training, schedule=name, num_microbatches=m, batch_size=batch)
+
+
+def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
+    """Pins for another number of stages: those to the last stage stay on the last one."""
+    old = len(problem.stages)
+    if num_stages == old:
+        return problem
+
+    def moved(pairs: tuple[tuple[int, int], ...], *, pinned: bool) -> tuple[tuple[int, int], ...]:
+        found = []
+        for item, stage in pairs:
+            new = num_stages - 1 if stage == old - 1 else stage
+            if new < num_stages:
+                found.append((item, new))
+            elif pinned:
+                raise ConfigError(
+                    f"{problem.items[item].name!r} is pinned to stage {stage}, and there would be "
+                    f"{num_stages} stages",
+                    where="--devices",
+                    remedy="plan without that pin first, or ask for more devices",
+                )
+        return tuple(found)
+
+    def wish(one: Wish) -> Wish:
+        return replace(
+            one,
+            pins=moved(one.pins, pinned=True),
+            forbidden=moved(one.forbidden, pinned=False),
+        )
+
+    most = problem.max_stages
+    return replace(
+        problem,
+        allow_empty=problem.allow_empty if most is None else most < num_stages,
+        pins=moved(problem.pins, pinned=True),
+        forbidden=moved(problem.forbidden, pinned=False),
+        wishes=tuple(map(wish, problem.wishes)),
+    )
+
+
+def _state(plan: Plan) -> State:
+    problem, certificate = problem_of(plan), plan.certificate
+    stage_of = assignment(plan)
+    uses = stage_uses(problem, stage_of)
+    if plan.forecast is not None:
+        held = [ledger.total_bytes for ledger in plan.forecast.ledgers]
+        uses = tuple(replace(use, memory_bytes=held[use.stage]) for use in uses)
+    objective = measure(problem, stage_of).objective
+    bound = min(certificate.bound_seconds, objective)
+    optimal = objective - bound <= OPTIMAL * objective  # of an edited plan the status is not so
+    return State(
+        training=plan.training,
+        cluster=Cluster.from_toml(plan.cluster, where="cluster"),
+        problem=problem,
+        stage_of=stage_of,
+        objective_seconds=objective,
+        bound_seconds=bound,
+        status="optimal" if optimal else "feasible",
+        prover=certificate.prover,
+        uses=uses,
+        bottleneck=bottleneck(problem, uses),
+    )

@@ -1,0 +1,183 @@
+"""Assemble: the planner's answer over items becomes a plan over ops.
+
+Nothing is decided here: stages are read off the partition, everything else about them is added
+up from the graph, and what crosses between them comes from `boundaries`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdcompile import jsonio
+from pdcompile.cluster import Cluster
+from pdcompile.errors import PlanError
+from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk
+from pdcompile.ir.graph import fingerprint as graph_fingerprint
+from pdcompile.ir.written_inputs import written_inputs
+from pdcompile.passes.coarsen.items import held_by
+from pdcompile.passes.costs import Resident, forecast
+from pdcompile.passes.stages import boundaries
+from pdcompile.plan import Certificate, Plan, StagePlan, TiedParameter, Training
+from pdcompile.problem import Partition, PartitionProblem, StageLimits
+
+FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
+
+
+def assemble(
+    graph: OpGraph,
+    problem: PartitionProblem,
+    partition: Partition,
+    certificate: Certificate,
+    training: Training,
+    cluster: Cluster,
+) -> Plan:
+    """The plan of a partition, without a forecast (the simulator adds it).
+
+    Stage s runs on rank s.  Seconds are those of the stage's own device.  `parameter_bytes` of a
+    stage includes buffers and constants, which never train.
+
+    Raises:
+        PlanError: the problem is of another graph, or the partition breaks its order.
+    """
+    stage_of = _stage_of_ops(graph, problem, partition)
+    by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
+    num_stages = len(problem.stages)
+    b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+    resident = forecast(graph, stage_of, num_stages, b, keeps_outputs=training.keeps_outputs)
+    tied = boundaries.tied(graph, by_name)
+    ops: list[list[Op]] = [[] for _ in range(num_stages)]
+    for op, stage in zip(graph.ops, stage_of, strict=True):
+        ops[stage].append(op)
+    return Plan(
+        fingerprint=fingerprint(graph, cluster),
+        stages=tuple(
+            _of_minibatches(
+                _stage(graph, s, ops[s], problem.stages[s], resident[s]),
+                graph,
+                ops[s],
+                tied,
+                training,
+                b if s == num_stages - 1 else 0,
+            )
+            for s in range(num_stages)
+        ),
+        edges=boundaries.edges(graph, by_name, num_stages, b),
+        tied=tied,
+        training=training,
+        cluster=cluster.to_toml(),
+        certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
+        notes=(*graph.notes, *_written(graph)),
+    )
+
+
+def _written(graph: OpGraph) -> list[str]:
+    """Notes on inputs that forward writes: the caller's tensors stay as they are."""
+    return [
+        f"forward writes its input {path!r} in place ({op.source}); stages write copies, so that "
+        "the caller's tensor keeps its values, unlike in eager"
+        for path, op in written_inputs(graph).items()
+    ]
+
+
+def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
+    """What a plan was made for: digests of graph, costs and cluster, joined by dots.
+
+    The parts are apart because a plan stays valid for a model whose costs were measured anew.
+    """
+    costs = jsonio.canonical([op.cost for op in graph.ops])
+    parts = (
+        graph_fingerprint(graph),
+        hashlib.sha256(costs).hexdigest(),
+        hashlib.sha256(cluster.to_toml().encode()).hexdigest(),
+    )
+    return ".".join(part[:FINGERPRINT_DIGITS] for part in parts)
+
+
+def _stage_of_ops(
+    graph: OpGraph, problem: PartitionProblem, partition: Partition
+) -> tuple[int, ...]:
+    if len(partition.stage_of) != len(problem.items):
+        raise PlanError(
+            f"the partition places {len(partition.stage_of)} items of {len(problem.items)}",
+            where="assemble",
+        )
+    placed = {
+        name: stage
+        for item, stage in zip(problem.items, partition.stage_of, strict=True)
+        for name in item.ops
+    }
+    strange = placed.keys() ^ {op.name for op in graph.ops}
+    if strange or sum(len(item.ops) for item in problem.items) != len(graph.ops):
+        raise PlanError(
+            f"the problem's items do not hold each op of the graph once: {sorted(strange)[:5]}",
+            where="assemble",
+            remedy="coarsen this graph again",
+        )
+    for op in graph.ops:
+        for name in op.inputs:
+            if placed.get(name, 0) > placed[op.name]:
+                raise PlanError(
+                    f"op {op.name!r} is on stage {placed[op.name]} and reads {name!r} of "
+                    f"stage {placed[name]}",
+                    where="assemble",
+                    remedy="stages may not decrease along the data flow",
+                )
+    return tuple(placed[op.name] for op in graph.ops)
+
+
+def _stage(
+    graph: OpGraph, index: int, ops: list[Op], limits: StageLimits, resident: Resident
+) -> StagePlan:
+    costs = [op.cost or OpCost() for op in ops]
+    held = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
+    parameters = [info for info in held if info.kind == "parameter"]
+    return StagePlan(
+        index=index,
+        ops=tuple(op.name for op in ops),
+        parameters=tuple(info.fqn for info in parameters),
+        ranks=(index,),
+        forward_seconds=sum(cost.forward_seconds for cost in costs) / limits.speed,
+        backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
+        parameter_bytes=sum(info.bytes for info in held),
+        trainable_bytes=sum(info.bytes for info in parameters if info.requires_grad),
+        saved_bytes=resident.saved_bytes,
+        workspace_bytes=resident.workspace_bytes,
+    )
+
+
+def _of_minibatches(
+    stage: StagePlan,
+    graph: OpGraph,
+    ops: Sequence[Op],
+    tied: Sequence[TiedParameter],
+    training: Training,
+    b: int,
+) -> StagePlan:
+    """The stage with what an update needs, and what belongs to the caller.
+
+    `b`: the size of a microbatch on the last stage, which has the outputs; 0 on others.
+    """
+    copies = {one.fqn for one in tied if stage.index in one.stages[1:]}
+    sizes = [
+        info.bytes
+        for fqn, info in graph.tensors.items()  # in the order in which the optimizer gets them
+        if info.requires_grad and fqn in stage.parameters and fqn not in copies
+    ]
+    read = {name for op in ops for name in op.inputs}
+    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
+    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
+    made = outputs & set(stage.ops)
+    return replace(
+        stage,
+        step_bytes=training.step_bytes(sizes),
+        input_bytes=sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
+        output_bytes=sum(graph.values[name].bytes(b) for name in made) if b else 0,
+    )
+
+
+def _scope(coarsening: str, search: str) -> str:
+    """One sentence: what coarsening kept together, and what the search adds to it."""
+    parts = [part for part in (coarsening, search) if part and part != "exact graph"]
+    return "; ".join(dict.fromkeys(parts)) or "exact graph"

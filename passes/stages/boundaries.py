@@ -1,0 +1,302 @@
+"""What crosses the boundaries between stages, and what every stage takes, returns and holds.
+
+A plan says which op runs where; everything else about a boundary follows from the data flow
+and is computed here, once, for the planner (edges, tied parameters), the code generator and
+the runtime (interfaces).  Reaching a graph input costs nothing: the caller hands it to every
+stage that uses it.  Everything else that an op on a later stage reads is an edge, sent directly
+from the stage that makes it, however many stages lie between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+
+from pdcompile.errors import PlanError
+from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, Value, walk
+from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.passes.stages.held_tensors import held_tensors, stage_names, tensors_of
+from pdcompile.passes.stages.signatures import Mode, signature
+from pdcompile.plan import Edge, Plan, TiedParameter
+
+
+def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
+    """The stage of every op of the train graph; ops of the loss belong to the last stage.
+
+    Raises PlanError when an op of the model has no stage or two.
+    """
+    last = len(plan.stages) - 1
+    placed: dict[str, int] = {}
+    for stage in plan.stages:
+        for name in stage.ops:
+            if placed.setdefault(name, stage.index) != stage.index:
+                raise PlanError(
+                    f"op {name!r} is on stage {placed[name]} and on stage {stage.index}",
+                    where=f"plan: stages[{stage.index}].ops",
+                    remedy="leave it in one of the two",
+                )
+    for op in graph.ops:
+        if op.region == "loss":
+            placed[op.name] = last
+        elif op.name not in placed:
+            raise PlanError(
+                f"op {op.name!r} ({op.source}) is on no stage",
+                where="plan: stages",
+                remedy="add it to the ops of one stage, or plan again for this model",
+            )
+    return {op.name: placed[op.name] for op in graph.ops}
+
+
+def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every op of the eval graph, given that of the train graph's ops.
+
+    Ops are matched by module, target, line of source, tensors of the model, and how many like
+    it came before.  One that only eval has goes where its nearest predecessor in the same module
+    is, as far as its producers and consumers allow, and where training has the tensors that it
+    reads.  Finally no op stays on an earlier stage than something it reads, and what in-place
+    writes join is together.
+    """
+    graph = capture.eval
+    last = max(train_stage_of.values(), default=0)
+    twins = dict(zip(_keys(capture.train), capture.train.ops, strict=True))
+    fixed = {
+        op.name: train_stage_of[twins[key].name]
+        for op, key in zip(graph.ops, _keys(graph), strict=True)
+        if key in twins
+    }
+    holders: dict[str, set[int]] = {}  # of what training may change
+    for op in capture.train.ops:
+        for fqn in tensors_of(op):
+            holders.setdefault(fqn, set()).add(train_stage_of[op.name])
+    latest: dict[str, int] = {}  # no later than its matched consumers, through unmatched ones
+    for op in reversed(graph.ops):
+        limit = min(fixed.get(op.name, last), latest.get(op.name, last))
+        for name in op.inputs:
+            latest[name] = min(latest.get(name, last), limit)
+
+    placed: dict[str, int] = {}
+    nearest: dict[str, int] = {}  # module path -> stage of its latest op
+    previous = 0
+    for op in graph.ops:
+        earliest = max((placed[name] for name in op.inputs if name in placed), default=0)
+        stage = fixed.get(op.name)
+        if stage is None:
+            stage = min(nearest.get(op.module_path, previous), latest.get(op.name, last))
+            having = [holders[fqn] for fqn in tensors_of(op) if fqn in holders]
+            shared = set.intersection(*having) if having else {stage}
+            if stage not in shared:
+                stage = min((k for k in shared if k >= earliest), default=stage)
+        stage = last if op.region == "loss" else max(stage, earliest)
+        if any(not graph.values[name].is_tensor for name in op.inputs):
+            stage = earliest  # a container is taken apart where it is made
+        placed[op.name] = nearest[op.module_path] = previous = stage
+    return _together(graph, placed)
+
+
+def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
+    """What a cut would make stale in evaluation, on the last of its stages, and its readers after.
+
+    The planner knows the spans of training only; in-place writes, and numbers that are read off
+    tensors, may be in evaluation alone.
+    """
+    spans = [
+        (value.producer, *value.consumers)
+        for value in graph.values.values()
+        if value.producer is not None and value.consumers and not value.is_tensor
+    ]
+    writes = list(_writes(graph))
+    while spans or writes:
+        before = dict(placed)
+        for span in (*spans, *_stale(writes, placed)):
+            placed.update(dict.fromkeys(span, max(placed[name] for name in span)))
+        for op in graph.ops:
+            placed[op.name] = max(placed[name] for name in (op.name, *op.inputs) if name in placed)
+        if placed == before:
+            break
+    return placed
+
+
+_Write = tuple[str | None, str, list[str], list[str], bool]
+
+
+def _writes(graph: OpGraph) -> Iterator[_Write]:
+    """For each value and op that writes into its memory later: who makes the value, the op, who
+    reads the value before and who afterwards, and whether the model returns it."""
+    returned = {ref.name for ref in walk(graph.output, Ref)}
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    writers: dict[int, list[str]] = {}  # storage -> ops, in order
+    for op in graph.ops:
+        for storage in {graph.values[name].storage for name in op.mutates}:
+            writers.setdefault(storage, []).append(op.name)
+    for value in graph.values.values():
+        made = -1 if value.producer is None else position[value.producer]
+        for writer in writers.get(value.storage, ()):
+            at = position[writer]
+            if at > made:
+                readers = [name for name in value.consumers if name != writer]
+                earlier = [name for name in readers if position[name] < at]
+                later = [name for name in readers if position[name] > at]
+                yield value.producer, writer, earlier, later, value.name in returned
+
+
+def _stale(writes: list[_Write], placed: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Ops that would read what they should not.
+
+    A stage sends a value as it is at its end.  So readers after a write may be anywhere if the
+    stage that makes the value writes it, and readers before it may not.  Inputs of the model each
+    stage takes from the caller.
+    """
+    for producer, writer, earlier, later, returned in writes:
+        if producer is None:
+            yield (writer, *earlier, *later)
+        elif later or returned:
+            yield (producer, writer)
+        if producer is not None and placed[producer] == placed[writer]:
+            yield (producer, writer, *(r for r in earlier if placed[r] > placed[writer]))
+
+
+def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) -> tuple[Edge, ...]:
+    """Every value that a later stage needs, in the order in which values are produced.
+
+    The model's output leaves are needed on the last stage.  `b` is the microbatch size that
+    `Edge.bytes` is for.  A gradient flows back along an edge when the loss depends on the value
+    *through one of the receiving stages*.  Raises PlanError for an op that is on an earlier
+    stage than something it reads, and for a container that would have to be sent.
+    """
+    last = num_stages - 1
+    ops = {op.name: op for op in graph.ops}
+    wanted: dict[str, set[int]] = {op.name: set() for op in graph.ops}
+    for op in graph.ops:
+        for name in op.inputs:
+            if name in wanted:
+                _check_order(ops[name], op, stage_of)
+                wanted[name].add(stage_of[op.name])
+    for ref in walk(graph.output, Ref):
+        if ref.name in wanted:
+            wanted[ref.name].add(last)
+    found = []
+    for op in graph.ops:
+        source = stage_of[op.name]
+        targets = tuple(sorted(wanted[op.name] - {source}))
+        if not targets:
+            continue
+        value = graph.values[op.name]
+        if not value.is_tensor:
+            raise PlanError(
+                f"{op.name!r} ({op.target} at {op.source}) makes a container that stage "
+                f"{targets[0]} reads, and only tensors can be sent",
+                where=f"plan: stages[{source}].ops",
+                remedy=f"put {op.name!r} and the ops that take it apart on one stage",
+            )
+        found.append(
+            Edge(
+                value=op.name,
+                source=source,
+                targets=targets,
+                bytes=value.bytes(b),
+                gradient=value.needs_gradient and _gradient_returns(graph, value, ops, stage_of),
+                shape=tuple(str(size) for size in value.shape),
+                dtype=value.dtype,
+            )
+        )
+    return tuple(found)
+
+
+def eval_edges(capture: Capture, plan: Plan, b: int) -> tuple[Edge, ...]:
+    """What crosses stages in evaluation, for the stages that a plan gives the train graph."""
+    placed = place_eval(capture, stage_of_ops(capture.train, plan))
+    return edges(capture.eval, placed, len(plan.stages), b)
+
+
+def tied(graph: OpGraph, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
+    """Trainable parameters that ops on several stages read, in the order of the model."""
+    readers: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for fqn in (*op.parameters, *op.attributes):
+            readers.setdefault(fqn, set()).add(stage_of[op.name])
+    return tuple(
+        TiedParameter(fqn, tuple(sorted(readers[fqn])), info.bytes)
+        for fqn, info in graph.tensors.items()
+        if info.kind == "parameter" and info.requires_grad and len(readers.get(fqn, ())) > 1
+    )
+
+
+def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
+    """Arguments, results and tensors of every stage, for training and for evaluation.
+
+    Arguments are first the values of earlier stages in the order of production, then the leaves
+    of the call in its order; results are in the order of production, on the last stage in that
+    of the model's output.  Raises PlanError when evaluation would read, on one stage, a tensor
+    that training changes on another only.
+    """
+    num_stages = len(plan.stages)
+    train_stage_of = stage_of_ops(capture.train, plan)
+    eval_stage_of = place_eval(capture, train_stage_of)
+    train = Mode(capture.train, train_stage_of, num_stages, edges)
+    evaluation = Mode(capture.eval, eval_stage_of, num_stages, edges)
+    held = held_tensors(capture, plan, train_stage_of, eval_stage_of)
+    names = stage_names(capture, held, train_stage_of, eval_stage_of)
+    found = []
+    for k in range(num_stages):
+        tensors = {
+            fqn: capture.train.tensors.get(fqn) or capture.eval.tensors[fqn] for fqn in held[k]
+        }
+        by_kind = {
+            kind: tuple(fqn for fqn, info in tensors.items() if info.kind == kind)
+            for kind in ("parameter", "buffer", "constant")
+        }
+        found.append(
+            StageInterface(
+                index=k,
+                train=signature(train, k),
+                eval=signature(evaluation, k),
+                parameters=by_kind["parameter"],
+                buffers=by_kind["buffer"],
+                constants=by_kind["constant"],
+                aliases={name: fqn for name, fqn in names[k].items() if name != fqn},
+            )
+        )
+    return tuple(found)
+
+
+def _keys(graph: OpGraph) -> list[tuple[Hashable, int]]:
+    """What tells an op in both modes: indices among all ops of a module would not, where one
+    mode has a few more of them."""
+    seen: Counter[Hashable] = Counter()
+    found: list[tuple[Hashable, int]] = []
+    for op in graph.ops:
+        key = (op.module_path, op.target, op.source, tensors_of(op), op.region)
+        found.append((key, seen[key]))
+        seen[key] += 1
+    return found
+
+
+def _check_order(producer: Op, consumer: Op, stage_of: Mapping[str, int]) -> None:
+    first, second = stage_of[producer.name], stage_of[consumer.name]
+    if second < first:
+        raise PlanError(
+            f"op {consumer.name!r} on stage {second} reads {producer.name!r} of stage {first}",
+            where=f"plan: stages[{second}].ops",
+            remedy=f"move {consumer.name!r} to stage {first} or later",
+        )
+
+
+def _gradient_returns(
+    graph: OpGraph, value: Value, ops: Mapping[str, Op], stage_of: Mapping[str, int]
+) -> bool:
+    """Whether the loss depends on the value through an op on another stage than its own."""
+    if value.name == graph.loss:
+        return True  # made on an earlier stage: backward starts from it on the last one
+
+    def carries(name: str) -> bool:
+        made = graph.values.get(name)
+        if made is None or made.is_tensor:
+            return made is not None and made.needs_gradient
+        return any(carries(reader) for reader in made.consumers)  # what is taken out of it
+
+    return any(
+        carries(written)
+        for reader in value.consumers
+        if stage_of[reader] != stage_of[value.name]
+        for written in (*ops[reader].outputs, *ops[reader].mutates)
+    )

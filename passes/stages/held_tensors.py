@@ -1,0 +1,147 @@
+"""Which tensors of the model each stage holds, and under which of their names.
+
+A tensor may have several names (tied weights).  A stage has those names whose modules it has,
+so that the union of all stages' state_dict keys is the model's, aliases included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdcompile.errors import PlanError
+from pdcompile.ir.graph import Capture, Op, OpGraph, TensorInfo
+from pdcompile.plan import Plan
+
+
+def tensors_of(op: Op) -> tuple[str, ...]:
+    """FQNs of every tensor of the model that an op reads or writes, each once."""
+    return tuple(
+        dict.fromkeys((*op.parameters, *op.attributes, *op.buffers_read, *op.buffers_written))
+    )
+
+
+def all_tensors(capture: Capture) -> dict[str, TensorInfo]:
+    """Parameters, buffers and constants of both modes."""
+    return {**capture.eval.tensors, **capture.train.tensors}
+
+
+def held_tensors(
+    capture: Capture,
+    plan: Plan,
+    train_stage_of: Mapping[str, int],
+    eval_stage_of: Mapping[str, int],
+) -> tuple[tuple[str, ...], ...]:
+    """Canonical FQNs that each stage holds, in the order of the model.
+
+    A stage holds what its ops use in either mode.  A tensor that no op uses goes where the plan
+    says, else to the first stage of the module that it lies in.  Raises PlanError when a mode
+    reads, on one stage, what training changes on another only: the two would drift apart; and
+    when calls of a module that is kept whole are on several stages.
+    """
+    for graph, stage_of in ((capture.train, train_stage_of), (capture.eval, eval_stage_of)):
+        _check_kept_whole(graph, stage_of)
+    tensors = all_tensors(capture)
+    train = _users(capture.train, train_stage_of)
+    evaluation = _users(capture.eval, eval_stage_of)
+    written = {fqn for op in capture.train.ops for fqn in op.buffers_written}
+    held: list[set[str]] = [set() for _ in plan.stages]
+    for fqn, info in tensors.items():
+        changes = info.requires_grad or fqn in written
+        strays = evaluation.get(fqn, set()) - train.get(fqn, set())
+        if changes and fqn in train and strays:
+            raise PlanError(
+                f"evaluation reads {fqn!r} on stage {min(strays)}, and training changes it on "
+                f"stage {min(train[fqn])} only",
+                where="plan: stages",
+                remedy=f"keep the ops that read {fqn!r} on one stage",
+            )
+        for k in train.get(fqn, set()) | evaluation.get(fqn, set()):
+            held[k].add(fqn)
+    for stage in plan.stages:
+        held[stage.index].update(fqn for fqn in stage.parameters if fqn in tensors)
+    somewhere = set().union(*held)
+    for fqn in tensors:
+        if fqn not in somewhere:
+            held[_home(fqn, capture.train, train_stage_of)].add(fqn)
+    return tuple(tuple(fqn for fqn in tensors if fqn in of) for of in held)
+
+
+def stage_names(
+    capture: Capture,
+    held: tuple[tuple[str, ...], ...],
+    train_stage_of: Mapping[str, int],
+    eval_stage_of: Mapping[str, int],
+) -> tuple[dict[str, str], ...]:
+    """For each stage, every name under which it has a tensor, mapped to the canonical FQN.
+
+    A name that lies in a leaf module (one that an op calls whole) exists where that leaf is.
+    """
+    tensors = all_tensors(capture)
+    leaves: list[set[str]] = [set() for _ in held]
+    direct: list[set[str]] = [set() for _ in held]
+    for graph, stage_of in ((capture.train, train_stage_of), (capture.eval, eval_stage_of)):
+        for op in graph.ops:
+            direct[stage_of[op.name]].update(op.attributes)
+            if op.kind in ("module", "opaque"):
+                leaves[stage_of[op.name]].add(op.module_path)
+    everywhere = set().union(*leaves) if leaves else set()
+    named: list[dict[str, str]] = [{} for _ in held]
+    for k, fqns in enumerate(held):
+        for fqn in fqns:
+            every = (fqn, *tensors[fqn].aliases)
+            here = [name for name in every if _inside(name, leaves[k])]
+            free = [name for name in every if not _inside(name, everywhere)]
+            if fqn in direct[k]:
+                here = [*here, *free] or [fqn]
+            for name in here or free or [fqn]:
+                named[k][name] = fqn
+    present = {name for names in named for name in names}
+    for fqn, info in tensors.items():
+        first = next(k for k, fqns in enumerate(held) if fqn in fqns)
+        for name in (fqn, *info.aliases):
+            if name not in present:
+                named[first][name] = fqn
+    return tuple(named)
+
+
+def _inside(name: str, modules: set[str]) -> bool:
+    """Whether a tensor's name lies in one of the modules."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in modules for n in range(len(parts)))
+
+
+def _check_kept_whole(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
+    home: dict[str, int] = {}
+    for op in graph.ops:
+        if op.opaque and home.setdefault(op.module_path, stage_of[op.name]) != stage_of[op.name]:
+            raise PlanError(
+                f"{op.module_path!r} is kept whole, and its calls are on stages "
+                f"{home[op.module_path]} and {stage_of[op.name]}",
+                where="plan: stages",
+                remedy="keep all calls of one module on one stage",
+            )
+
+
+def _users(graph: OpGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
+    users: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for fqn in tensors_of(op):
+            users.setdefault(fqn, set()).add(stage_of[op.name])
+    return users
+
+
+def _home(fqn: str, graph: OpGraph, stage_of: Mapping[str, int]) -> int:
+    """The stage of the ops that share the longest part of the name; the first one of them."""
+    path = fqn.split(".")[:-1]
+
+    def shared(op: Op) -> int:
+        pairs = zip(path, op.module_path.split("."), strict=False)
+        count = 0
+        for mine, other in pairs:
+            if mine != other:
+                break
+            count += 1
+        return count
+
+    best = max(graph.ops, key=lambda op: (shared(op), -stage_of[op.name]), default=None)
+    return stage_of[best.name] if best else 0

@@ -1,0 +1,62 @@
+"""Training of which only the loss is wanted: other outputs are neither made nor sent.
+
+Caches of keys and values, hidden states and logits that a model returns beside its loss would
+otherwise be sent to the last stage in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pdcompile.ir.graph import Argument, Capture, DictOf, ListOf, OpGraph, Ref
+from pdcompile.passes.trace.assemble import returned
+from pdcompile.passes.trace.gradients import with_consumers
+from pdcompile.passes.trace.prune import prune
+
+
+def loss_only(capture: Capture) -> Capture:
+    """The capture whose training returns nothing but the loss and what loss_fn reads.
+
+    Ops that only made other outputs are left out, unless they draw random numbers, write or check
+    something.  Evaluation is as before, and so is training that has no loss.
+    """
+    graph = capture.train
+    if graph.loss is None:
+        return capture
+    wanted = {graph.loss}
+    for op in graph.ops:
+        if op.region == "loss":
+            wanted.update(op.inputs)
+    output = _without(graph.output, wanted)
+    if output == graph.output:
+        return capture
+    return replace(capture, train=_smaller(graph, output, Ref(graph.loss)))
+
+
+def _smaller(graph: OpGraph, output: Argument, loss: Ref) -> OpGraph:
+    ops = prune(graph.ops, (output, loss))
+    kept = {op.name for op in ops} | {entry.name for entry in graph.inputs}
+    values = {name: value for name, value in graph.values.items() if name in kept}
+    said = returned(graph.values, graph.output, graph.loss)
+    return replace(
+        graph,
+        ops=ops,
+        values=with_consumers(ops, values),
+        output=output,
+        notes=tuple(note for note in graph.notes if note not in said),
+    )
+
+
+def _without(argument: Argument, wanted: set[str]) -> Any:
+    """The output with None for every tensor that is not wanted."""
+    match argument:
+        case Ref(name):
+            return argument if name in wanted else None
+        case tuple():
+            return tuple(_without(item, wanted) for item in argument)
+        case ListOf(items):
+            return ListOf(tuple(_without(item, wanted) for item in items))
+        case DictOf(items):
+            return DictOf(tuple((key, _without(item, wanted)) for key, item in items))
+    return argument

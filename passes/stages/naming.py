@@ -1,0 +1,141 @@
+"""Names for a reader: Python identifiers for values, close to what the model's author wrote."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable, Mapping
+
+from pdcompile.ir.graph import Argument, DictOf, ListOf, Op, OpGraph, Ref, Value
+
+# What generated source refers to by these names; no variable may hide them.
+RESERVED = frozenset(
+    {"self", "torch", "nn", "F", "math", "operator", "draw", "super", "range", "float", "complex"}
+    | {"slice", "getattr", "setattr", "str", "print", "len", "sum", "abs", "sorted", "tuple"}
+)
+
+# What an op's result is called, where the op's own name says little of it.
+_WORDS = {
+    "getitem": "part", "item": "number", "requires_grad_": "tracked", "truediv": "quotient",
+    "floordiv": "quotient", "where": "chosen",
+}  # fmt: skip
+
+# Three letters that look like numbers (linters refuse them), and classes that a file defines.
+_TAKEN = re.compile(r"[lOI]|Stage\d+|KeptWhole")
+
+
+def identifier(text: str, fallback: str = "value") -> str:
+    """An ASCII identifier that looks like `text`; never a keyword, a dunder or over 40 long."""
+    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")[:40].strip("_")
+    if not word or word[0].isdigit():
+        word = f"{fallback}_{word}" if word else fallback
+    if keyword.iskeyword(word) or keyword.issoftkeyword(word) or _TAKEN.fullmatch(word):
+        return f"{word}_"
+    return word
+
+
+def unique(wish: str, taken: Iterable[str]) -> str:
+    """`wish`, or the first of wish_1, wish_2, … that is neither taken nor reserved."""
+    used = {*taken, *RESERVED}
+    name, count = wish, 0
+    while name in used:
+        count += 1
+        name = f"{wish}_{count}"
+    return name
+
+
+def scope_of(op: Op) -> str:
+    """FQN of the module whose forward contains the op's call (a leaf's parent)."""
+    if op.kind in ("module", "opaque"):
+        return op.module_path.rpartition(".")[0]
+    return op.module_path
+
+
+def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
+    """For every value the name that a reader expects, and whether it may be used again.
+
+    The user's own variables come first and are rebound as in the model.  What the model returns
+    under a key is called like the key.  What a module returns without naming it
+    (``return x + self.mlp(x)``) keeps the name of the tensor that it updates: the first
+    argument, when shape and dtype are the same, else it is called after the module.  Anything
+    else is called after its op.  Such names are used only once.
+    """
+    found = {item.name: (identifier(item.path, "input"), True) for item in graph.inputs}
+    escaping = _escaping(graph)
+    keys = _keys(graph.output, "")
+    for op in graph.ops:
+        if op.variable.isidentifier():
+            found[op.name] = (identifier(op.variable), True)
+            continue
+        if key := keys.get(op.name):
+            found[op.name] = (identifier(key), False)
+            continue
+        first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
+        if (
+            op.name in escaping
+            and first is not None
+            and _alike(graph.values, op.name, first.name)
+            and found[first.name][1]
+        ):
+            found[op.name] = found[first.name]
+        elif op.name in escaping:
+            found[op.name] = (_after_module(op), False)
+        else:
+            found[op.name] = (_after_op(op), False)
+    return found
+
+
+def _keys(output: Argument, key: str) -> dict[str, str]:
+    """Value -> the innermost key under which it is in the output, if it is a name."""
+    match output:
+        case Ref(name):
+            return {name: key} if key else {}
+        case DictOf(items):
+            inner = [_keys(item, name if name.isidentifier() else key) for name, item in items]
+        case tuple() | ListOf():
+            parts = output.items if isinstance(output, ListOf) else output
+            inner = [_keys(item, key) for item in parts]
+        case _:
+            return {}
+    return {name: found for each in reversed(inner) for name, found in each.items()}
+
+
+def _escaping(graph: OpGraph) -> set[str]:
+    """Values that an op outside the maker's module (or the caller of the model) reads."""
+    scopes = {op.name: scope_of(op) for op in graph.ops}
+    outside = {
+        name
+        for op in graph.ops
+        for name in op.inputs
+        if name in scopes
+        and scopes[name]
+        and not f"{scopes[op.name]}.".startswith(f"{scopes[name]}.")
+    }
+    consumed = {name for op in graph.ops for name in op.inputs}
+    return outside | (set(scopes) - consumed)
+
+
+def _alike(values: Mapping[str, Value], one: str, other: str) -> bool:
+    a, b = values.get(one), values.get(other)
+    return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _after_module(op: Op) -> str:
+    name = scope_of(op).rpartition(".")[2]
+    return _after_op(op) if name.isdigit() or not name else identifier(name, "module")
+
+
+def _after_op(op: Op) -> str:
+    if op.kind in ("module", "opaque"):
+        name = op.module_path.rpartition(".")[2]
+        if name.isdigit():
+            return identifier(op.target.rpartition(".")[2].lower())
+        return identifier(name, "module")
+    word = op.target.rpartition(".")[2]
+    if op.target.startswith("torch.ops."):
+        word = op.target.split(".")[3]
+    if word == "apply":
+        word = op.target.split(".")[-2].lower()
+    name = identifier(_WORDS.get(word, word))
+    return f"{name}_" if hasattr(builtins, name) else name  # such as min: as PEP 8 has it

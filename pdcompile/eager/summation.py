@@ -1,0 +1,64 @@
+"""In which order eager sums the gradients of a value that several ops read.
+
+Autograd runs backward in the reverse order of forward, and adds what arrives one by one.  In a
+pipeline later stages come first: the sums are the same to the last bit when no earlier reader is
+on a later stage than a later one.  Two summands commute; from three on the order counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, walk
+
+
+def summation_order(graph: OpGraph) -> tuple[tuple[str, str, str], ...]:
+    """Pairs of ops whose stages may not fall, and the value or parameter: (first, second, what).
+
+    For everything whose gradient has three summands or more, each reader and the next one.
+    """
+    readers: dict[str, dict[str, int]] = {}  # value or FQN -> op -> how many summands
+    trained = {
+        fqn
+        for fqn, info in graph.tensors.items()
+        if info.kind == "parameter" and info.requires_grad
+    }
+    for op in graph.ops:
+        if not op.grad_enabled or not _differentiated(op, graph):
+            continue
+        for what in _summands(op, graph, trained):
+            counts = readers.setdefault(what, {})
+            counts[op.name] = counts.get(op.name, 0) + 1
+    return tuple(
+        (first, second, what)
+        for what, counts in readers.items()
+        if sum(counts.values()) > 2
+        for first, second in pairwise(counts)
+    )
+
+
+def disordered(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+    """The pairs of `summation_order` that a placement turns round."""
+    for first, second, what in summation_order(graph):
+        if stage_of[first] > stage_of[second]:
+            yield first, second, what
+
+
+def _summands(op: Op, graph: OpGraph, trained: set[str]) -> Iterator[str]:
+    for ref in walk((op.args, op.kwargs), Ref):
+        value = graph.values.get(ref.name)
+        if value is not None and value.is_tensor and value.needs_gradient:
+            yield ref.name
+    for attr in walk((op.args, op.kwargs), Attr):
+        if attr.fqn in trained:
+            yield attr.fqn
+    if op.kind in ("module", "opaque"):
+        yield from (fqn for fqn in op.parameters if fqn in trained)
+
+
+def _differentiated(op: Op, graph: OpGraph) -> bool:
+    """Whether a gradient passes this op on its way back; a container's items count as one."""
+    made = [op.name, *op.mutates]
+    values = [graph.values[name] for name in made if name in graph.values]
+    return any(value.needs_gradient or not value.is_tensor for value in values)

@@ -1,0 +1,1 @@
+"""What the model computes: the OpGraph, its text and JSON, and the torch module made of it."""

@@ -1,0 +1,243 @@
+"""An OpGraph as a torch.fx GraphModule that behaves like the model it came from."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pdcompile.batch import FlatCall, flatten_call, unflatten_output
+from pdcompile.eager.twins import twins
+from pdcompile.errors import InputError, TraceError
+from pdcompile.ir.fx_program import Program, merged, program_of
+from pdcompile.ir.graph import GraphInput, OpGraph, SizeRange, size_at
+from pdcompile.ir.targets import dtype_name
+from pdcompile.ir.value_checks import failed_check
+from pdcompile.warn import warn
+
+_OF_THE_GRAPH = ("_graph", "_code", "_tracer_cls", "_tracer_extras")  # attributes of torch.fx
+
+
+class CapturedModule(fx.GraphModule):
+    """Takes the model's args and kwargs, returns its output pytree, draws in its order.
+
+    Parameters and buffers are the model's own objects under all their names; leaf modules are
+    copies that share them, so that train() and eval() do not reach into the model.
+    """
+
+    call: _Call
+    program: Program
+    other: tuple[Program, Callable[..., Any]] | None
+    modes: tuple[bool, dict[nn.Module, bool]]  # of the model when it was captured, of its parts
+
+    def train(self, mode: bool = True) -> CapturedModule:
+        """As capture does: in the model's own mode, every module in the mode that it had."""
+        captured, own = self.modes
+        for module in self.modules():
+            module.training = own.get(module, mode) if mode == captured else mode
+        return self
+
+    def __deepcopy__(self, memo: Any = None) -> CapturedModule:
+        twin = CapturedModule(nn.Module(), fx.Graph())
+        memo = {} if memo is None else memo
+        memo.update({id(self): twin, id(self.program): self.program, id(self.other): self.other})
+        graph = self.graph
+        own = {name: part for name, part in vars(self).items() if name not in _OF_THE_GRAPH}
+        vars(twin).update(copy.deepcopy(own, memo))
+        twin.graph = graph
+        return twin
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        type(self).forward = _outer(type(self).forward)
+        return code
+
+
+def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:
+    """The GraphModule for a graph and, where there is one, the same model's other mode."""
+    one = merged(graph, other) if other is not None else None
+    program = program_of(graph, one if one is not None else graph.ops)
+    module = CapturedModule(nn.Module(), fx.Graph())
+    _copy_tree(model, module)
+    for fqn, tensor in graph.tensor_values.items():
+        _place_constant(module, fqn, tensor)
+    module.program = program
+    module.other = None
+    module.train(graph.training)
+    if other is not None and one is None:
+        second = program_of(other, other.ops)
+        twin = fx.GraphModule(module, second.fx_graph)
+        module.other = (second, type(twin).forward)
+    elif other is None:
+        module.other = (program, _no_other_mode)
+    module.graph = program.fx_graph
+    return module
+
+
+def _outer(generated: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
+        program, run = self.program, generated
+        if self.other is not None and self.training != program.graph.training:
+            program, run = self.other
+        return _call(self, program, run, args, kwargs)
+
+    return forward
+
+
+def _no_other_mode(*args: Any) -> Any:
+    raise TraceError(
+        "only one mode of this model was captured",
+        remedy="call train() or eval() to return to it, or build the module from a Capture",
+    )
+
+
+def _call(
+    module: CapturedModule, program: Program, run: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    graph = program.graph
+    tensors, size = _checked(program, flatten_call(module.call, args, kwargs))
+    lookup: dict[str, Callable[[str], Any]] = {
+        "b": lambda _: size,
+        "device": lambda _: tensors[0].device if tensors else torch.device("cpu"),
+        "training": lambda _: module.training,
+        "module": module.get_submodule,
+        "tensor": lambda fqn: _tensor(module, fqn),
+    }
+    extras = [lookup[kind](name) for kind, name in program.extras]
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            found = run(module, *tensors, *extras)
+        except AssertionError as error:
+            refused = failed_check(error, graph.ops)
+            if refused is None:
+                raise
+            raise refused from error
+    output: Any = unflatten_output(found, graph.output_spec)
+    return output
+
+
+_OTHER = "capture it again, with an example of this kind"
+
+
+def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
+    """The tensors in the order of the placeholders, and the number of samples.
+
+    Raises:
+        InputError: the graph is not the model for this call.
+    """
+    graph = program.graph
+    defaults = {name: p.default for name, p in flat.spec.signature.parameters.items()}
+    for path, text in graph.constants:
+        if repr(flat.leaves.get(path, defaults.get(path))) != text:
+            raise InputError(f"the model was captured with {text} here", where=path, remedy=_OTHER)
+    known = {path for path, _ in graph.constants} | {entry.path for entry in graph.inputs}
+    for path, leaf in flat.leaves.items():
+        if path not in known and leaf is not defaults.get(path, leaf) and leaf is not None:
+            raise InputError("the model was captured without this input", where=path, remedy=_OTHER)
+    tensors = []
+    size = None
+    for entry in program.inputs:
+        leaf = flat.leaves.get(entry.path)
+        if not isinstance(leaf, Tensor):
+            raise InputError("an input tensor is missing", where=entry.path)
+        _check_tensor(graph, entry, leaf)
+        if entry.batch_dim is not None:
+            found = leaf.shape[entry.batch_dim]
+            size = found if size is None else size
+            if size != found:
+                raise InputError(
+                    f"{found} samples, and {size} in other inputs",
+                    where=entry.path,
+                    remedy="pass inputs of as many samples each",
+                )
+        tensors.append(leaf)
+    if size is not None and not graph.sizes.holds(size):
+        _other_size(graph.sizes, size)
+    return tensors, graph.batch_size if size is None else size
+
+
+def _other_size(known: SizeRange, size: int) -> None:
+    """Refuse a number of samples with which the model is something else, or tell of the doubt."""
+    reason = known.below if size < known.smallest else known.above
+    alone = known.smallest == known.largest
+    count = (
+        f"{known.smallest} samples alone"
+        if alone
+        else f"{known.smallest} to {known.largest} samples"
+    )
+    held = f"the captured graph is the model for {count}"
+    if reason:
+        raise InputError(
+            f"{held}, and here are {size}: {reason}", where="the batch size", remedy=_OTHER
+        )
+    warn(f"{held}; whether it is for {size} was not tried: an example of {size} would tell")
+
+
+def _check_tensor(graph: OpGraph, entry: GraphInput, leaf: Tensor) -> None:
+    value = graph.values[entry.name]
+    dtype = dtype_name(leaf.dtype)
+    shape = [size_at(size, graph.batch_size) for size in value.shape]
+    same = len(shape) == leaf.dim() and all(
+        dim == entry.batch_dim or size == leaf.shape[dim] for dim, size in enumerate(shape)
+    )
+    # Another precision is for the kernels to take or refuse: the module may have been converted.
+    if not (same and _kind(leaf.dtype) == _kind(getattr(torch, value.dtype))):
+        text = ", ".join("b" if d == entry.batch_dim else str(n) for d, n in enumerate(shape))
+        raise InputError(
+            f"this input is {dtype} {tuple(leaf.shape)}, captured was {value.dtype} ({text})",
+            where=entry.path,
+            remedy=_OTHER,
+        )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
+
+
+class _Call(nn.Module):
+    """Stands for the model in `flatten_call`, which reads the signature of forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+# The model's names.
+
+
+def _copy_tree(model: nn.Module, root: CapturedModule) -> None:
+    """Give `root` the model's modules, parameters and buffers, under all of their names."""
+    copies = twins(model)
+    top = copies[id(model)]
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        root.__dict__[name] = copy.copy(vars(top)[name])
+    root.__dict__["call"] = _Call(model)
+    modes = {copies[id(module)]: module.training for module in model.modules()}
+    root.modes = (model.training, {**modes, root: model.training})
+
+
+def _place_constant(root: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
+    path, _, name = fqn.rpartition(".")
+    owner: nn.Module = root
+    for part in path.split(".") if path else ():
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        child = owner._modules[part]
+        assert child is not None
+        owner = child
+    if not hasattr(owner, name):
+        owner.__dict__[name] = tensor
+
+
+def _tensor(module: nn.Module, fqn: str) -> torch.Tensor:
+    path, _, name = fqn.rpartition(".")
+    return getattr(module.get_submodule(path), name)  # type: ignore[no-any-return]

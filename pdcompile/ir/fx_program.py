@@ -1,0 +1,255 @@
+"""An OpGraph as a torch.fx Graph.
+
+torch.fx pastes module paths and placeholder names into source text, so only plain identifiers
+are given to it; a module or tensor with any other name is handed in as an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pdcompile.batch.call import TARGET
+from pdcompile.eager.autocast import OFF
+from pdcompile.ir.graph import (
+    Affine,
+    Argument,
+    Attr,
+    DictOf,
+    GraphInput,
+    ListOf,
+    Op,
+    OpGraph,
+    Ref,
+    Slice,
+    TorchLiteral,
+    leaves,
+)
+from pdcompile.ir.targets import from_literal, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlag:
+    """Stands for a literal that is True in the train graph and False in the eval graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One mode's fx graph and what its placeholders are, in order."""
+
+    graph: OpGraph
+    fx_graph: fx.Graph
+    inputs: tuple[GraphInput, ...]  # of the model, without loss_fn's target
+    extras: tuple[tuple[str, str], ...]  # (kind, FQN): b, device, training, module, tensor
+
+
+class _Builder:
+    def __init__(self, graph: OpGraph, ops: tuple[Op, ...]) -> None:
+        self.graph = graph
+        self.fx = fx.Graph()
+        self.extras: list[tuple[str, str]] = []
+        self.nodes: dict[str, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+        self.inputs = tuple(entry for entry in graph.inputs if not _of_target(entry.path))
+        for entry in self.inputs:
+            self.nodes[entry.name] = self.fx.placeholder(entry.name)
+        for kind, name in _needed_extras(graph, ops):
+            self._made[kind, name] = self.fx.placeholder(f"{kind}_{len(self.extras)}")
+            self.extras.append((kind, name))
+
+    def add(self, op: Op) -> None:
+        args = tuple(self.argument(argument) for argument in op.args)
+        kwargs = {name: self.argument(argument) for name, argument in op.kwargs}
+        kind: str = "call_function"
+        target: Any = None
+        if op.kind in ("module", "opaque") and is_plain(op.module_path):
+            kind, target = "call_module", op.module_path
+        elif op.kind in ("module", "opaque"):
+            target, args = call_module, (self._made["module", op.module_path], *args)
+        elif op.kind == "method":
+            kind, target = "call_method", op.target
+        elif op.kind == "getattr":
+            target, args = getattr, (args[0], op.target)
+        else:
+            target = _function(op.target)
+        # Our name: left to itself torch.fx calls the result of a module `self` just that.
+        node = self.fx.create_node(kind, target, args, kwargs, name=op.name)
+        node.meta["op"] = op
+        self.nodes[op.name] = node
+
+    def argument(self, argument: Argument) -> Any:
+        match argument:
+            case Ref(name):
+                return self.nodes[name]
+            case Attr(fqn) if is_plain(fqn):
+                return self.fx.create_node("get_attr", fqn, name=f"tensor_{len(self._made)}")
+            case Attr(fqn):
+                return self._made["tensor", fqn]
+            case Affine():
+                return self._affine(argument)
+            case TrainingFlag():
+                return self._made["training", ""]
+            case TorchLiteral("device", "self"):
+                return self._made["device", ""]
+            case TorchLiteral():
+                return from_literal(argument, torch.device("cpu"))
+            case ListOf(items):
+                return [self.argument(item) for item in items]
+            case DictOf(items):
+                return {key: self.argument(item) for key, item in items}
+            case Slice(start, stop, step):
+                return slice(*(self.argument(part) for part in (start, stop, step)))
+            case tuple():
+                return tuple(self.argument(item) for item in argument)
+        return argument
+
+    def _affine(self, size: Affine) -> Any:
+        node = self._made.get(size)
+        if node is None:
+            node = self._made["b", ""]
+            if size.scale != 1:
+                node = self.fx.call_function(_times, (node, size.scale))
+            if size.offset:
+                node = self.fx.call_function(_plus, (node, size.offset))
+            self._made[size] = node
+        return node
+
+
+def _times(a: int, b: int) -> int:
+    return a * b
+
+
+def _plus(a: int, b: int) -> int:
+    return a + b
+
+
+@functools.cache
+def _function(target: str) -> Callable[..., Any]:
+    """What an op of kind "function" calls, under a name that torch.fx does not take for torch's."""
+    found = resolve(target)
+    owner = getattr(found, "__self__", None)
+    if not (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        return found
+
+    def apply_function(*args: Any, **kwargs: Any) -> Any:
+        return found(*args, **kwargs)
+
+    return apply_function
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What fx's call_module does, for a module whose name fx must not see."""
+    return module(*args, **kwargs)
+
+
+def program_of(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
+    builder = _Builder(graph, ops)
+    used = _model_ops(graph, ops)
+    for (grad, enables, autocast), region in groupby(
+        used, key=lambda op: (op.grad_enabled, op.enables_grad, op.autocast)
+    ):
+        before = None
+        context = None
+        if enables or not grad:
+            before = builder.fx.call_function(torch.is_grad_enabled)
+            builder.fx.call_function(torch._C._set_grad_enabled, (grad,))
+        if autocast is not None:
+            device, _, dtype = autocast.partition(":")
+            on = dtype != OFF
+            arguments = (device, getattr(torch, dtype) if on else None, on, None)
+            context = builder.fx.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
+        for op in region:
+            builder.add(op)
+        if context is not None:
+            builder.fx.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+        if before is not None:
+            builder.fx.call_function(torch._C._set_grad_enabled, (before,))
+    builder.fx.output(tuple(builder.argument(leaf) for leaf in leaves(graph.output)))
+    return Program(graph, builder.fx, builder.inputs, tuple(builder.extras))
+
+
+def _of_target(path: str) -> bool:
+    return re.match(rf"{TARGET}($|\W)", path) is not None
+
+
+def _model_ops(graph: OpGraph, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The model's ops without those of loss_fn."""
+    return tuple(op for op in ops if op.region == "forward")
+
+
+def _needed_extras(graph: OpGraph, ops: tuple[Op, ...]) -> list[tuple[str, str]]:
+    found: dict[tuple[str, str], None] = {}
+    for op in _model_ops(graph, ops):
+        for part in _parts((op.args, op.kwargs)):
+            if isinstance(part, Affine):
+                found["b", ""] = None
+            elif isinstance(part, TrainingFlag):
+                found["training", ""] = None
+            elif part == TorchLiteral("device", "self"):
+                found["device", ""] = None
+            elif isinstance(part, Attr) and not is_plain(part.fqn):
+                found["tensor", part.fqn] = None
+        if op.kind in ("module", "opaque") and not is_plain(op.module_path):
+            found["module", op.module_path] = None
+    for part in _parts(graph.output):
+        if isinstance(part, Affine):
+            found["b", ""] = None
+        elif isinstance(part, Attr) and not is_plain(part.fqn):
+            found["tensor", part.fqn] = None
+    return list(found)
+
+
+def _parts(argument: Any) -> list[Any]:
+    if isinstance(argument, tuple):
+        return [part for item in argument for part in _parts(item)]
+    if isinstance(argument, ListOf | DictOf):
+        return _parts(argument.items)
+    if isinstance(argument, Slice):
+        return _parts((argument.start, argument.stop, argument.step))
+    return [argument]
+
+
+def is_plain(fqn: str) -> bool:
+    """Whether every part of a dotted name may appear in source text as it is."""
+    return all(
+        re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", part) and not iskeyword(part)
+        for part in fqn.split(".")
+    )
+
+
+def merged(graph: OpGraph, other: OpGraph) -> tuple[Op, ...] | None:
+    """The ops of both modes with `TrainingFlag` where they differ; None if they differ more."""
+    if len(graph.ops) != len(other.ops) or graph.output != other.output:
+        return None
+    train, evaluation = (graph, other) if graph.training else (other, graph)
+    found = []
+    alike = ("name", "kind", "target", "module_path", "grad_enabled", "enables_grad", "autocast")
+    for a, b in zip(train.ops, evaluation.ops, strict=True):
+        arguments = _merge_argument((a.args, a.kwargs), (b.args, b.kwargs))
+        same = all(getattr(a, name) == getattr(b, name) for name in alike)
+        if arguments is None or not same:
+            return None
+        found.append(_with_arguments(a, *arguments))
+    return tuple(found)
+
+
+def _with_arguments(op: Op, args: Any, kwargs: Any) -> Op:
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def _merge_argument(a: Any, b: Any) -> Any:
+    if a is True and b is False:
+        return TrainingFlag()
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        parts = [_merge_argument(x, y) for x, y in zip(a, b, strict=True)]
+        differs = any(part is None and x is not None for part, x in zip(parts, a, strict=True))
+        return None if differs else tuple(parts)
+    return a if type(a) is type(b) and a == b else None

@@ -1,0 +1,242 @@
+"""OpGraph to and from strict JSON, and its fingerprint.
+
+Written is what is data: not the pytree spec and not the tensors of kind "constant".  A graph
+read back can be printed, compared, costed and planned, but not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import MISSING, fields, replace
+from functools import cache
+from types import EllipsisType
+from typing import Any, get_type_hints
+
+import msgspec
+
+from pdcompile import jsonio
+from pdcompile.errors import PlanError
+from pdcompile.ir.graph import (
+    CHECK,
+    Affine,
+    Argument,
+    Attr,
+    DictOf,
+    GraphInput,
+    ListOf,
+    Op,
+    OpGraph,
+    Ref,
+    Slice,
+    TensorInfo,
+    TorchLiteral,
+    Value,
+)
+
+VERSION = 1
+_ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
+_NOT_WRITTEN = {"output_spec", "tensor_values", "sizes", "origin"}
+# Where the model's text lies and what its ops cost does not change what it computes.
+_NOT_MEANT = {
+    "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",
+}  # fmt: skip
+# What fields of these types may hold in memory, before anything is built from them.
+_KINDS: dict[str, Any] = {"ops": Op, "values": Value, "inputs": GraphInput, "tensors": TensorInfo}
+
+
+def to_json(graph: OpGraph) -> str:
+    """The graph as readable JSON; `from_json` gives an equal graph."""
+    return jsonio.dumps({"version": VERSION, **_record(graph, frozenset())})
+
+
+def fingerprint(graph: OpGraph) -> str:
+    """Hex digest of what the graph computes: equal for equal models, whatever file they are in.
+
+    Names, shapes, dtypes, arguments and the mode count; source lines, costs and the microbatch
+    size of the capture do not.
+    """
+    try:
+        return graph._fingerprint
+    except AttributeError:
+        pass
+    # The words of a check name a line of the model's text.
+    ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
+    record = _record(replace(graph, ops=ops), frozenset(_NOT_MEANT))
+    digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
+    object.__setattr__(graph, "_fingerprint", digest)
+    return digest
+
+
+def from_json(text: str | bytes, *, where: str = "graph.json") -> OpGraph:
+    """The graph that `to_json` wrote.
+
+    Raises:
+        PlanError: the text is no graph; names the place in it.
+    """
+    data = jsonio.loads(text, where=where)
+    if not isinstance(data, dict) or data.pop("version", None) != VERSION:
+        raise PlanError(f"not a graph of format version {VERSION}", where=where)
+    graph: OpGraph = _rebuild(OpGraph, data, where)
+    for name, value in graph.values.items():
+        if value.name != name:
+            raise PlanError(f"value {name!r} is called {value.name!r}", where=where)
+    known = set(graph.values)
+    for op in graph.ops:
+        missing = [name for name in (*op.inputs, op.name) if name not in known]
+        if missing:
+            raise PlanError(f"op {op.name!r} names no value: {missing[0]!r}", where=where)
+    return graph
+
+
+def _record(value: Any, without: frozenset[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kind: Any = type(value)
+    for name, default in _written(kind, without):
+        part = getattr(value, name)
+        if name in _KINDS:
+            if isinstance(part, dict):
+                found[name] = [_record(item, without) for item in part.values()]
+            else:
+                found[name] = [_record(item, without) for item in part]
+        elif name in _ARGUMENT_FIELDS:
+            found[name] = encode(part)
+        elif default is MISSING or part != default:
+            found[name] = jsonio.encode(part)
+    return found
+
+
+@cache
+def _written(kind: Any, without: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    """Name and default of each field that is written."""
+    left_out = _NOT_WRITTEN | without
+    return tuple((f.name, f.default) for f in fields(kind) if f.name not in left_out)
+
+
+def encode(argument: Argument) -> Any:
+    """JSON for an argument: plain scalars, and one-key objects for everything else."""
+    if type(argument) is str or argument is None:
+        return argument
+    if type(argument) is Ref:
+        return {"ref": argument.name}
+    match argument:
+        case float() if not math.isfinite(argument):
+            return {"float": repr(argument)}
+        case int() if abs(argument) >= 2**63:
+            return {"int": str(argument)}
+        case None | bool() | int() | float() | str():
+            return argument
+        case complex():
+            return {"complex": [encode(argument.real), encode(argument.imag)]}
+        case EllipsisType():
+            return {"ellipsis": True}
+        case Affine(scale, offset):
+            return {"affine": [scale, offset]}
+        case Attr(fqn):
+            return {"attr": fqn}
+        case TorchLiteral(kind, text):
+            return {"torch": [kind, text]}
+        case ListOf(items):
+            return {"list": [encode(item) for item in items]}
+        case tuple():
+            return {"tuple": [encode(item) for item in argument]}
+        case DictOf(items):
+            return {"dict": [[key, encode(item)] for key, item in items]}
+        case Slice(start, stop, step):
+            return {"slice": [encode(part) for part in (start, stop, step)]}
+    raise PlanError(f"an argument of type {type(argument).__name__} cannot be saved")
+
+
+def decode(data: Any, where: str) -> Argument:
+    """The argument that `encode` wrote; raises PlanError for anything else."""
+    if data is None or isinstance(data, bool | int | float | str):
+        return data
+    if not isinstance(data, dict) or len(data) != 1:
+        raise PlanError("not an argument: an object with one key is due", where=where)
+    ((kind, content),) = data.items()
+    match kind, content:
+        case "float", "nan" | "inf" | "-inf":
+            return float(content)
+        case "int", str() if content.lstrip("-").isdigit() and len(content) < 400:
+            return int(content)
+        case "complex", [real, imaginary]:
+            parts = [decode(part, where) for part in (real, imaginary)]
+            numbers = [part for part in parts if isinstance(part, int | float)]
+            if len(numbers) == 2:
+                return complex(*numbers)
+        case "ellipsis", True:
+            return ...
+        case "affine", [int(scale), int(offset)]:
+            return Affine(scale, offset)
+        case "ref", str():
+            return Ref(content)
+        case "attr", str():
+            return Attr(content)
+        case "torch", ["dtype" | "device" | "layout" | "memory_format" as what, str(text)]:
+            return TorchLiteral(what, text)
+        case "list", list():
+            return ListOf(tuple(decode(item, where) for item in content))
+        case "tuple", list():
+            return tuple(decode(item, where) for item in content)
+        case "dict", list() if all(_is_pair(item) for item in content):
+            return DictOf(tuple((key, decode(item, where)) for key, item in content))
+        case "slice", [start, stop, step]:
+            return Slice(*(decode(part, where) for part in (start, stop, step)))
+    raise PlanError(f"not an argument: {str(data)[:80]}", where=where)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)
+
+
+def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise PlanError(f"a {kind.__name__} is due", where=where)
+    hints = get_type_hints(kind)
+    known = {entry.name for entry in fields(kind)} - _NOT_WRITTEN
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise PlanError(f"unknown key {unknown[0]!r}", where=where)
+    built: dict[str, Any] = {}
+    for name, part in data.items():
+        place = f"{where}: {name}"
+        if name in _KINDS:
+            if not isinstance(part, list):
+                raise PlanError("a list is due", where=place)
+            items = [_rebuild(_KINDS[name], x, f"{place}[{i}]") for i, x in enumerate(part)]
+            built[name] = _keyed(name, items)
+        elif name in _ARGUMENT_FIELDS:
+            built[name] = _checked(name, decode(part, place), place)
+        else:
+            try:
+                built[name] = msgspec.convert(part, hints[name])
+            except msgspec.ValidationError as wrong:
+                raise PlanError(str(wrong).lower(), where=place) from wrong
+    try:
+        return kind(**built)
+    except TypeError as wrong:
+        raise PlanError(f"incomplete: {wrong}", where=where) from wrong
+
+
+def _checked(name: str, argument: Argument, where: str) -> Argument:
+    """What stands for args, kwargs, constructor or shape has to have their form."""
+    items = argument if isinstance(argument, tuple) else None
+    if name == "output" or (name == "args" and items is not None):
+        return argument
+    if name == "shape" and items is not None:
+        if all(type(item) is int or isinstance(item, Affine) for item in items):
+            return argument
+    elif items is not None and name != "args":
+        pairs = [item for item in items if isinstance(item, tuple) and len(item) == 2]
+        if len(pairs) == len(items) and all(isinstance(key, str) for key, _ in pairs):
+            return argument
+    form = {"args": "of arguments", "shape": "of sizes"}.get(name, "of (name, argument) pairs")
+    raise PlanError(f"a tuple {form} is due", where=where)
+
+
+def _keyed(name: str, items: list[Any]) -> Any:
+    if name == "values":
+        return {item.name: item for item in items}
+    if name == "tensors":
+        return {item.fqn: item for item in items}
+    return tuple(items)

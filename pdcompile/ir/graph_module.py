@@ -1,0 +1,197 @@
+"""Running an OpGraph on real tensors: one op, all ops, or as a torch.fx GraphModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import (
+    Affine,
+    Argument,
+    Attr,
+    Capture,
+    DictOf,
+    ListOf,
+    Op,
+    OpGraph,
+    Ref,
+    Slice,
+    TorchLiteral,
+)
+from pdcompile.ir.targets import from_literal, resolve
+
+if TYPE_CHECKING:
+    from pdcompile.ir.captured_module import CapturedModule
+
+__all__ = ["Lookup", "Origin", "execute", "materialise", "run_op", "to_module"]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Where an op finds the model's modules and tensors, for one batch size and device.
+
+    `model` may be any module that has the names: the model itself or a part of it.
+    `constants` are tensors of kind "constant" (`OpGraph.tensor_values`).
+    """
+
+    model: nn.Module
+    b: int
+    device: torch.device = CPU
+    constants: Mapping[str, torch.Tensor] | None = None
+
+    def tensor(self, fqn: str) -> torch.Tensor:
+        if self.constants is not None and fqn in self.constants:
+            return self.constants[fqn]
+        path, _, name = fqn.rpartition(".")
+        return getattr(self.model.get_submodule(path), name)  # type: ignore[no-any-return]
+
+    def module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+
+def materialise(argument: Argument, env: Mapping[str, Any], lookup: Lookup) -> Any:
+    """The Python value of an argument.
+
+    Args:
+        argument: from an op's args or kwargs, or the graph's output.
+        env: value name to tensor or container.
+        lookup: finds Attrs; its b is the microbatch size of Affine numbers.
+    """
+    match argument:
+        case Ref(name):
+            return env[name]
+        case Attr(fqn):
+            return lookup.tensor(fqn)
+        case Affine():
+            return argument.at(lookup.b)
+        case TorchLiteral():
+            return from_literal(argument, lookup.device)
+        case ListOf(items):
+            return [materialise(item, env, lookup) for item in items]
+        case DictOf(items):
+            return {key: materialise(item, env, lookup) for key, item in items}
+        case Slice(start, stop, step):
+            return slice(*(materialise(part, env, lookup) for part in (start, stop, step)))
+        case tuple():
+            return tuple(materialise(item, env, lookup) for item in argument)
+        case _:
+            return argument
+
+
+def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
+    """Execute one op on the values in `env`, in its grad and autocast mode.
+
+    Where the op's region has gradients on, the caller's mode decides, as it does for the model.
+    """
+    with _modes(op):
+        return _apply(op, env, lookup)
+
+
+def _apply(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
+    args = [materialise(argument, env, lookup) for argument in op.args]
+    kwargs = {name: materialise(argument, env, lookup) for name, argument in op.kwargs}
+    return _callable(op, lookup)(*args, **kwargs)
+
+
+@contextmanager
+def _modes(op: Op) -> Iterator[None]:
+    """The op's region.  Ops of one autocast region share it: its cache of casts is semantics."""
+    with ExitStack() as stack:
+        if op.enables_grad or not op.grad_enabled:
+            stack.enter_context(torch.set_grad_enabled(op.grad_enabled))
+        if op.autocast is not None:
+            stack.enter_context(autocast_region(op.autocast))
+        yield
+
+
+def _region(op: Op) -> tuple[Any, ...]:
+    return op.grad_enabled, op.enables_grad, op.autocast
+
+
+def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:
+    if op.kind in ("module", "opaque"):
+        return lookup.module(op.module_path)
+    if op.kind == "method":
+        return lambda tensor, *args, **kwargs: getattr(tensor, op.target)(*args, **kwargs)
+    if op.kind == "getattr":
+        return lambda tensor: getattr(tensor, op.target)
+    return resolve(op.target)
+
+
+def execute(
+    graph: OpGraph,
+    inputs: Mapping[str, torch.Tensor],
+    lookup: Lookup,
+    *,
+    watch: Callable[[str, Any], None] | None = None,
+) -> dict[str, Any]:
+    """Run all ops in order; `inputs` by value name.  Returns every value by name.
+
+    `watch` is told the name and the value of each op as soon as it has run.
+    """
+    env: dict[str, Any] = dict(inputs)
+    for _, region in groupby(graph.ops, key=_region):
+        ops = list(region)
+        with _modes(ops[0]):
+            for op in ops:
+                env[op.name] = _apply(op, env, lookup)
+                if watch is not None:
+                    watch(op.name, env[op.name])
+    return env
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a graph was captured from: the model while it lives, loss_fn, both modes' graphs."""
+
+    model: Callable[[], nn.Module | None] = lambda: None
+    train: OpGraph | None = None
+    eval: OpGraph | None = None
+    loss_fn: Callable[..., Any] | None = None
+    autocast: str | None = None  # the region around model and loss_fn
+    # Of the example, by path, nested lists: what the model accepts no other integers for.
+    integers: dict[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Origin, ())  # a graph that travels to another process leaves its model behind
+
+
+def to_module(graph: OpGraph | Capture, model: nn.Module | None = None) -> CapturedModule:
+    """A torch.fx GraphModule that computes what the captured model computes.
+
+    The same args and kwargs in, the same output pytree out; parameters and buffers are the
+    model's own, under all their names; train() and eval() switch between the two captures;
+    random numbers come from torch's default generator in the model's order.  The ops of
+    loss_fn are left out.
+
+    Args:
+        graph: one mode, or a Capture; the mode of the graph (of the model) is switched on.
+        model: where the tensors are; None: the captured model.
+
+    Raises:
+        TraceError: no model is given and the captured one is gone.
+    """
+    from pdcompile.ir.captured_module import build
+
+    first = graph.train if isinstance(graph, Capture) else graph
+    origin: Origin = first.origin or Origin()
+    model = model if model is not None else origin.model()
+    if model is None:
+        raise TraceError(
+            "the model that this graph was captured from is gone",
+            remedy="pass a model with the same parameters: graph.to_module(model)",
+        )
+    if isinstance(graph, Capture):
+        both = (graph.train, graph.eval)
+        return build(*(both if model.training else both[::-1]), model)
+    return build(graph, origin.eval if graph.training else origin.train, model)

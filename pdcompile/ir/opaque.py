@@ -1,0 +1,163 @@
+"""Modules that are kept whole: a twin of the user's module in the place where a stage runs it.
+
+A twin has the module's class, attributes and hooks, and tables of tensors of its own, so that a
+stage can put other versions of the weights in.  Its result is checked against the capture, since
+nothing is known of what happens inside, and its random draws are announced one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.eager.modes import modes_in
+from pdcompile.eager.twins import twins
+from pdcompile.errors import ContractError, SourceError
+from pdcompile.ir.graph import Affine, size_at
+from pdcompile.ir.stage_interface import Expected, Place, StageInterface
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def describe(result: Any) -> str:
+    """The form of a result: nesting, keys, classes, and where tensors are.
+
+    Raises:
+        TypeError: there is something else than tensors, None and containers of them.
+    """
+    if isinstance(result, torch.Tensor):
+        return "*"
+    if result is None:
+        return "None"
+    kind = type(result).__name__
+    if isinstance(result, tuple | list):
+        return f"{kind}({', '.join(map(describe, result))})"
+    if isinstance(result, dict) and all(type(key) is str for key in result):
+        return f"{kind}({', '.join(f'{key}={describe(x)}' for key, x in result.items())})"
+    raise TypeError(f"{type(result).__module__}.{type(result).__qualname__}")
+
+
+def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The tensors in nested tuples, lists and dicts, with their places."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from tensors_at(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_at(item, (*path, key))
+
+
+class Kept:
+    """What a twin knows besides being the user's module."""
+
+    def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
+        self.path = path
+        self.modes = modes  # of its modules, in training (True) and in evaluation
+        self.around: Around = nullcontext
+        self.expected: dict[bool, tuple[Expected, ...]] = {}
+
+    def check(self, training: bool, args: Any, kwargs: Any, result: Any) -> None:
+        """Raise ContractError unless the result is one that was captured."""
+        calls = self.expected.get(training, ())
+        problems = [_problem(expected, args, kwargs, result) for expected in calls]
+        if problems and all(problems):
+            raise ContractError(
+                f"the module {self.path!r}, which is kept whole, returned {problems[0]}",
+                where=self.path,
+                remedy="results of its shape are part of the plan: make them depend on the shapes "
+                "of its inputs only",
+            )
+
+
+def _problem(expected: Expected, args: Any, kwargs: Any, result: Any) -> str:
+    form = describe(result)
+    if expected.form and form != expected.form:
+        return f"{form}, and {expected.form} when it was captured"
+    given = {**dict(enumerate(args)), **kwargs}
+    b = None
+    for (key,), shape in expected.takes:
+        real = given[key].shape
+        for size, number in zip(shape, real, strict=False):
+            if isinstance(size, Affine) and b is None:
+                b = (number - size.offset) // size.scale
+    found = dict(tensors_at(result))
+    for path, shape, dtype in expected.gives:
+        tensor = found[path]
+        sizes = [n if isinstance(s, Affine) and b is None else size_at(s, b or 0)
+                 for s, n in zip(shape, tensor.shape, strict=False)]  # fmt: skip
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if list(tensor.shape) != sizes or len(shape) != tensor.dim() or kind != dtype:
+            return f"{kind} {tuple(tensor.shape)} where {dtype} {tuple(sizes)} was captured"
+    return ""
+
+
+def twin_of(model: nn.Module, path: str) -> nn.Module:
+    """A copy of the module at `path` that shares tensors, attributes and hooks with it."""
+    original = model.get_submodule(path)
+    copies = twins(original)
+    modes = {
+        training: {copies[id(m)]: of_model[m] for m in original.modules()}
+        for training in (True, False)
+        for of_model in (modes_in(model, training),)
+    }
+    kept = Kept(path, modes)
+    twin = copies[id(original)]
+    cls: Any = type(original)
+    twin.__class__ = _class_of(cls)
+    twin.__dict__["_pdcompile"] = kept
+    return twin
+
+
+@functools.cache
+def _class_of(cls: Any) -> type[nn.Module]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: Kept = self.__dict__["_pdcompile"]
+        with kept.around():
+            result = cls.__call__(self, *args, **kwargs)
+        kept.check(self.training, args, kwargs, result)
+        return result
+
+    def train(self: Any, mode: bool = True) -> Any:
+        kept: Kept = self.__dict__["_pdcompile"]
+        for module in self.modules():
+            module.training = kept.modes[mode].get(module, mode)
+        return self
+
+    return type(cls.__name__, (cls,), {
+        "__call__": __call__, "train": train, "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    })  # fmt: skip
+
+
+def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -> None:
+    """Put twins of the model's modules where the stage has modules that are kept whole.
+
+    Raises:
+        SourceError: there is no model to take them from.
+    """
+    for path in interface.kept_whole:
+        if model is None:
+            raise SourceError(
+                f"stage {interface.index} needs the model's own module {path!r}",
+                remedy="run the stages through pdcompile, with the model",
+            )
+        twin = twin_of(model, path)
+        kept: Kept = twin.__dict__["_pdcompile"]
+        for training, signature in ((True, interface.train), (False, interface.eval)):
+            kept.expected[training] = signature.kept_whole.get(path, ())
+        owner, _, name = path.rpartition(".")
+        stage.get_submodule(owner)._modules[name] = twin
+        twin.train(stage.training)
+
+
+def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:
+    """Have the modules that are kept whole run inside ``around()``."""
+    for path in interface.kept_whole:
+        stage.get_submodule(path).__dict__["_pdcompile"].around = around

@@ -1,0 +1,94 @@
+"""StageInterface: what goes into a generated stage and what comes out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from pdcompile.ir.graph import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One tensor argument or result of a stage's forward.
+
+    `value` names it in the OpGraph; `name` is the Python parameter or variable in the source.
+    `path` is set for a graph input (taken from the call), None for a value from another stage.
+    `mutated`: the stage writes into it in place, so the runtime clones it on entry.
+    """
+
+    name: str
+    value: str
+    path: str | None
+    shape: tuple[Size, ...]
+    dtype: str
+    requires_grad: bool = False
+    needs_gradient: bool = False
+    batch_dim: int | None = None
+    mutated: bool = False
+    stride_order: tuple[int, ...] = ()
+
+
+Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one call of a module that is kept whole takes and gives, by place in its arguments
+    and in its result; `form` is the nesting of the result (`pdcompile.ir.opaque.describe`)."""
+
+    takes: tuple[tuple[Place, tuple[Size, ...]], ...]
+    gives: tuple[tuple[Place, tuple[Size, ...], str], ...]
+    form: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One mode (train or eval) of one stage.
+
+    ``forward(*inputs) -> tuple(outputs)``; on the last stage of a model with an outside
+    loss_fn, ``loss(*loss_inputs) -> scalar``, whose inputs are outputs of forward and target
+    leaves.  `loss` is the value name of the loss (an output of forward when the model returns
+    it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
+    draws in order of execution (a module may be called on several stages).  `kept_whole`: for each
+    module of the model that runs as one op, what its calls take and give.
+    `outputs` are what later stages and (last stage) the model's own output need.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    loss_inputs: tuple[Port, ...] = ()
+    loss: str | None = None
+    draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    kept_whole: dict[str, tuple[Expected, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StageInterface:
+    """One generated stage. FQNs are canonical names of the model's tensors that it holds."""
+
+    index: int
+    train: Signature
+    eval: Signature
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)  # other name in the stage -> canonical
+
+    @property
+    def kept_whole(self) -> tuple[str, ...]:
+        """Paths of the model's own modules that this stage runs."""
+        return tuple(dict.fromkeys((*self.train.kept_whole, *self.eval.kept_whole)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Generated (or loaded) source: file name to text. `stage_k.py`, `pipeline.py`, plan.json.
+
+    `constants` are the tensors of kind "constant" by FQN (torch objects, for ``stage_k.pt``).
+    """
+
+    files: dict[str, str]
+    interfaces: tuple[StageInterface, ...]
+    edited: tuple[str, ...] = ()  # names of files whose text is not what generate() wrote
+    constants: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

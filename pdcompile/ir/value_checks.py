@@ -1,0 +1,125 @@
+"""Checks in a graph: values that the model's Python reads, and that a capture was made for.
+
+A check is an op ``torch._assert(value, words)`` where capture went on with the only value with
+which the model does not raise, or with the value that the example has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import InputError
+from pdcompile.ir.graph import CHECK, Op, OpGraph
+from pdcompile.ir.graph_module import Lookup, run_op
+
+CAPTURED = "captured for inputs with which"
+
+
+def failed_check(error: BaseException, ops: Iterable[Op]) -> InputError | None:
+    """What a failed check means, for the error that it raised; None for any other error."""
+    if not isinstance(error, AssertionError):
+        return None
+    failed = [op for op in ops if op.target == CHECK and op.args[1] == str(error)]
+    return refused(failed[0]) if failed else None
+
+
+def refused(check: Op) -> InputError:
+    """The error of a failed check."""
+    words = str(check.args[1]).partition(": ")[2]
+    if words.startswith(CAPTURED):
+        return InputError(
+            f"the model was {words}, and with this minibatch it is not",
+            where=check.source,
+            remedy="prepare with an example in which it varies from sample to sample, make another "
+            "pipeline for such minibatches, or decide in tensors (torch.where)",
+        )
+    return InputError(
+        f"the model refuses this minibatch: {words}",
+        where=check.source,
+        remedy="mend the input, or what the model computes from it",
+    )
+
+
+def check_inputs(graph: OpGraph, leaves: Mapping[str, Any], b: int) -> None:
+    """Make the checks of the graph that depend on inputs alone, for one microbatch.
+
+    Args:
+        leaves: the call's leaves by path; checks that read a missing one are left out.
+        b: samples of the microbatch.
+
+    Raises:
+        InputError: a value is not what the model was captured for; names the user's line.
+    """
+    if not any(op.target == CHECK for op in graph.ops):
+        return
+    given = {
+        entry.name: leaves[entry.path]
+        for entry in graph.inputs
+        if isinstance(leaves.get(entry.path), Tensor)
+    }
+    ops = _on_inputs(graph, given)
+    if any(op.mutates for op in ops):  # the caller's own tensors stay as they are
+        given = {name: tensor.clone() for name, tensor in given.items()}
+    env: dict[str, Any] = dict(given)
+    device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
+    lookup = Lookup(nn.Module(), b, device)
+    with torch.no_grad():
+        for op in ops:
+            if op.target != CHECK:
+                env[op.name] = run_op(op, env, lookup)
+            elif not env[op.inputs[0]]:
+                raise refused(op)
+
+
+def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
+    """The checks that only need these inputs, and the ops that make what they check."""
+
+    def storage_of(name: str) -> int:
+        return graph.values[name].storage
+
+    found: set[str] = set()
+    for i, check in enumerate(graph.ops):
+        if check.target == CHECK:
+            ops, leaves = needed_ops(graph.ops[:i], check.inputs, storage_of)
+            if leaves <= set(given) and all(map(is_plain, ops)):
+                found.update((check.name, *(op.name for op in ops)))
+    return [op for op in graph.ops if op.name in found]
+
+
+def is_plain(op: Op) -> bool:
+    """Whether the op computes by its arguments alone: no parameters, buffers, modules, chance."""
+    plain = op.kind in ("function", "method", "getattr") and op.draw is None
+    return plain and not op.attributes
+
+
+def needed_ops(
+    ops: Sequence[Op],
+    names: Collection[str],
+    storage_of: Callable[[str], int],
+    inputs_of: Callable[[Op], Collection[str]] = lambda op: op.inputs,
+) -> tuple[list[Op], set[str]]:
+    """(the ops that make these values as they are after all `ops`, the values that none makes).
+
+    Ops that write in place into what is needed belong to them.
+
+    Args:
+        storage_of: equal for values that share memory, -1 where there is none.
+        inputs_of: the inputs whose values an op needs.
+    """
+    wanted = set(names)
+    storages = {storage_of(name) for name in names} - {-1}
+    found: list[Op] = []
+    for op in reversed(ops):
+        writes = any(storage_of(name) in storages for name in op.mutates)
+        if op.name not in wanted and not writes:
+            continue
+        found.append(op)
+        new = (*inputs_of(op), *op.mutates)
+        wanted.update(new)
+        storages.update(storage_of(name) for name in new)
+        storages.discard(-1)
+    return found[::-1], wanted - {op.name for op in found}

@@ -1,0 +1,80 @@
+"""Do all ranks make the same call?  Rank 0 tells the others at the beginning of each."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ContractError
+from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.point_to_point import Transport
+
+_CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
+          "full_state_dict", "close")  # fmt: skip
+_UNKNOWN = -1
+
+
+class Agreement:
+    """One rank's side.  `paths` name the inputs that are compared, in one order on all ranks."""
+
+    def __init__(self, transport: Transport, num_ranks: int, paths: tuple[str, ...]) -> None:
+        self._transport = transport
+        self._num_ranks = num_ranks
+        self._paths = paths
+
+    def reach(
+        self, call: str, number: int, minibatch: int, size: int | None, leaves: Any
+    ) -> int | None:
+        """Begin a call; returns its batch size, rank 0's where this rank does not know it.
+
+        Raises ContractError when this rank makes another call than rank 0, or has another
+        minibatch.  Nobody waits for anything that is not on its way: rank 0 goes on at once.
+        """
+        mine = [_CALLS.index(call), number, minibatch, _UNKNOWN if size is None else size]
+        mine += [_digest(leaves.get(path)) for path in self._paths]
+        if self._transport.rank == 0:
+            for peer in range(1, self._num_ranks):
+                channel = Channel(Kind.CALL, 0, peer)
+                self._transport.send(channel, torch.tensor(mine), minibatch, deferred=True)
+            return size
+        expected = Expected((len(mine),), torch.int64, minibatch)
+        arrived = self._transport.receive(Channel(Kind.CALL, 0, 0), expected).wait()
+        assert arrived is not None
+        theirs = [int(number) for number in arrived]
+        self._compare(theirs, mine)
+        return theirs[3] if size is None else size
+
+    def _compare(self, theirs: list[int], mine: list[int]) -> None:
+        wrong = None
+        if theirs[:3] != mine[:3]:
+            kinds = _CALLS[theirs[0]], _CALLS[mine[0]]
+            wrong = (
+                f"is in call {theirs[1]}, {kinds[0]} (minibatch {theirs[2]}); this rank is in "
+                f"call {mine[1]}, {kinds[1]} (minibatch {mine[2]})"
+            )
+        elif _UNKNOWN not in (theirs[3], mine[3]) and theirs[3] != mine[3]:
+            wrong = f"has a minibatch of {theirs[3]} samples, this rank one of {mine[3]}"
+        else:
+            for path, a, b in zip(self._paths, theirs[4:], mine[4:], strict=True):
+                if a and b and a != b:
+                    wrong = f"has other values in input {path!r} than this rank"
+                    break
+        if wrong:
+            raise ContractError(
+                f"rank 0 {wrong}",
+                remedy="make the same calls with the same minibatches on every rank (the same "
+                "seed and order in every loader); inputs that a rank does not need may be None",
+            )
+
+
+def _digest(leaf: Any) -> int:
+    """A number for a tensor, of at most 64 elements: enough to notice another minibatch, and
+    too cheap to matter; 0 where there is none."""
+    if not isinstance(leaf, Tensor) or not leaf.numel():
+        return 0
+    flat = leaf.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 64)].contiguous().cpu()
+    return 1 + zlib.crc32(sample.view(torch.uint8).numpy().tobytes())

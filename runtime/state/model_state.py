@@ -1,0 +1,184 @@
+"""The model's tensors by name: who holds them, and what the user gets and gives as state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.eager.copied import copy_of
+from pdcompile.eager.digest import digest
+from pdcompile.runtime.prepared import Prepared
+from pdcompile.runtime.state.given_state import check_state
+from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.point_to_point import Transport
+from pdcompile.runtime.weights import StageWeights
+from pdcompile.weights import set_tensor
+
+
+class State:
+    """Tensors of the model by canonical FQN, as far as this process holds them.
+
+    `owned[r]`: the trainable parameters that rank r updates.  The first stage that holds a
+    tensor owns it.
+    """
+
+    def __init__(
+        self, model: nn.Module, prepared: Prepared, stage_of_rank: dict[int, int], ranks: list[int]
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._keys = tuple(model.state_dict())
+        graphs = prepared.capture.eval, prepared.capture.train
+        self._infos = {**graphs[0].tensors, **graphs[1].tensors}
+        rank_of = {stage: rank for rank, stage in stage_of_rank.items()}
+        self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
+        for interface in prepared.interfaces:
+            for fqn in (*interface.parameters, *interface.buffers, *interface.constants):
+                self._holders[fqn].append(rank_of[interface.index])
+        self.owned = [
+            [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
+            for rank in sorted(stage_of_rank)
+        ]
+        self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self._infos.items()}
+        self.tensors: dict[str, Tensor] = {
+            **dict(model.named_parameters()),
+            **dict(model.named_buffers()),
+            **_own(model, prepared.capture.eval.tensor_values),
+            **_own(model, prepared.capture.train.tensor_values),
+        }
+        self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
+
+    def rebind(self, name: str, buffer: Tensor) -> str:
+        """Another tensor is in the place of a buffer; returns its FQN."""
+        fqn = self._canonical.get(name, name)
+        self.tensors[fqn] = buffer
+        return fqn
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that this process owns, in the order of the model."""
+        for fqn, holders in self._holders.items():
+            tensor = self.tensors.get(fqn)
+            if isinstance(tensor, nn.Parameter) and holders[0] in self._ranks:
+                yield fqn, tensor
+
+    def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer gets: in a process alone, all parameters of the model."""
+        return list(self._model.named_parameters() if alone else self.named_parameters())
+
+    def trainable(self) -> dict[str, Tensor]:
+        """Every trainable parameter of the model, in its order."""
+        return {f: self.tensors[f] for f, info in self._infos.items() if info.requires_grad}
+
+    def shared(self) -> dict[str, list[int]]:
+        """Tensors that this process holds and others do too: all ranks that hold each."""
+        mine = set(self._ranks)
+        return {
+            fqn: holders
+            for fqn, holders in self._holders.items()
+            if len(holders) > 1 and not mine.isdisjoint(holders)
+        }
+
+    def discard_others(self) -> None:
+        """The tensors of the model that no stage of this process holds become meta tensors."""
+        mine = set(self._ranks)
+        gone = {
+            fqn: _like(tensor, torch.empty_like(tensor, device="meta"))
+            for fqn, tensor in self.tensors.items()
+            if mine.isdisjoint(self._holders.get(fqn, mine))
+        }
+        for name in _names(self._model):
+            fqn = self._canonical.get(name, name)
+            if fqn in gone:
+                set_tensor(self._model, name, gone[fqn])
+        self.tensors.update(gone)
+
+    def part(self) -> dict[str, Tensor]:
+        """What this process holds, live and detached, under the model's names."""
+        mine = set(self._ranks)
+        named = [(key, self._canonical[key]) for key in self._keys]
+        return {
+            key: self.tensors[fqn].detach()
+            for key, fqn in named
+            if not mine.isdisjoint(self._holders[fqn])
+        }
+
+    def gather(self, transport: Transport) -> dict[str, Tensor]:
+        """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}."""
+        found: dict[str, Tensor] = {}
+        for number, (fqn, info) in enumerate(self._infos.items()):
+            owner = self._holders[fqn][0]
+            if info.kind == "constant" or not {0, owner} & set(self._ranks):
+                continue
+            if {0, owner} <= set(self._ranks):
+                found[fqn] = self.tensors[fqn].detach().to("cpu", copy=True)
+            elif owner in self._ranks:
+                transport.send(Channel(Kind.STATE, number, 0), self.tensors[fqn], 0).wait()
+            else:
+                expected = Expected(info.shape, self.dtypes[fqn], 0)
+                arrived = transport.receive(Channel(Kind.STATE, number, owner), expected).wait()
+                assert arrived is not None
+                found[fqn] = arrived
+        return {key: found[self._canonical[key]] for key in self._keys} if found else {}
+
+    def load(self, state: Mapping[str, Tensor], stages: list[StageWeights]) -> None:
+        """Copy values into what this process holds, every version of it.
+
+        Raises InputError, before anything is changed, for a name or shape of another model.
+        """
+        check_state(state, {key: self._infos[self._canonical[key]].shape for key in self._keys})
+        for name, value in state.items():
+            fqn = self._canonical[name]
+            held = [stage.load(fqn, value) for stage in stages]
+            if not any(held) and not self.tensors[fqn].is_meta:
+                self.tensors[fqn].data.copy_(value)
+        for stage in stages:
+            stage.forget()
+
+    def whole_model(self, state: Mapping[str, Tensor]) -> nn.Module:
+        """A copy of the model with all of its tensors, ties included."""
+        model = copy_of(self._model)
+        model._forward_pre_hooks.popitem()  # the one that refuses forward came last
+        whole: dict[str, Tensor] = {}
+        for name in _names(model):
+            fqn = self._canonical[name]
+            if name in state:
+                whole.setdefault(fqn, _like(self.tensors[fqn], state[name]))
+                set_tensor(model, name, whole[fqn])
+        return model
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.float32 of "float32"."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _own(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that forward uses without their being registered: this process's own, where an
+    attribute of the model has the values that were captured, so that writes of it are seen."""
+    found = dict(constants)
+    modules = dict(model.named_modules())
+    for fqn, value in constants.items():
+        path, _, name = fqn.rpartition(".")
+        own = vars(modules[path]).get(name) if path in modules else None
+        if not isinstance(own, Tensor) or own is value:
+            continue
+        if (own.shape, own.dtype, digest(own)) == (value.shape, value.dtype, digest(value)):
+            found[fqn] = own
+    return found
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Every name of every parameter and buffer."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return names + [name for name, _ in model.named_buffers(remove_duplicate=False)]
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value, as a parameter where the tensor is one."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value

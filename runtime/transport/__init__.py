@@ -1,0 +1,1 @@
+"""Messages between ranks: processes, point-to-point transfers, what both sides agree on."""

@@ -1,0 +1,63 @@
+"""The transport inside one process: every rank's messages in queues, nothing copied.
+
+The same instruction lists run over it as over torch.distributed, so that a debugger sees all
+stages.  A receive is ready when the sender has sent; a send is complete at once, because the
+tensor itself is handed over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from torch import Tensor
+
+from pdcompile.runtime.transport.contract import Channel, Expected, Kind, check_tensor
+from pdcompile.runtime.transport.point_to_point import Done, Handle
+
+
+class Wires:
+    """The queues that the ranks of one process share, by (sender, receiver, kind, edge)."""
+
+    def __init__(self) -> None:
+        self.queues: defaultdict[tuple[int, int, Kind, int], deque[Tensor]] = defaultdict(deque)
+
+
+class LocalTransport:
+    """One rank's end of the wires."""
+
+    blocking = False
+
+    def __init__(self, rank: int, wires: Wires) -> None:
+        self.rank = rank
+        self._queues = wires.queues
+
+    def send(
+        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
+    ) -> Handle:
+        self._queues[self.rank, channel.peer, channel.kind, channel.edge].append(tensor.detach())
+        return Done()
+
+    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+        queue = self._queues[channel.peer, self.rank, channel.kind, channel.edge]
+        return _Queued(channel, expected, queue)
+
+    def settle(self, call: int | None = None) -> None:
+        """Nothing is ever outstanding."""
+
+    def abandon(self) -> None:
+        self._queues.clear()
+
+
+class _Queued(Handle):
+    def __init__(self, channel: Channel, expected: Expected, queue: deque[Tensor]) -> None:
+        self._channel = channel
+        self._expected = expected
+        self._queue = queue
+
+    def ready(self) -> bool:
+        return bool(self._queue)
+
+    def wait(self) -> Tensor:
+        tensor = self._queue.popleft()
+        check_tensor(tensor, self._expected, f"what came on {self._channel}")
+        return tensor

@@ -1,0 +1,190 @@
+"""Processes: who we are under torchrun, and the connections of a pipeline.
+
+Nothing here is about training.  A pipeline has connections of its own, so that its messages never
+meet those of the user's program or of another pipeline, and closing them is its own affair.  They
+are made without torch.distributed's default group and its registry of groups, whose names are
+used again after a group was destroyed and then meet stale addresses in the store.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from pdcompile.errors import LaunchError, RankError
+from pdcompile.options import Options
+from pdcompile.runtime.failure.endings import Ending
+
+WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
+_stores: list[Any] = []  # the store of this process, once it was needed
+_numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
+
+
+class World:
+    """The processes of one pipeline, and their connections.  `rank` counts inside the group."""
+
+    def __init__(self, rank: int, ranks: list[int], agreed: str) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        self.store = _fresh_store("pipeline", ranks)
+        # Before anyone connects: one that leaves would disturb those that still do.
+        self._check_agreement(agreed)
+        self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
+        self.ending = Ending(self.store, rank)
+
+    def _check_agreement(self, agreed: str) -> None:
+        self.store.set(f"agreement/{self.rank}", agreed)
+        for rank in range(self.size):
+            theirs = str(self.store.get(f"agreement/{rank}"), "utf-8")
+            if theirs != agreed:
+                raise LaunchError(
+                    f"rank {rank} has {theirs}, rank {self.rank} has {agreed}",
+                    remedy="run the same program with the same packages on every rank",
+                )
+
+    def close(self) -> None:
+        """Close the connections: once no message holds on to them, peers stop waiting."""
+        self.ending.over()
+        self.group = None
+        gc.collect()
+
+
+def is_distributed(options: Options) -> bool:
+    """Whether compile is to use several processes: under torchrun, unless the cluster says no."""
+    if getattr(options.cluster, "in_process", False):
+        return False
+    if options.group is not None or dist.is_initialized():
+        return dist.get_world_size(options.group) > 1
+    return "WORLD_SIZE" in os.environ and _number("WORLD_SIZE", least=1) > 1
+
+
+def num_ranks(options: Options) -> int | None:
+    """The number of processes to plan for; None in one process."""
+    return len(_members(options)[1]) if is_distributed(options) else None
+
+
+def connect(options: Options, num_planned: int, agreed: str) -> World:
+    """Connect the ranks of one pipeline; every one of them calls this at the same point.
+
+    Args:
+        num_planned: ranks of the plan.
+        agreed: what has to be the same everywhere, as text (plan, torch version).
+
+    Raises:
+        LaunchError: not as many processes as ranks, unlike ranks, a variable of torchrun's is
+            missing, or the ranks do not meet.
+    """
+    rank, ranks = _members(options)
+    if num_planned != len(ranks):
+        raise LaunchError(
+            f"the plan has {num_planned} ranks, and {len(ranks)} processes are running",
+            remedy=f"start it with torchrun --nproc-per-node={num_planned}, or plan for "
+            f"stages={len(ranks)}",
+        )
+    try:
+        return World(rank, ranks, agreed)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} of {len(ranks)} cannot connect to the others: "
+            f"{str(error).splitlines()[0]}",
+            remedy="start all ranks with one torchrun; behind several network interfaces, set "
+            "GLOO_SOCKET_IFNAME to the one that joins the hosts",
+        ) from None
+
+
+def _members(options: Options) -> tuple[int, list[int]]:
+    """This process's place in the group, and the ranks of the group."""
+    if options.group is not None or dist.is_initialized():
+        ranks = dist.get_process_group_ranks(options.group)
+        return dist.get_rank(options.group), ranks
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if not os.environ.get(name)
+    ]
+    if missing:
+        raise LaunchError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
+            remedy="start it with torchrun --nproc-per-node=N, or run all stages in one process: "
+            "cluster=Cluster.local(N)",
+        )
+    rank, size = _number("RANK", least=0), _number("WORLD_SIZE", least=1)
+    if rank >= size:
+        raise LaunchError(
+            f"RANK is {rank}, and WORLD_SIZE is {size}",
+            remedy="ranks count from 0 to WORLD_SIZE - 1; torchrun sets both",
+        )
+    return rank, list(range(size))
+
+
+def _number(name: str, *, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(
+            f"{name} is {text!r}, not a number from {least} up",
+            remedy=f"start it with torchrun, which sets it, or unset {name}",
+        )
+    return int(text)
+
+
+def _fresh_store(purpose: str, ranks: list[int]) -> Any:
+    """Keys that nobody has used: a second pipeline must not meet those of the first."""
+    name = f"pdcompile/{purpose}/{'-'.join(map(str, ranks))}"
+    _numbers[name] += 1
+    return PrefixStore(f"{name}/{_numbers[name]}", _store())
+
+
+def _store() -> Any:
+    """The default group's store, or torchrun's; the user's default group is left alone."""
+    if dist.is_initialized():
+        return _get_default_store()
+    if not _stores:
+        try:
+            _stores.append(next(iter(rendezvous("env://")))[0])
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"rank {os.environ['RANK']} cannot reach the store at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+                f"{str(error).splitlines()[0]}",
+                remedy="start all ranks with one torchrun, and give it a free --master-port",
+            ) from None
+    return _stores[0]
+
+
+def from_rank0(options: Options, make: Callable[[], str]) -> str:
+    """A text that rank 0 makes (a plan, a captured graph) and all ranks get.
+
+    An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
+    """
+    rank, ranks = _members(options)
+    store = _fresh_store("made", ranks)
+    if rank == 0:
+        try:
+            text = make()
+        except BaseException as error:  # the others must not wait for ever
+            store.set("failure", f"{type(error).__name__}: {error}")
+            store.set("done", "1")
+            raise
+        store.set("text", text)
+        store.set("done", "1")
+        return text
+    try:
+        store.wait(["done"], WAIT)
+    except RuntimeError as error:
+        raise RankError(
+            f"the store went away while rank {rank} waited for rank 0's plan: "
+            f"{str(error).splitlines()[0]}",
+            remedy="look at the error of the process that held it (rank 0, or torchrun)",
+        ) from None
+    if store.check(["failure"]):
+        cause = str(store.get("failure"), "utf-8")
+        raise RankError(f"rank 0 could not prepare the pipeline: {cause}")
+    return str(store.get("text"), "utf-8")

@@ -1,0 +1,248 @@
+"""Point-to-point messages over torch.distributed: isend and irecv, nothing else.
+
+Why not send and recv: a gloo send returns only when the peer has posted its receive, so blocking
+sends deadlock under most schedules.  One tag a channel keeps channels first-in-first-out and
+apart.  Every Work is kept and waited for, and the memory of a message belongs to it until then.
+
+The header of a channel's first message (see `contract`) makes the receiver post its first
+payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
+sender may wait for its sends as usual.  The header itself is awaited two calls later (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pdcompile.batch import memory_order
+from pdcompile.runtime.transport.contract import (
+    HEADER_LENGTH,
+    Channel,
+    Expected,
+    Kind,
+    from_bytes,
+    header_of,
+    read_header,
+    to_bytes,
+)
+
+
+class PeerLost(RuntimeError):
+    """The connection to a rank broke: it died, or it closed because of an error somewhere."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        # gloo: "[its own source file] what happened [address]. advice"
+        said = text.splitlines()[0].partition(". ")[0].rpartition("] ")[2]
+        super().__init__(f"lost the connection to rank {peer}: {said}")
+        self.peer = peer
+
+
+class Handle:
+    """A message under way. `wait` returns the tensor of a receive.
+
+    `memory` is the address of the slot that a pooled receive is in.
+    """
+
+    memory = -1
+
+    def ready(self) -> bool:
+        """Whether wait may be called now: on a blocking transport always."""
+        return True
+
+    def wait(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Give a pooled slot back: nobody reads the tensor any more."""
+
+
+class Done(Handle):
+    """A message that needs no waiting for."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Transport(Protocol):
+    """What the interpreter asks of either transport."""
+
+    rank: int
+    blocking: bool
+
+    def send(
+        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
+    ) -> Handle:
+        """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
+
+    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+        """Post a receive; `pooled`: into a slot that comes back with `Handle.free`."""
+
+    def settle(self, call: int | None = None) -> None:
+        """A new call begins (or, None, all have ended): wait for old deferred sends."""
+
+    def abandon(self) -> None:
+        """Forget every message, so that destroying the group closes its connections."""
+
+
+class GroupTransport:
+    """One rank's messages in a gloo process group that is used for nothing else."""
+
+    blocking = True
+
+    def __init__(self, group: Any, rank: int, plan: int) -> None:
+        self.rank = rank
+        self._group = group
+        self._plan = plan
+        self._call = 0
+        self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
+        self._incoming: dict[Channel, _Incoming] = {}
+        self._deferred: deque[tuple[int, _Transfer]] = deque()
+
+    def send(
+        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
+    ) -> Handle:
+        order = self._outgoing.get(channel)
+        if order is None:
+            order = self._outgoing[channel] = memory_order(tensor)
+            if channel.kind is not Kind.CALL:
+                header = header_of(channel, tensor, order, minibatch, self._plan)
+                self._defer(_Transfer(self, to_bytes(header, (0,)), channel, sending=True))
+        sent = _Transfer(self, to_bytes(tensor, order), channel, sending=True)
+        if not deferred:
+            return sent
+        self._defer(sent)
+        return Done()
+
+    def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
+        state = self._incoming.get(channel)
+        if state is None:
+            state = self._incoming[channel] = _Incoming(self, channel, self._plan)
+        return _Received(state, expected, pooled)
+
+    def settle(self, call: int | None = None) -> None:
+        if call is not None:
+            self._call = call
+        while self._deferred and (call is None or self._deferred[0][0] <= call - 2):
+            self._deferred.popleft()[1].wait()
+
+    def abandon(self) -> None:
+        self._group = None
+        for state in self._incoming.values():
+            state.waiting.clear()
+        self._deferred.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
+
+    def _defer(self, sent: _Transfer) -> None:
+        self._deferred.append((self._call, sent))
+
+    def start(self, flat: Tensor, channel: Channel, *, sending: bool) -> Any:
+        """Hand the memory to gloo; returns its Work."""
+        post = self._group.send if sending else self._group.recv
+        try:
+            return post([flat], channel.peer, channel.tag)
+        finally:
+            del post  # see _Transfer
+
+
+class _Transfer(Handle):
+    """A message in the hands of gloo, and its memory, which is gloo's until `wait`.
+
+    No other place holds the Work, and no frame does while an error passes: connections close
+    only when the last Work is gone, and a traceback may live long.
+    """
+
+    def __init__(
+        self, transport: GroupTransport, flat: Tensor, channel: Channel, *, sending: bool
+    ) -> None:
+        self._flat: Tensor | None = flat
+        self._channel = channel
+        self._work: Any = None
+        try:
+            self._work = transport.start(flat, channel, sending=sending)
+            return
+        except RuntimeError as error:
+            text = str(error)
+        raise PeerLost(channel.peer, text)
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+            self._work = self._flat = None
+            return
+        except RuntimeError as error:
+            text = str(error)
+        self._work = None
+        raise PeerLost(self._channel.peer, text)
+
+
+class _Incoming:
+    """The receiving end of a channel: its slots, and its header until that was read."""
+
+    def __init__(self, transport: GroupTransport, channel: Channel, plan: int) -> None:
+        self.order: tuple[int, ...] | None = (0,) if channel.kind is Kind.CALL else None
+        self.slots: list[Tensor] = []
+        self.waiting: list[_Received] = []  # posted when the header has been read
+        self._transport = transport
+        self._channel = channel
+        self._plan = plan
+        if self.order is None:
+            self._header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
+            self._arriving = self.transfer(self._header.view(torch.uint8))
+
+    def transfer(self, flat: Tensor) -> _Transfer:
+        return _Transfer(self._transport, flat, self._channel, sending=False)
+
+    def opened(self) -> tuple[int, ...]:
+        """The memory order; waits for the header, compares it, posts what was held back."""
+        if self.order is None:
+            self._arriving.wait()
+            first = self.waiting[0].expected
+            self.order = read_header(self._channel, self._header, first, self._plan)
+            while self.waiting:
+                self.waiting.pop(0).post()
+        return self.order
+
+    def slot(self, num_bytes: int) -> Tensor:
+        """A buffer that no live message uses; the pool grows to what is in flight at once."""
+        while self.slots:
+            slot = self.slots.pop()
+            if slot.numel() >= num_bytes:
+                return slot
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class _Received(Handle):
+    def __init__(self, source: _Incoming, expected: Expected, pooled: bool) -> None:
+        self.expected = expected
+        self._source = source
+        self._pooled = pooled
+        self._flat: Tensor | None = None
+        if source.order is None:
+            source.waiting.append(self)
+        else:
+            self.post()
+
+    def post(self) -> None:
+        # Autograd may keep a gradient's memory as a parameter's .grad: gradients get memory of
+        # their own, only activations use slots.
+        size = max(1, self.expected.num_bytes)
+        self._flat = (
+            self._source.slot(size) if self._pooled else torch.empty(size, dtype=torch.uint8)
+        )
+        self.memory = self._flat.untyped_storage().data_ptr()
+        self._transfer = self._source.transfer(self._flat[:size])
+
+    def wait(self) -> Tensor:
+        order = self._source.opened()
+        self._transfer.wait()
+        assert self._flat is not None
+        return from_bytes(self._flat, self.expected, order)
+
+    def free(self) -> None:
+        if self._pooled and self._flat is not None:
+            self._source.slots.append(self._flat)
+            self._flat = None

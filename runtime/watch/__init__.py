@@ -1,0 +1,1 @@
+"""What the user changes between two calls: taken over, or refused."""

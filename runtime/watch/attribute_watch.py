@@ -1,0 +1,112 @@
+"""Attributes that forward read when the model was captured, compared at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from types import MemberDescriptorType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pdcompile.eager.modes import in_mode, overrides_train
+from pdcompile.eager.snapshot import Contents, difference, identical, restore, snapshot
+from pdcompile.errors import ConfigError
+
+_MISSING = object()
+
+
+class AttributeWatch:
+    """Values of the attributes that forward reads, in each mode of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        places: Iterable[tuple[str, ...]],
+        opaque: Collection[str],
+    ) -> None:
+        roots: dict[str, Any] = dict(model.named_modules())
+        if isinstance(loss_fn, nn.Module):
+            named = loss_fn.named_modules()
+            roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
+        self._owners: list[tuple[Any, str, str, bool]] = []
+        for root, *names in places:
+            owner = roots.get(root, _MISSING)
+            for name in names[:-1]:
+                owner = _attribute(owner, name)
+            if owner is not _MISSING and names[-1] != "training":
+                path = ".".join([root, *names] if root else names)
+                self._owners.append((owner, names[-1], path, is_below(root, opaque)))
+        self._tensors = [  # `check` sees to it that they stay these
+            (path, isinstance(value, Tensor), found)
+            for value, path in ((_attribute(o, name), path) for o, name, path, _ in self._owners)
+            for path, found in _tensors_in(snapshot(value), path)
+        ]
+        self._values = {model.training: self._present()}
+        other = not model.training
+        self._values[other] = self._values[model.training]
+        if overrides_train(model):
+            before = [snapshot(vars(module)) for module in model.modules()]
+            with in_mode(model, other):
+                self._values[other] = self._present()
+            for one in before:
+                restore(one)
+
+    def tensors(self, *, inside: bool = False) -> list[tuple[str, Tensor]]:
+        """Path and value of the attributes that are tensors, and of tensors in containers (those
+        alone: `inside`)."""
+        return [(path, tensor) for path, own, tensor in self._tensors if not (inside and own)]
+
+    def check(self, training: bool) -> None:
+        for (owner, name, path, shared), was in zip(
+            self._owners, self._values[training], strict=True
+        ):
+            now = _attribute(owner, name)
+            if isinstance(was, Contents) and not was.content:
+                continue  # it was empty, and is filled in by calls
+            found = None if now is was and shared else difference(was, now, path, identical)
+            if found is not None:
+                buffer = "make it a buffer (register_buffer), which may be written in place; or "
+                own = not type(owner).__module__.startswith("torch.")
+                raise ConfigError(
+                    f"forward reads this attribute, which was {_shown(was)} when the model was "
+                    f"captured and is {_shown(now)} now: its value is part of the stages",
+                    where=found,
+                    remedy=(buffer if own else "") + "compile the changed model anew",
+                )
+
+    def _present(self) -> list[Any]:
+        return [
+            snapshot(_attribute(owner, name), 0 if shared else 4)
+            for owner, name, _, shared in self._owners
+        ]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What lies under the name in the object or its class, without running a property."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name]
+    for base in type(owner).__mro__:
+        if name in vars(base):
+            slot = isinstance(vars(base)[name], MemberDescriptorType)
+            return getattr(owner, name, _MISSING) if slot else vars(base)[name]
+    return _MISSING
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Contents) and isinstance(value.content, dict | list):
+        content = value.content
+        for key, item in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from _tensors_in(item, f"{path}[{key!r}]")
+
+
+def _shown(value: Any) -> str:
+    return "not there" if value is _MISSING else repr(value).partition("\n")[0][:60]
+
+
+def is_below(path: str, owners: Collection[str]) -> bool:
+    """Whether a module is one of the owners, or inside of one."""
+    return any(path == owner or path.startswith(f"{owner}.") for owner in owners)

@@ -1,0 +1,138 @@
+"""Does the update of one stage depend on the gradients of another?
+
+Stages are updated one by one, each when its gradients are there, and under torchrun by processes
+that know of no others.  An optimizer that works on all parameters at once (it scales by the norm
+of all gradients, or estimates one step size) would become another one.  It is found by trying:
+one step of everything against a step stage by stage, on small copies of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.eager.optimizers import make_optimizer
+from pdcompile.eager.randomness import preserved_rng
+from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.runtime.optimizer import Updater
+from pdcompile.warn import warn
+
+_LARGEST = 4  # size of a copy in each dimension
+_SCALES = (1.0, 1e3, 1e-3)  # of gradients in the steps that are tried: clipping may wait for large
+_RELATIVE = 1e-4  # difference that rounding does not explain
+_UNTRIED = "whether the optimizer couples parameters of different stages was not tried"
+_REMEDY = (
+    "clip by the norm of all stages with max_grad_norm=; update each parameter by itself in the "
+    "optimizer; or use one stage"
+)
+
+Copies = dict[str, nn.Parameter]
+
+
+def refuse_coupled(
+    build: Any, parameters: Mapping[str, Tensor], stages: Sequence[Sequence[str]]
+) -> None:
+    """Raise ConfigError when updates of different stages depend on one another.
+
+    Args:
+        build: the user's callable, see `make_optimizer`; None: nothing to look at.
+        parameters: of the whole model, by name; only shapes and dtypes matter.
+        stages: the names that each stage updates.
+
+    An optimizer that draws random numbers, or that does not use the parameters it is given,
+    cannot be tried; a warning says so.
+    """
+    trained = [names for names in stages if names]
+    if build is None or len(trained) < 2:
+        return
+    together = [[name for names in trained for name in names]]
+    with preserved_rng():
+        try:
+            whole = _after_steps(build, parameters, together, 0)
+            if whole is None:
+                return
+            apart = _after_steps(build, parameters, trained, 0)
+            again = _after_steps(build, parameters, together, 1)
+        except PdcompileError:
+            raise
+        except Exception as error:  # a user's callable may want the true shapes
+            why = f"{type(error).__name__}: {error}"
+            warn(f"{_UNTRIED}, because it cannot be run on small copies ({why})")
+            return
+    if apart is None or again is None:  # another optimizer than at the first call
+        return
+    if _differing(whole, again):
+        warn(f"{_UNTRIED}, because it draws random numbers, in another order stage by stage")
+        return
+    found = _differing(whole, apart)
+    if found is not None:
+        raise ConfigError(
+            f"the optimizer's update of {found!r} depends on gradients of other stages: a step of "
+            "all parameters and a step stage by stage give different weights",
+            where="optimizer",
+            remedy=_REMEDY,
+        )
+
+
+def _after_steps(
+    build: Any, parameters: Mapping[str, Tensor], parts: Sequence[Sequence[str]], seed: int
+) -> Copies | None:
+    """Small copies of the parameters after three steps, each part by part.
+
+    None for one of torch's own optimizers, which update parameter by parameter, and for one that
+    has other parameters than it was given.
+    """
+    values = torch.Generator().manual_seed(0)
+    copies = {name: _copy(parameter, values) for name, parameter in parameters.items()}
+    optimizer = make_optimizer(build, copies.items())
+    assert optimizer is not None
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if _is_plain(optimizer):
+        return None
+    if not held <= {id(p) for p in copies.values()}:
+        warn(f"{_UNTRIED}, because it has other parameters than it was given")
+        return None
+    updater = Updater(optimizer)
+    torch.manual_seed(seed)
+    for t, scale in enumerate(_SCALES):
+        updater.snapshot(t)
+        gradients = {
+            name: scale * torch.randn(copies[name].shape, generator=values).to(copies[name].dtype)
+            for name in parameters
+        }
+        for number, names in enumerate(parts):
+            updater.apply(t, [(copies[name], gradients[name]) for name in names], stage=number)
+    return copies
+
+
+def _copy(parameter: Tensor, values: torch.Generator) -> nn.Parameter:
+    shape = [min(size, _LARGEST) for size in parameter.shape]
+    value = torch.randn(shape, generator=values).to(parameter.dtype)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's own, with nothing added to its step."""
+    from torch.optim import optimizer as module
+
+    hooks: list[Mapping[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        module._global_optimizer_pre_hooks,
+        module._global_optimizer_post_hooks,
+    ]
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and not any(hooks) and "step" not in vars(optimizer)
+
+
+def _differing(one: Copies, other: Copies) -> str | None:
+    """The first parameter that differs by more than rounding."""
+    for name, value in one.items():
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        a, b = value.detach().to(wide), other[name].detach().to(wide)
+        if bool((a - b).abs().max() > _RELATIVE * a.abs().max()) if a.numel() else False:
+            return name
+    return None
