@@ -13,9 +13,10 @@ import time
 
 from pdcompile.cluster import Level
 from pdcompile.passes.check import check
-from pdcompile.passes.schedules import SCHEDULES, make_stream, warmup
+from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import Links, simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, Training
+from pdcompile.schedule.registry import KINDS
 
 DEPTHS = ((4, 64), (16, 256), (64, 1024))
 TRANSFERS = (0.0, 0.25, 0.75, 1.5)
@@ -55,7 +56,7 @@ def proofs() -> None:
         f"{'schedule':>8} {'stages':>6} {'m':>5} {'instructions':>12} {'write s':>8} {'prove s':>8}"
     )
     for num_stages, count in DEPTHS:
-        for name in SCHEDULES:
+        for name in KINDS:
             plan = chain(name, num_stages, count)
             begin = time.process_time()
             program, _ = make_stream(plan).step(count)

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
 from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action
+from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
-LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
-GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
 FORWARD_ONLY_SLOTS = 2
-
-#: name -> (weight lag, live weight versions); a lag makes a schedule a stream
-SCHEDULES = {"gpipe": (0, 1), "1f1b": (0, 1), "2bw": (1, 2)}
 
 
 class Family(NamedTuple):
@@ -82,12 +77,8 @@ class Layout:
     clipping: bool
 
     @property
-    def lag(self) -> int:
-        return SCHEDULES[self.name][0]
-
-    @property
-    def versions(self) -> int:
-        return SCHEDULES[self.name][1]
+    def kind(self) -> ScheduleKind:
+        return kind_of(self.name)
 
     @property
     def num_columns(self) -> int:
@@ -107,38 +98,27 @@ class Layout:
 
     def in_flight(self, stage: int) -> int:
         """The most microbatches of one replica between forward and backward."""
-        depth = self.warmup[stage] + 1
-        if self.lag:
-            return depth
-        return min(depth, len(self.share(stage, 0, self.num_microbatches)))
+        return self.kind.in_flight(self.warmup[stage], self._most(stage))
 
     def pool(self, stage: int) -> int:
         """Receive slots of each activation edge that enters the stage, per replica."""
-        most = self.in_flight(stage) + LOOKAHEAD
-        return most if self.lag else min(most, len(self.share(stage, 0, self.num_microbatches)))
+        return self.kind.slots(self.warmup[stage], self._most(stage))
+
+    def _most(self, stage: int) -> int:
+        """Microbatches of a minibatch that the first replica of a stage takes."""
+        return len(self.share(stage, 0, self.num_microbatches))
 
     def window(self, first: int, last: int) -> int:
-        """Sends under way on one channel between two stages, first < last.
-
-        Stage `first` runs w_first − w_last microbatches ahead; a send that much older plus one
-        is known to have been received, so that waiting for it does not block in steady state.
-        """
-        ahead = self.warmup[first] * len(self.ranks[first])
-        ahead -= self.warmup[last] * len(self.ranks[last])
-        a, b = len(self.ranks[first]), len(self.ranks[last])
-        return max(2, 1 + -(-ahead // (a * b // gcd(a, b))))
+        """Sends under way on one channel between two stages, first < last."""
+        ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
+        return window(*ends)
 
 
 def layout_of(plan: Plan) -> Layout:
     """Read a plan.  Raises ScheduleError where no schedule of ours fits it."""
     training = plan.training
     name = training.schedule
-    if name not in SCHEDULES:
-        raise ScheduleError(
-            f"schedule {name!r} is not one of {', '.join(SCHEDULES)}",
-            where="plan: training.schedule",
-            remedy='schedule="1f1b"',
-        )
+    kind_of(name, where="plan: training.schedule")
     if len(training.warmup) != len(plan.stages):
         raise ScheduleError(
             f"{len(training.warmup)} warm-up depths for {len(plan.stages)} stages",

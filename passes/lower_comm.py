@@ -23,7 +23,6 @@ from typing import NamedTuple
 from pdcompile.passes.layout import (
     FORWARD_ONLY_SLOTS,
     GRADIENT,
-    GRADIENT_SLOTS,
     TIED,
     VALUE,
     WEIGHT,
@@ -35,8 +34,8 @@ from pdcompile.passes.layout import (
 )
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.registry import GRADIENT_SLOTS, Task
 
-Step = tuple[Action, int, int]  # action, minibatch relative to the call, microbatch or −1
 _WAIT_OF = {family.send: family.wait_send for family in (VALUE, GRADIENT, TIED, WEIGHT)}
 
 
@@ -87,6 +86,7 @@ class Column:
         self.stage = stage
         self.rank = layout.ranks[stage][replica]
         self.hops = hops(layout, stage)
+        self.lag = layout.kind.lag
         self.out: list[Instruction] = []
         self.waiting = deque(state.pending)
         self.unstepped = deque(state.unstepped)
@@ -164,7 +164,7 @@ class Column:
 
     def forward_to_train(self, minibatch: int, microbatch: int) -> None:
         self._receive_weights(before=minibatch - 1)
-        self.forward(minibatch, microbatch, self.layout.lag)
+        self.forward(minibatch, microbatch, self.lag)
         self.waiting.append((minibatch, microbatch))
         if len(self.waiting) <= GRADIENT_SLOTS:
             self.post_gradients(len(self.waiting) - 1)
@@ -174,7 +174,7 @@ class Column:
             self.receive(hop.family.wait, hop, minibatch, microbatch)
         self.waiting.popleft()
         self.out.append(
-            Instruction(Action.BACKWARD, self.stage, minibatch, microbatch, -1, -1, self.layout.lag)
+            Instruction(Action.BACKWARD, self.stage, minibatch, microbatch, -1, -1, self.lag)
         )
         for hop in self.hops.after_backward:
             self.send(hop, minibatch, microbatch)
@@ -225,15 +225,15 @@ class Column:
 
     # -- a call ----------------------------------------------------------------------------
 
-    def train(self, steps: Iterable[Step]) -> None:
+    def train(self, tasks: Iterable[Task]) -> None:
         """Write the compute order with its communication."""
-        listed = list(steps)
-        last = {one[1]: n for n, one in enumerate(listed) if one[0] is Action.BACKWARD}
+        listed = list(tasks)
+        last = {t: n for n, (_, action, t, _) in enumerate(listed) if action is Action.BACKWARD}
         last_forward = max(
-            (n for n, one in enumerate(listed) if one[0] is Action.FORWARD), default=-1
+            (n for n, one in enumerate(listed) if one.action is Action.FORWARD), default=-1
         )
         left_over = self._left_over(listed)
-        for n, (action, minibatch, microbatch) in enumerate(listed):
+        for n, (_, action, minibatch, microbatch) in enumerate(listed):
             if action is Action.FORWARD:
                 self.forward_to_train(minibatch, microbatch)
                 if n == last_forward:
@@ -261,11 +261,11 @@ class Column:
     def receive_loss(self, num_microbatches: int) -> None:
         self.out += loss_receives(self.layout, self.stage, self.rank, num_microbatches)
 
-    def _left_over(self, listed: list[Step]) -> set[int]:
+    def _left_over(self, listed: list[Task]) -> set[int]:
         """Minibatches that still have a backward to come after this call."""
         todo = list(self.waiting)
-        todo += [(t, i) for action, t, i in listed if action is Action.FORWARD]
-        done = {(t, i) for action, t, i in listed if action is Action.BACKWARD}
+        todo += [(t, i) for _, action, t, i in listed if action is Action.FORWARD]
+        done = {(t, i) for _, action, t, i in listed if action is Action.BACKWARD}
         return {t for t, i in todo if (t, i) not in done}
 
     def finish(self) -> None:

@@ -10,10 +10,9 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
+from pdcompile.schedule.registry import DEFAULT, KINDS, allowed, kind_of
 from pdcompile.units import parse_bytes
 
-FLUSH_SCHEDULES = ("gpipe", "1f1b")
-STALE_SCHEDULES = ("2bw",)
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
 
 
@@ -74,7 +73,7 @@ def choose(
         else "callable",
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
-        objective="flush" if schedule in FLUSH_SCHEDULES else "bottleneck",
+        objective=kind_of(schedule).objective,
         autocast=autocast_text(options.autocast, device),
     )
 
@@ -98,9 +97,10 @@ def machines(
 def chosen_schedule(options: Options) -> str:
     """The schedule by name.  Raises ConfigError for one that is not available."""
     if options.schedule == "auto":
-        return "2bw" if options.max_staleness in (1, "any") else "1f1b"
-    if options.schedule not in FLUSH_SCHEDULES + STALE_SCHEDULES:
-        known = ", ".join(repr(name) for name in (*FLUSH_SCHEDULES, *STALE_SCHEDULES, "auto"))
+        streams = [name for name in allowed(options.max_staleness) if KINDS[name].stream]
+        return streams[0] if streams else DEFAULT
+    if options.schedule not in KINDS:
+        known = ", ".join(map(repr, (*KINDS, "auto")))
         raise ConfigError(
             f"schedule={options.schedule!r} is not available", remedy=f"one of {known}"
         )

@@ -44,6 +44,7 @@ from pdcompile.problem.searching import Open
 from pdcompile.refined import check_refine, refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.schedule.registry import DEFAULT
 from pdcompile.start import (
     check_given,
     check_memory,
@@ -244,7 +245,7 @@ def compile(
     optimizer: Callable[..., Any] | None = default_optimizer,
     cluster: Any = "auto",
     stages: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT,
     microbatches: int | Literal["auto"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),

@@ -68,12 +68,6 @@ def check_options(options: Options) -> None:
             f"max_grad_norm={clip!r} is not a positive, finite number",
             remedy="for example 1.0; None for no clipping",
         )
-    if options.schedule == "stash" and clip is not None:
-        raise ConfigError(
-            "max_grad_norm needs the gradients of all stages at one time, which schedule "
-            "'stash' never has",
-            remedy="use schedule='2bw', or clip per stage in the optimizer",
-        )
     _group(options.group)
     autocast_text(options.autocast)
     if options.grad_scaler is not None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pdcompile.eager.optimizers import default_optimizer
-
-SCHEDULES = ("gpipe", "1f1b", "2bw", "stash", "vsync", "interleaved", "zb-h1", "auto")
+from pdcompile.schedule.registry import DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class Options:
     optimizer: Callable[..., Any] | None = default_optimizer
     cluster: Any = "auto"
     stages: int | None = None
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     microbatches: int | Literal["auto"] = "auto"
     memory: int | str | None = None  # per device
     constraints: Sequence[Any] = ()

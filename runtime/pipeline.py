@@ -29,6 +29,7 @@ from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import UPDATES, Session
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.transport import launch
+from pdcompile.schedule.registry import flush_schedules
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -69,7 +70,7 @@ class Pipeline(PipelineState):
             raise ConfigError(
                 f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
                 "means nothing without updates",
-                remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
+                remedy=f"give optimizer=, or use a flush schedule ({flush_schedules()})",
             )
         if self._options.keep_model:
             kept, self._model = self._model, copy_of(self._model)
@@ -125,7 +126,7 @@ class Pipeline(PipelineState):
             raise ConfigError(
                 f"forward_backward is not possible under schedule={schedule!r}: it computes a "
                 "minibatch on older weights, so it has to make the updates itself",
-                remedy="call step, or use a flush schedule (gpipe, 1f1b)",
+                remedy=f"call step, or use a flush schedule ({flush_schedules()})",
             )
         updates = kind == "step" and session.optimizer is not None
         graph, number = prepared.capture.train, self._num_minibatches

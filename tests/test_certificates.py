@@ -22,11 +22,12 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import proof
 from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.proof import prove
-from pdcompile.passes.schedules import SCHEDULES, memory_rule
+from pdcompile.passes.schedules import memory_rule
 from pdcompile.plan import Certificate, Plan, check
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
+from pdcompile.schedule.registry import kind_of
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
 
@@ -62,7 +63,7 @@ def truth(plan: Plan, number: int) -> PartitionProblem:
         graph,
         stage_limits(cluster, len(plan.stages)),
         num_microbatches=training.num_microbatches,
-        objective="bottleneck" if SCHEDULES[training.schedule][0] else "flush",
+        objective=kind_of(training.schedule).objective,
         memory=memory_rule(
             training.schedule, depths, training.num_microbatches, optimizer_factor=factor
         ),

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check import check, check_evaluation, check_programs
-from pdcompile.passes.layout import FAMILIES, SCHEDULES
+from pdcompile.passes.layout import FAMILIES
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.registry import KINDS
 from tests.helpers.schedules import Broken, Meaning, chain, make_plan, mutated, plans
 
 
@@ -75,7 +76,7 @@ RICH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", RICH)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", list(KINDS))
 def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str) -> None:
     plan = make_plan(name, 3, 4, **RICH[kind])
     programs = programs_of(plan, (4, 4, 4))
@@ -149,8 +150,8 @@ def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) ->
 
 
 def meaning(plan: Plan, programs: list[Schedule]) -> object:
-    lag, versions = SCHEDULES[plan.training.schedule]
-    reader = Meaning(plan, versions, lag)
+    kind = KINDS[plan.training.schedule]
+    reader = Meaning(plan, kind.versions, kind.lag)
     for program in programs:
         reader.run(program)
     return reader.result()

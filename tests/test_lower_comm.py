@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from pdcompile.passes.layout import FAMILIES, GRADIENT, LOOKAHEAD, TIED, VALUE
+from pdcompile.passes.layout import FAMILIES, GRADIENT, TIED, VALUE
 from pdcompile.passes.lower_comm import gradient_slots, slots, tied_slots
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, StagePlan, TiedParameter
 from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule.registry import LOOKAHEAD
 from tests.helpers.schedules import chain, make_plan, plans
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import (
-    SCHEDULES,
     evaluation,
     gpipe,
     make_stream,
@@ -24,13 +23,18 @@ from pdcompile.passes.schedules import (
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.registry import KINDS, StageWork
 from tests.helpers.schedules import chain, make_plan, plans
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def words(steps: list[tuple[Action, int]]) -> str:
-    return " ".join(f"{action.value}{microbatch}" for action, microbatch in steps)
+def words(name: str, microbatches: int, depth: int) -> str:
+    """Forwards and backwards of a rank with one stage."""
+    work = StageWork(0, range(microbatches), depth)
+    tasks = list(KINDS[name].order((work,)))
+    assert tasks.pop() == (0, Action.STEP, 0, -1)
+    return " ".join(f"{one.action.value}{one.microbatch}" for one in tasks)
 
 
 def picture(plan: Plan) -> list[str]:
@@ -51,13 +55,13 @@ def drawn_in(module: object) -> list[str]:
 
 
 def test_gpipe_is_its_picture() -> None:
-    assert words(list(gpipe.order(range(3)))) == "F0 F1 F2 B0 B1 B2"
+    assert words("gpipe", 3, 2) == "F0 F1 F2 B0 B1 B2"
     assert picture(make_plan("gpipe", 4, 4)) == drawn_in(gpipe)
 
 
 def test_1f1b_is_its_picture() -> None:
-    assert words(list(one_f_one_b.order(range(4), 2))) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert words(list(one_f_one_b.order(range(2), 5))) == "F0 F1 B0 B1"
+    assert words("1f1b", 4, 2) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert words("1f1b", 2, 5) == "F0 F1 B0 B1"
     assert picture(make_plan("1f1b", 4, 5)) == drawn_in(one_f_one_b)
 
 
@@ -68,12 +72,9 @@ def test_2bw_is_its_picture() -> None:
         pending: list[tuple[int, int]] = []
         text = ""
         for call in range(4):
-            steps = (
-                list(two_bw.order(pending, (), range(2), depth, False))
-                if call < 3
-                else list(two_bw.drain(pending, (), False))
-            )
-            for action, minibatch, microbatch in steps:
+            microbatches = range(2) if call < 3 else ()
+            work = StageWork(0, microbatches, depth, tuple(pending), flush=call == 3)
+            for _, action, minibatch, microbatch in two_bw.order((work,)):
                 letter = "abc"[call + minibatch]
                 text += "^" if action is Action.STEP else f" {action.value}{letter}{microbatch}"
                 if action is Action.FORWARD:
@@ -155,7 +156,7 @@ def test_memory_rule() -> None:
         memory_rule("stash", (1, 0), 4)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", list(KINDS))
 def test_steady_state_is_one_object(name: str) -> None:
     stream = make_stream(make_plan(name, 4, 8, tied=(TiedParameter("w", (0, 3), 1),)))
     programs = []

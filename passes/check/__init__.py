@@ -122,7 +122,7 @@ def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
         state = walk.state()
         if after == stream and state == before:
             return stream, calls
-        if after == stream and not stream.layout.lag:
+        if after == stream and not stream.layout.kind.stream:
             return stream, calls  # complete in itself: the state before was the fresh one
         stream, before, calls = after, state, calls + 1
     raise ScheduleError(f"the programs do not repeat within {MAX_CALLS} calls of {count}")
@@ -155,7 +155,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         default=0,
     )
     forward_only = walks[0].forward_only
-    lag = f"W_max(t-{layout.lag},0)" if layout.lag else "W_t"
+    lag = f"W_max(t-{layout.kind.lag},0)" if layout.kind.lag else "W_t"
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
@@ -166,8 +166,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     ]
     if not forward_only:
         statements += [
-            f"weights: {directions} of minibatch t on {lag}, {layout.versions} live "
-            f"version{'s' if layout.versions > 1 else ''}, "
+            f"weights: {directions} of minibatch t on {lag}, {layout.kind.versions} live "
+            f"version{'s' if layout.kind.versions > 1 else ''}, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
             f"in flight: at most {_listed(peaks)} microbatches per stage, "
             f"planned {_listed(planned)}",

@@ -14,7 +14,6 @@ from pdcompile.passes.layout import (
     FAMILIES,
     FORWARD_ONLY_SLOTS,
     GRADIENT,
-    GRADIENT_SLOTS,
     TIED,
     VALUE,
     WEIGHT,
@@ -23,6 +22,7 @@ from pdcompile.passes.layout import (
     hops,
 )
 from pdcompile.schedule import Action, Instruction
+from pdcompile.schedule.registry import GRADIENT_SLOTS
 
 _STATE = (
     "in_flight",
@@ -58,7 +58,8 @@ class Tokens:
     def __init__(self, layout: Layout, stage: int, rank: int, *, forward_only: bool = False):
         self.layout, self.stage, self.rank = layout, stage, rank
         self.forward_only = forward_only
-        self.lag = 0 if forward_only else layout.lag
+        self.lag = 0 if forward_only else layout.kind.lag
+        self.versions = layout.kind.versions
         self.hops = hops(layout, stage)
         replicated = len(layout.ranks[stage]) > 1
         self.collectives: tuple[str, ...] = (("REDUCE",) if replicated else ()) + (
@@ -162,8 +163,8 @@ class Tokens:
         if minibatch < self.steps:
             raise Violation(f"the update of minibatch {minibatch} has already run")
         version = max(minibatch - self.lag, 0)
-        if not self.steps - self.layout.versions < version <= self.steps:
-            oldest = max(0, self.steps + 1 - self.layout.versions)
+        if not self.steps - self.versions < version <= self.steps:
+            oldest = max(0, self.steps + 1 - self.versions)
             raise Violation(
                 f"needs weights W_{version}; versions W_{oldest} to W_{self.steps} exist"
             )
@@ -203,7 +204,7 @@ class Tokens:
     # -- update ----------------------------------------------------------------------------
 
     def step(self, one: Instruction, label: Label) -> None:
-        minibatch, oldest = label[0], self.steps + 2 - self.layout.versions
+        minibatch, oldest = label[0], self.steps + 2 - self.versions
         if self.forward_only or one.microbatch >= 0 or minibatch != self.steps:
             raise Violation(f"the next update is that of minibatch {self.steps}")
         if self.backwards.get(minibatch, []) != self.forwards.get(minibatch, []):

@@ -67,7 +67,7 @@ class Walk:
             raise self._deadlock(program, stuck) from None
         if kind != "+flush":
             self._coverage(program)
-        drained = kind != "" or not self.layout.lag
+        drained = kind != "" or not self.layout.kind.stream
         for rank, tokens in self.tokens.items():
             try:
                 tokens.end_call(drained=drained)

@@ -15,6 +15,7 @@ from pdcompile.passes.partition.evaluate import memory
 from pdcompile.passes.partition.limits import Limit, keeping, limits_of, listed
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.problem import PartitionProblem
+from pdcompile.schedule.registry import DEFAULT
 from pdcompile.units import format_bytes
 
 NAMED = 3  # stages for which memory alone is tried
@@ -49,7 +50,7 @@ def cheaper(problem: PartitionProblem, oracle: Oracle) -> list[str]:
     changes: list[tuple[str, Callable[[PartitionProblem], PartitionProblem]]] = []
     if rule.versions > 1:
         changes.append(
-            ('a schedule with one weight version ("1f1b")', lambda p: _ruled(p, versions=1))
+            (f'a schedule with one weight version ("{DEFAULT}")', lambda p: _ruled(p, versions=1))
         )
     if rule.optimizer_factor > 0:
         changes.append(

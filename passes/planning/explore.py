@@ -24,7 +24,6 @@ from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs import Resident, residents
-from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.branches import Branch, branches
@@ -38,6 +37,7 @@ from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Constraint
 from pdcompile.problem.space import Candidate, SearchSpace
+from pdcompile.schedule.registry import kind_of
 
 Progress = Callable[[str], None]
 
@@ -291,7 +291,7 @@ class Explorer:
         if broken or not self._fits(plan):
             what = broken[0] if broken else "a ledger exceeds its device"
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
-        every = setting.num_microbatches if SCHEDULES[setting.schedule][0] else 1
+        every = setting.num_microbatches if kind_of(setting.schedule).stream else 1
         certificate = Certificate(
             objective_seconds=seconds / every,
             bound_seconds=min(self.floor, seconds) / every,

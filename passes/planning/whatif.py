@@ -20,11 +20,12 @@ from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken, stage_uses
 from pdcompile.passes.planning.fit import advised, excess, fit
 from pdcompile.passes.planning.sketch import sketch
-from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
 from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
 from pdcompile.problem.change import Change, changed_cluster
+from pdcompile.schedule.registry import KINDS, kind_of
 from pdcompile.units import format_bytes
 
 CLOSE = 0.1  # of a memory limit: sketched ledgers were up to 7 % off at stages of real plans
@@ -242,7 +243,7 @@ def changed_problem(
             problem,
             memory=rule,
             num_microbatches=m,
-            objective="bottleneck" if SCHEDULES[name][0] else "flush",
+            objective=kind_of(name).objective,
         )
         training = replace(training, warmup=depths)
     sizes = [-(-one.batch_size // one.num_microbatches) for one in (before, training)]
@@ -304,11 +305,11 @@ def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
 
 def _training(training: Training, change: Change) -> Training:
     name = change.schedule or training.schedule
-    if name not in SCHEDULES:
+    if name not in KINDS:
         raise ConfigError(
             f"--schedule {name!r} is not available",
             where="--schedule",
-            remedy=f"one of {', '.join(SCHEDULES)}",
+            remedy=f"one of {', '.join(KINDS)}",
         )
     batch, m = change.batch_size, change.microbatches
     batch = training.batch_size if batch is None else batch

@@ -1,15 +1,15 @@
-"""Schedules: the compute order of each, its warm-up depths and what it holds in memory."""
+"""Schedules: warm-up depths, memory, and the programs of successive calls; one file a schedule."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
+from pdcompile.schedule.registry import kind_of
 
-__all__ = ["SCHEDULES", "Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
+__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
 
 
 def warmup(
@@ -33,18 +33,15 @@ def warmup(
             time); a tuple adds to each stage.
 
     Returns:
-        gpipe: all microbatches but one; 1f1b: at most that; 2bw: at most ⌊m/r_s⌋, because a
-        forward needs all backwards of the minibatch before the last.  Too deep ones are scaled
+        With a flush all microbatches but one at most, or just that where all go forward first.
+        A stream's forward needs all backwards of an earlier minibatch; too deep ones are scaled
         together: two neighbours of equal depth would take turns instead of overlapping.
 
     Raises:
         ScheduleError: unknown name, or counts that do not fit.
     """
     counts = replicas or (1,) * num_stages
-    if name not in SCHEDULES:
-        raise ScheduleError(
-            f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", remedy='schedule="1f1b"'
-        )
+    kind = kind_of(name)
     if num_stages < 1 or num_microbatches < 1 or len(counts) != num_stages or min(counts) < 1:
         raise ScheduleError(
             f"{num_stages} stages, {num_microbatches} microbatches, replicas {counts}"
@@ -53,18 +50,16 @@ def warmup(
         raise ScheduleError(f"extra warm-up {extra} for {num_stages} stages")
     if min(extra if isinstance(extra, tuple) else (extra,)) < 0:
         raise ScheduleError(f"extra warm-up {extra} is negative")
-    own = [-(-num_microbatches // count) for count in counts]
-    if name == "gpipe":
-        return tuple(most - 1 for most in own)
+    most = [kind.most_warmup(num_microbatches, count) for count in counts]
+    if kind.warmup == "all":
+        return tuple(most)
     depths = [0] * num_stages
     apart = 1 if isinstance(extra, tuple) else 1 + extra
     for stage in range(num_stages - 2, -1, -1):
         depths[stage] = -(-(depths[stage + 1] + apart) * counts[stage + 1] // counts[stage])
     if isinstance(extra, tuple):
         depths = [depth + more for depth, more in zip(depths, extra, strict=True)]
-    if name == "1f1b":
-        return tuple(min(depth, most - 1) for depth, most in zip(depths, own, strict=True))
-    return _scaled(depths, [num_microbatches // count for count in counts])
+    return _scaled(depths, most) if kind.stream else tuple(map(min, depths, most))
 
 
 def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:
@@ -90,18 +85,12 @@ def memory_rule(
 ) -> MemoryRule:
     """What a stage holds: weight versions, gradient buffers, microbatches in flight.
 
-    Gradient buffers are 2 where a stream updates late (clipping or replicas): the gradient of
-    a minibatch waits while the next one's is summed.  Raises ScheduleError for an unknown name.
+    Raises ScheduleError for an unknown name.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}")
-    lag, versions = SCHEDULES[name]
-    counts = replicas or (1,) * len(warmup)
-    in_flight = tuple(depth + 1 for depth in warmup)
-    if not lag:
-        in_flight = tuple(
-            min(depth, -(-num_microbatches // count))
-            for depth, count in zip(in_flight, counts, strict=True)
-        )
-    late = bool(lag) and (clipping or max(counts) > 1)
-    return MemoryRule(versions, 2 if late else 1, optimizer_factor, in_flight)
+    kind, counts = kind_of(name), replicas or (1,) * len(warmup)
+    in_flight = tuple(
+        kind.in_flight(depth, -(-num_microbatches // count))
+        for depth, count in zip(warmup, counts, strict=True)
+    )
+    buffers = kind.gradient_buffers(late=clipping or max(counts) > 1)
+    return MemoryRule(kind.versions, buffers, optimizer_factor, in_flight)

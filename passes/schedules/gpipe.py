@@ -16,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pdcompile.schedule import Action
+from pdcompile.schedule.registry import StageWork, Task
 
 
-def order(microbatches: Sequence[int]) -> Iterator[tuple[Action, int]]:
-    """Compute of one replica for one minibatch, without communication and update."""
-    for microbatch in microbatches:
-        yield Action.FORWARD, microbatch
-    for microbatch in microbatches:
-        yield Action.BACKWARD, microbatch
+def order(stages: Sequence[StageWork]) -> Iterator[Task]:
+    """The tasks of one rank in one call."""
+    (own,) = stages
+    for microbatch in own.microbatches:
+        yield Task(own.stage, Action.FORWARD, 0, microbatch)
+    for microbatch in own.microbatches:
+        yield Task(own.stage, Action.BACKWARD, 0, microbatch)
+    yield Task(own.stage, Action.STEP, 0, -1)

@@ -16,13 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pdcompile.schedule import Action
+from pdcompile.schedule.registry import StageWork, Task
 
 
-def order(microbatches: Sequence[int], warmup: int) -> Iterator[tuple[Action, int]]:
-    """Compute of one replica for one minibatch, without communication and update."""
-    for count, microbatch in enumerate(microbatches):
-        yield Action.FORWARD, microbatch
-        if count >= warmup:
-            yield Action.BACKWARD, microbatches[count - warmup]
-    for microbatch in microbatches[max(0, len(microbatches) - warmup) :]:
-        yield Action.BACKWARD, microbatch
+def order(stages: Sequence[StageWork]) -> Iterator[Task]:
+    """The tasks of one rank in one call."""
+    (own,) = stages
+    ahead = own.microbatches[: own.warmup]
+    for microbatch in ahead:
+        yield Task(own.stage, Action.FORWARD, 0, microbatch)
+    for count, microbatch in enumerate(own.microbatches):
+        if count + own.warmup < len(own.microbatches):
+            yield Task(own.stage, Action.FORWARD, 0, own.microbatches[count + own.warmup])
+        yield Task(own.stage, Action.BACKWARD, 0, microbatch)
+    yield Task(own.stage, Action.STEP, 0, -1)

@@ -1,6 +1,6 @@
 """Stream: the programs of successive calls, one after another.
 
-A schedule with a flush leaves nothing behind: every call has the same program.  2bw leaves
+A schedule with a flush leaves nothing behind: every call has the same program.  A stream leaves
 microbatches in flight, so that a call's program depends on what the calls before it left.
 Only that remainder is the state, relative to the call; after two calls it repeats, and so does
 the program, as the same object.
@@ -8,15 +8,18 @@ the program, as the same object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.layout import Layout, layout_of
-from pdcompile.passes.lower_comm import Column, RankState, Step, lower_evaluation, project
-from pdcompile.passes.schedules import gpipe, one_f_one_b, two_bw
+from pdcompile.passes.lower_comm import Column, RankState, lower_evaluation, project
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule.registry import StageWork, Task
+
+Limits = dict[tuple[int, int], int]  # see StageWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,9 @@ _evaluation = lru_cache(maxsize=32)(lower_evaluation)
 def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
     layout = stream.layout
     columns: list[Column] = []
-    limits: dict[tuple[int, int], int] = {}
+    limits: Limits = {}
     for stage, states in enumerate(stream.states):
-        following: dict[tuple[int, int], int] = {}
+        following: Limits = {}
         for replica, state in enumerate(states):
             share = layout.share(stage, replica, num_microbatches)
             column = Column(layout, stage, replica, state)
@@ -80,10 +83,11 @@ def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
             column.unreduced.append(0)
             column.receive_loss(num_microbatches)
             column.begin(share, layout.pool(stage))
-            steps = _order(layout, stage, state, share, limits)
-            following |= two_bw.limits_for_the_next(steps, limits, num_microbatches)
-            column.train(steps)
-            if not layout.lag:
+            tasks = _tasks(layout, stage, state, share, limits)
+            if layout.kind.stream:
+                following |= _limits_for_the_next(tasks, limits, num_microbatches)
+            column.train(tasks)
+            if not layout.kind.stream:
                 column.finish()
             columns.append(column)
         limits = following
@@ -97,7 +101,8 @@ def _flush(stream: Stream) -> tuple[Schedule, Stream]:
     for stage, states in enumerate(stream.states):
         for replica, state in enumerate(states):
             column = Column(layout, stage, replica, state)
-            column.train(two_bw.drain(state.pending, state.unstepped, layout.late(stage)))
+            if layout.kind.stream:
+                column.train(_tasks(layout, stage, state, (), {}, flush=True))
             column.finish()
             columns.append(column)
     return project(layout, f"{layout.name}+flush", columns, 0), _after(stream, columns, 0)
@@ -109,19 +114,36 @@ def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
     return stream if states == stream.states else Stream(stream.layout, states)
 
 
-def _order(
+def _tasks(
     layout: Layout,
     stage: int,
     state: RankState,
-    share: range,
-    limits: dict[tuple[int, int], int],
-) -> list[Step]:
-    if layout.name == "2bw":
-        late, depth = layout.late(stage), layout.warmup[stage]
-        return list(two_bw.order(state.pending, state.unstepped, share, depth, late, limits))
-    if layout.name == "gpipe":
-        compute = gpipe.order(share)
-    else:
-        compute = one_f_one_b.order(share, layout.warmup[stage])
-    steps = [(action, 0, microbatch) for action, microbatch in compute]
-    return [*steps, (Action.STEP, 0, -1)]
+    share: Sequence[int],
+    limits: Limits,
+    *,
+    flush: bool = False,
+) -> list[Task]:
+    work = StageWork(
+        stage,
+        share,
+        layout.warmup[stage],
+        state.pending,
+        state.unstepped,
+        layout.late(stage),
+        limits,
+        flush,
+    )
+    return list(layout.kind.order((work,)))
+
+
+def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:
+    """What one replica's call means for the stage after it: the `limits` of its backwards."""
+    found: Limits = {}
+    next_forward = num_microbatches
+    for _, action, minibatch, microbatch in reversed(tasks):
+        if action is Action.FORWARD:
+            next_forward = microbatch
+        elif action is Action.BACKWARD:
+            one = (minibatch, microbatch)
+            found[one] = min(next_forward - 1, limits.get(one, num_microbatches))
+    return found

@@ -52,7 +52,7 @@ def simulate(
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
     """
     stream = make_stream(plan)
-    lag = stream.layout.lag
+    lag = stream.layout.kind.lag
     programs = []
     for _ in range(max(1, steps or (STREAM_STEPS if lag else 1))):
         program, stream = stream.step(plan.training.num_microbatches)

@@ -90,7 +90,9 @@ class _Walk:
         copies = sum(one.bytes for one in self.plan.tied if self.index in one.stages[1:])
         self.stage = stage
         self.owned = max(0, stage.trainable_bytes - copies)
-        self.weights = stage.parameter_bytes + (self.layout.versions - 1) * stage.trainable_bytes
+        self.weights = (
+            stage.parameter_bytes + (self.layout.kind.versions - 1) * stage.trainable_bytes
+        )
         self.state = math.floor(training.optimizer_factor * self.owned)
         ranks = self.layout.ranks[self.index]
         of_rank = self.layout.share(
@@ -103,7 +105,7 @@ class _Walk:
 
     def begin(self, minibatch: int, *, trains: bool) -> None:
         """A call begins: its inputs are copied if the next one's may come before its backward."""
-        if trains and self.layout.versions > 1 and self.share:
+        if trains and self.layout.kind.versions > 1 and self.share:
             self.inputs[minibatch] = self.share
         self.outputs = Counter({t: n for t, n in self.outputs.items() if t >= minibatch - 1})
         self._note()

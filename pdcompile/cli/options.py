@@ -15,6 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import DEFAULT, described
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 
@@ -81,10 +82,9 @@ class Flags:
         str,
         typer.Option(
             rich_help_panel=TRAINING,
-            help="gpipe and 1f1b update as eager does; 2bw never drains and updates with "
-            "gradients of weights that are one minibatch old.",
+            help=f"{described()}; auto: the planner chooses.",
         ),
-    ] = "1f1b"
+    ] = DEFAULT
     microbatches: Annotated[
         str,
         typer.Option(
@@ -255,8 +255,8 @@ class PlanFlags(Flags):
         str,
         typer.Option(
             "--max-staleness", metavar="0|1|any", rich_help_panel=SEARCH,
-            help="With --schedule auto: 1 or any allows 2bw, whose gradients are one minibatch "
-            "old.",
+            help="With --schedule auto: how many minibatches old the weights may be that "
+            "gradients are of.",
         ),
     ] = "0"  # fmt: skip
 

@@ -13,6 +13,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import MACHINES, SEARCH, TRAINING, AsJson, PlanFile
 from pdcompile.errors import ConfigError
 from pdcompile.problem.change import Change, parse_devices, parse_named
+from pdcompile.schedule.registry import KINDS
 from pdcompile.units import parse_bytes, parse_rate, parse_seconds
 
 LEVEL = "NAME is a level of the plan's cluster, intra (innermost) or inter (outermost); none: all."
@@ -63,7 +64,7 @@ def whatif(
         ),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(rich_help_panel=TRAINING, help="gpipe, 1f1b or 2bw.")
+        str | None, typer.Option(rich_help_panel=TRAINING, help=f"One of {', '.join(KINDS)}.")
     ] = None,
     microbatches: Annotated[
         int | None,

@@ -21,10 +21,9 @@ from pdcompile.plan.clock import Clock
 from pdcompile.plan.model import Plan, StagePlan
 from pdcompile.plan.replicas import ReplicaClock, ranks_of
 from pdcompile.plan.validate import validate
+from pdcompile.schedule.registry import kind_of
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
-FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")
-VERSIONS = {"2bw": 2}
 Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = "make the plan again for this model and cluster"
 
@@ -267,7 +266,7 @@ def _stages(
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     """The closed formula, with what the plan says that a stage saves and with what its ops do."""
     training = plan.training
-    versions = VERSIONS.get(training.schedule, 1)
+    versions = kind_of(training.schedule).versions
     costs = {op.name: op.cost for op in graph.ops}
     ranks = ranks_of(plan.stages)
     for s, stage in enumerate(plan.stages):
@@ -298,7 +297,7 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     claimed = plan.certificate.objective_seconds
-    flush = plan.training.schedule in FLUSHING
+    flush = not kind_of(plan.training.schedule).stream
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
@@ -319,7 +318,7 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
 def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
     m, in_flight = plan.training.num_microbatches, _in_flight(plan)
-    flush = plan.training.schedule in FLUSHING
+    flush = not kind_of(plan.training.schedule).stream
     if _replicated(plan):
         among = ReplicaClock.of(plan, cluster, returning)
         return among.makespan([n - 1 for n in in_flight]) if flush else among.period(in_flight)
@@ -339,10 +338,9 @@ def _in_flight(plan: Plan) -> list[int]:
     """Microbatches that one replica of each stage holds at most."""
     last = len(plan.stages) - 1
     warmup = plan.training.warmup or [last - s for s in range(last + 1)]
-    flush = plan.training.schedule in FLUSHING
-    m = plan.training.num_microbatches
+    kind, m = kind_of(plan.training.schedule), plan.training.num_microbatches
     return [
-        min(depth + 1, -(-m // stage.replicas)) if flush else depth + 1
+        kind.in_flight(depth, -(-m // stage.replicas))
         for stage, depth in zip(plan.stages, warmup, strict=True)
     ]
 

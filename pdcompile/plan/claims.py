@@ -22,11 +22,11 @@ from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.model import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
+from pdcompile.schedule.registry import kind_of
 
 Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = "make the plan again for this model and cluster"
 CLOSE = 1e-9  # relative, of sums of seconds
-FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def findings(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
@@ -204,8 +204,8 @@ def _machines(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Iterat
 
 def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     training = plan.training
-    flush = training.schedule in FLUSHING
-    if (problem.objective == "flush") != flush:
+    kind = kind_of(training.schedule)
+    if problem.objective != kind.objective:
         message = f"{problem.objective!r} is not what {training.schedule!r} minimises"
         yield "problem.objective", message, AGAIN
     if problem.num_microbatches != training.num_microbatches:
@@ -219,7 +219,7 @@ def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     last = len(plan.stages) - 1
     depths = training.warmup or [last - s for s in range(last + 1)]
     most = training.num_microbatches
-    expected = tuple(min(depth + 1, most) if flush else depth + 1 for depth in depths)
+    expected = tuple(kind.in_flight(depth, most) for depth in depths)
     if problem.memory.in_flight != expected:
         message = f"{problem.memory.in_flight}, and warm-up {tuple(depths)} means {expected}"
         yield "problem.memory.in_flight", message, AGAIN

@@ -12,6 +12,7 @@ from pdcompile.errors import PlanError
 from pdcompile.jsonio import COMPACT, canonical, decode, dumps, loads
 from pdcompile.plan.validate import validate
 from pdcompile.problem import PartitionProblem
+from pdcompile.schedule.registry import DEFAULT
 
 SCHEMA = "pdcompile.plan/2"
 EARLIER = {  # versions that are read as well, and what they do not know
@@ -120,7 +121,7 @@ class TiedParameter:
 class Training:
     """The part of the configuration that changes what is computed: part of the fingerprint."""
 
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     num_microbatches: int = 1
     batch_size: int = 1  # global minibatch, samples
     warmup: tuple[int, ...] = ()  # per stage: forwards before the first backward, beyond one

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError
 from pdcompile.ir.graph import DTYPE_BYTES
-from pdcompile.options import SCHEDULES
 from pdcompile.plan import embedded
 from pdcompile.problem import PartitionProblem
+from pdcompile.schedule.registry import KINDS
 
 if TYPE_CHECKING:
     from pdcompile.plan.model import Plan
@@ -154,10 +154,9 @@ def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[
 
 def _training(plan: Plan) -> Iterator[Problem]:
     training, num_stages = plan.training, len(plan.stages)
-    if training.schedule not in SCHEDULES or training.schedule == "auto":
-        known = ", ".join(name for name in SCHEDULES if name != "auto")
+    if training.schedule not in KINDS:
         message = f"unknown schedule {training.schedule!r}"
-        yield "training.schedule", message, f"write one of {known}"
+        yield "training.schedule", message, f"write one of {', '.join(KINDS)}"
     for name in ("num_microbatches", "batch_size"):
         if getattr(training, name) < 1:
             yield f"training.{name}", f"{name} is 0", "write 1 or more"

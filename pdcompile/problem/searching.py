@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pdcompile.choices import FLUSH_SCHEDULES, STALE_SCHEDULES, Choices
+from pdcompile.choices import Choices
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
 from pdcompile.problem.space import SearchSpace
+from pdcompile.schedule.registry import allowed
 
 MOST_COUNTS = 5  # microbatch counts that "auto" tries
 SPREAD = 4  # from a quarter of the usual count to four times
@@ -43,8 +44,7 @@ def search_space(wish: Open, options: Options, chosen: Choices, sizes: SizeRange
     """
     schedules: tuple[str, ...] = (chosen.schedule,)
     if options.schedule == "auto":
-        stale = STALE_SCHEDULES if options.max_staleness in (1, "any") else ()
-        schedules = (*FLUSH_SCHEDULES, *stale)
+        schedules = allowed(options.max_staleness)
     return SearchSpace(
         replicas=wish.replicas,
         recompute=(False, True) if wish.recompute is None else (wish.recompute,),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdcompile.errors import ConfigError
+from pdcompile.schedule.registry import DEFAULT, KINDS
 
 MOST_COUNTS = 64  # replica counts in one menu; beyond, they are multiples of a step
-SCHEDULES = ("1f1b", "gpipe", "2bw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SearchSpace:
 
     replicas: Literal["1", "equal", "any"] = "1"
     recompute: tuple[bool, ...] = (False,)
-    schedules: tuple[str, ...] = ("1f1b",)
+    schedules: tuple[str, ...] = (DEFAULT,)
     microbatches: tuple[int, ...] = (1,)
     extra_warmup: tuple[int, ...] = (0,)
     stages: int | None = None
@@ -55,7 +55,7 @@ class SearchSpace:
         checks: tuple[tuple[str, bool], ...] = (
             ("replicas", self.replicas in ("1", "equal", "any")),
             ("recompute", bool(self.recompute) and set(self.recompute) <= {False, True}),
-            ("schedules", bool(self.schedules) and set(self.schedules) <= set(SCHEDULES)),
+            ("schedules", bool(self.schedules) and set(self.schedules) <= set(KINDS)),
             ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),

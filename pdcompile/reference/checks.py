@@ -10,6 +10,7 @@ from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.copied import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.reference.versions import ONE_AGE, STASH, VSYNC
 from pdcompile.weights import materialise, open_source
 
 
@@ -47,7 +48,7 @@ def check_model(model: nn.Module) -> None:
 def check_options(options: Options) -> int:
     """Refuse what has no meaning here; return the number of microbatches."""
     microbatches: int | Literal["auto"] = options.microbatches
-    if options.schedule in ("stash", "vsync"):
+    if options.schedule in (STASH, VSYNC):
         if microbatches not in ("auto", 1):
             raise ConfigError(
                 f"microbatches={microbatches!r} under schedule={options.schedule!r}, where every "
@@ -64,11 +65,11 @@ def check_options(options: Options) -> int:
         raise ConfigError(f"microbatches={microbatches!r} is not a number from 1 up")
     if options.max_grad_norm is not None and not options.max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm must be positive, got {options.max_grad_norm!r}")
-    if options.schedule == "stash" and options.max_grad_norm is not None:
+    if options.schedule == STASH and options.max_grad_norm is not None:
         raise ConfigError(
             "max_grad_norm needs the gradients of all stages at one time, which schedule "
-            "'stash' never has",
-            remedy="use schedule='2bw' or 'vsync', or clip per stage in the optimizer",
+            f"{STASH!r} never has",
+            remedy=f"use schedule={ONE_AGE}, or clip per stage in the optimizer",
         )
     if options.grad_scaler is not None:
         raise ConfigError(

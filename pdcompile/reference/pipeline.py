@@ -43,6 +43,7 @@ from pdcompile.options import Options
 from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.versions import Versions, weight_lags
+from pdcompile.schedule.registry import flush_schedules
 
 
 class Reference:
@@ -64,7 +65,7 @@ class Reference:
             raise ConfigError(
                 f"schedule={options.schedule!r} computes gradients on older weights, which means "
                 "nothing without updates",
-                remedy="give optimizer=, or use a flush schedule (gpipe, 1f1b)",
+                remedy=f"give optimizer=, or use a flush schedule ({flush_schedules()})",
             )
         self._num_minibatches = 0
         self._num_evaluations = 0
@@ -113,7 +114,7 @@ class Reference:
             raise ConfigError(
                 f"forward_backward is not possible under schedule={self._options.schedule!r}: "
                 "it computes a minibatch on older weights, so it has to make the updates itself",
-                remedy="call step, or use a flush schedule (gpipe, 1f1b)",
+                remedy=f"call step, or use a flush schedule ({flush_schedules()})",
             )
         return self._train(args, kwargs, target)
 

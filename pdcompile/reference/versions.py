@@ -3,10 +3,12 @@
 Minibatch t (from 0) runs on W_max(t − lag, 0), its gradients update W_t.  Written for N stages
 with warm-up depths w_s, the schedules are
 
-    gpipe, 1f1b, interleaved, zb-h1    lag 0: eager gradient accumulation
-    2bw                                lag 1 on every stage
-    vsync                              lag w_0 on every stage
-    stash                              lag w_s on stage s
+    gpipe, 1f1b    lag 0: eager gradient accumulation
+    2bw            lag 1 on every stage
+    vsync          lag w_0 on every stage
+    stash          lag w_s on stage s
+
+The registry knows the lag of those that are built; vsync and stash are only meant here.
 
 (PipeDream counts minibatches k = t + 1 and writes max(0, k − (w_s + 1)).)
 """
@@ -21,10 +23,13 @@ import torch
 from torch import nn
 
 from pdcompile.errors import ConfigError
-from pdcompile.options import SCHEDULES, Options
+from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import KINDS
 
-FLUSH_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+STASH, VSYNC = "stash", "vsync"  # every microbatch is a minibatch of its own
+#: stale schedules in which all weights that a minibatch runs on are of one age
+ONE_AGE = " or ".join(repr(name) for name in (*(n for n in KINDS if KINDS[n].stream), VSYNC))
 
 
 class Versions:
@@ -75,30 +80,28 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
     """
     names = [name for name, _ in model.named_parameters()]
     schedule = options.schedule
-    if schedule not in SCHEDULES or schedule == "auto":
+    if schedule in KINDS:
+        return dict.fromkeys(names, KINDS[schedule].lag)
+    if schedule not in (STASH, VSYNC):
         raise ConfigError(
             f"schedule={schedule!r} does not say which weights are used",
-            remedy=f"one of {', '.join(SCHEDULES[:-1])} (pipe.plan.training.schedule)",
+            remedy=f"one of {', '.join((*KINDS, STASH, VSYNC))} (pipe.plan.training.schedule)",
         )
-    if schedule in FLUSH_SCHEDULES:
-        return dict.fromkeys(names, 0)
-    if schedule == "2bw":
-        return dict.fromkeys(names, 1)
     plan = options.plan
     if plan is not None and not isinstance(plan, Plan):
         raise ConfigError(
             f"plan is of type {type(plan).__name__}", remedy="pass pipe.plan, or Plan.from_json"
         )
     if plan is None:
-        if schedule == "vsync" and options.stages is not None:
+        if schedule == VSYNC and options.stages is not None:
             return dict.fromkeys(names, options.stages - 1)
         raise ConfigError(
             f"schedule={schedule!r} computes on weights whose age depends on the plan",
             remedy="give plan=pipe.plan"
-            + (", or stages= for the minimal warm-up" if schedule == "vsync" else ""),
+            + (", or stages= for the minimal warm-up" if schedule == VSYNC else ""),
         )
     depths = plan.training.warmup or tuple(reversed(range(len(plan.stages))))
-    if schedule == "vsync":
+    if schedule == VSYNC:
         return dict.fromkeys(names, depths[0])
     return _stash_lags(names, plan, depths)
 
@@ -110,7 +113,7 @@ def _stash_lags(names: list[str], plan: Plan, depths: tuple[int, ...]) -> dict[s
             raise ConfigError(
                 f"stage {stage.index} has {stage.replicas} replicas: stash with replicas updates "
                 "stages at different times",
-                remedy="use a plan without replicas, or schedule='2bw'",
+                remedy=f"use a plan without replicas, or schedule={ONE_AGE}",
             )
         for name in stage.parameters:
             if name in lags:
@@ -118,7 +121,7 @@ def _stash_lags(names: list[str], plan: Plan, depths: tuple[int, ...]) -> dict[s
                     "a parameter is held by several stages, whose weights differ in age under "
                     "stash",
                     where=name,
-                    remedy="use schedule='2bw' or 'vsync', or keep its users in one stage",
+                    remedy=f"use schedule={ONE_AGE}, or keep its users in one stage",
                 )
             lags[name] = depth
     unknown = sorted(set(lags) - set(names))

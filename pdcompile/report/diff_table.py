@@ -12,6 +12,7 @@ from rich.text import Text
 from pdcompile.plan.diff import Changed, Moved, PlanDiff
 from pdcompile.report import names
 from pdcompile.report.explain_table import change_text
+from pdcompile.schedule.registry import flush_schedules
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
 SHOWN = 3  # ops of a move by name
@@ -54,7 +55,9 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
     if any(one.what == "scope" for one in found.certificate):
         parts.append(Text("the proofs hold in different scopes: pdcompile explain shows each"))
     if any(one.what == "schedule" for one in found.training):
-        parts.append(Text("objectives are of a step with a flush (gpipe, 1f1b), else a microbatch"))
+        parts.append(
+            Text(f"objectives are of a step with a flush ({flush_schedules()}), else a microbatch")
+        )
     for note in found.notes:
         parts.append(Text(f"only in {'b' if note.a is None else 'a'}: {note.b or note.a}"))
     if found.says_nothing:

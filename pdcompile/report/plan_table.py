@@ -11,6 +11,7 @@ from rich.text import Text
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.report import names
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
 
 LEDGER_LINES = tuple(
@@ -87,10 +88,9 @@ def in_flight(plan: Plan, stage: int) -> int:
     """Microbatches that a replica of the stage holds at most (warm-up depth plus one)."""
     training = plan.training
     most = -(-training.num_microbatches // plan.stages[stage].replicas)
-    if training.schedule == "gpipe" or stage >= len(training.warmup):
+    if stage >= len(training.warmup):
         return most
-    held = training.warmup[stage] + 1
-    return min(held, most) if training.schedule == "1f1b" else held
+    return kind_of(training.schedule).in_flight(training.warmup[stage], most)
 
 
 def _sends(plan: Plan, stage: int) -> str:
@@ -161,8 +161,7 @@ def forecast_line(plan: Plan) -> Text:
 
 def certificate_line(certificate: Certificate, schedule: str) -> Text:
     """Objective, bound, gap, prover, scope and seconds, as one sentence."""
-    flush = schedule in ("gpipe", "1f1b", "interleaved", "zb-h1")
-    what = "a step" if flush else "a microbatch"
+    what = "a microbatch" if kind_of(schedule).stream else "a step"
     text = Text("certificate: ")
     text.append(
         certificate.status, style="bold green" if certificate.status == "optimal" else "bold yellow"

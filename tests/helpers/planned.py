@@ -10,12 +10,13 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.fit import fit
-from pdcompile.passes.schedules import SCHEDULES, memory_rule, warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.constraints import Constraint
+from pdcompile.schedule.registry import kind_of
 
 
 def planned(
@@ -34,7 +35,7 @@ def planned(
         graph,
         stage_limits(cluster, num_stages),
         num_microbatches=microbatches,
-        objective="bottleneck" if SCHEDULES[schedule][0] else "flush",
+        objective=kind_of(schedule).objective,
         memory=memory_rule(schedule, depths, microbatches),
         constraints=constraints,
     )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.registry import KINDS
 
 CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
 
@@ -74,7 +75,7 @@ def plans(
         holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
         tied.append(TiedParameter(f"w{index}", holders, 1))
     return make_plan(
-        draw(st.sampled_from(["gpipe", "1f1b", "2bw"])),
+        draw(st.sampled_from(list(KINDS))),
         n,
         m,
         edges=tuple(edges),

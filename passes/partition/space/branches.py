@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.search import Ground, simple_bound
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Branch:
     @property
     def scale(self) -> int:
         """Microbatches in what the search calls seconds."""
-        return self.setting.num_microbatches if SCHEDULES[self.setting.schedule][0] else 1
+        return self.setting.num_microbatches if kind_of(self.setting.schedule).stream else 1
 
 
 def branches(
@@ -84,7 +84,8 @@ class _Branches:
     def _settings(self, used: int) -> Iterator[Setting]:
         for schedule in self.space.schedules:
             for m in self.space.microbatches:
-                same = schedule == "gpipe" or used == 1  # whatever the warm-up is to be
+                # whatever the warm-up is to be
+                same = used == 1 or kind_of(schedule).warmup == "all"
                 for extra in self.space.extra_warmup[: 1 if same else None]:
                     yield Setting(
                         schedule,

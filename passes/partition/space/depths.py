@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdcompile.problem.space import Setting
+from pdcompile.schedule.registry import kind_of
 
 
 def least_depth(
@@ -15,23 +16,25 @@ def least_depth(
     by all stages: then 0, or with a `guess` the depth that is likely.
     """
     m, apart = setting.num_microbatches, 1 + setting.extra_warmup
-    share = -(-m // replicas)
-    if setting.schedule == "gpipe":
-        return share - 1
+    kind = kind_of(setting.schedule)
+    cap = kind.most_warmup(m, replicas)
+    if kind.warmup == "all":
+        return cap
     depth = -(-apart * after // replicas)
-    if setting.schedule == "1f1b":
-        return min(depth, share - 1)
+    if not kind.stream:
+        return min(depth, cap)
     most = apart * (ranks - 1) if straight else (1 + apart) * ranks
     if m >= most:
         return depth
-    return 0 if guess is None else min(depth, m // replicas)
+    return 0 if guess is None else min(depth, cap)
 
 
 def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> int:
     """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i."""
-    m, apart = setting.num_microbatches, 1 + setting.extra_warmup
-    share = -(-m // replicas)
-    if setting.schedule == "gpipe":
-        return share - 1
+    apart = 1 + setting.extra_warmup
+    kind = kind_of(setting.schedule)
+    cap = kind.most_warmup(setting.num_microbatches, replicas)
+    if kind.warmup == "all":
+        return cap
     depth = apart * after if straight else ((1 + apart) * after + replicas - 1) // replicas
-    return min(depth, share - 1) if setting.schedule == "1f1b" else min(depth, m // replicas)
+    return min(depth, cap)

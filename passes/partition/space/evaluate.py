@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.layout import GRADIENT_SLOTS, LOOKAHEAD, SCHEDULES
 from pdcompile.passes.partition.makespan import Timing, makespan
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
+from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Measure:
     def __init__(self, problem: PartitionProblem, cluster: Cluster, candidate: Candidate):
         self.problem, self.cluster, self.candidate = problem, cluster, candidate
         self.setting = candidate.setting
-        self.lag, self.versions = SCHEDULES[self.setting.schedule]
+        self.kind = kind_of(self.setting.schedule)
         self.m = self.setting.num_microbatches
         self.stages = range(len(candidate.options))
         self.hops = list(self._hops())
@@ -147,7 +147,7 @@ class Measure:
 
     def _seconds(self, loads: list[float]) -> float:
         times = [self.compute(s) for s in self.stages]
-        if self.lag:
+        if self.kind.stream:
             trips = [
                 self._round_trip(s, times)
                 / (self.candidate.options[s].replicas * (self.candidate.warmup[s] + 1))
@@ -235,13 +235,10 @@ class Measure:
             for p in shared
             if p.trainable and min(self.candidate.stage_of[i] for i in p.items) < s
         )
-        late = bool(self.lag) and (self.setting.clipping or option.replicas > 1)
-        share = -(-self.m // option.replicas)
-        in_flight = self.candidate.warmup[s] + 1
-        slots = in_flight + LOOKAHEAD
-        if not self.lag:
-            in_flight, slots = min(in_flight, share), min(slots, share)
-        total = trainable * self.versions + owned * (2 if late else 1) + frozen
+        buffers = self.kind.gradient_buffers(late=self.setting.clipping or option.replicas > 1)
+        depth, share = self.candidate.warmup[s], -(-self.m // option.replicas)
+        in_flight, slots = self.kind.in_flight(depth, share), self.kind.slots(depth, share)
+        total = trainable * self.kind.versions + owned * buffers + frozen
         total += math.floor(owned * self.setting.optimizer_factor)
         total += (1 if option.recompute else in_flight) * sum(item.saved_bytes for item in items)
         total += max((item.workspace_bytes for item in items), default=0)

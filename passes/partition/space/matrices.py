@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.layout import GRADIENT_SLOTS, LOOKAHEAD, SCHEDULES
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.depths import least_depth, most_depth
@@ -23,6 +22,7 @@ from pdcompile.passes.partition.space.paths import Paths
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
 from pdcompile.problem.space import Setting, StageOption
+from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
 Bool = NDArray[np.bool_]
 SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes
@@ -72,7 +72,7 @@ class Matrices:
         )
         share, depth = -(-self.setting.num_microbatches // r), self.depth(seats, p, r, most=True)
         f = self.segments.forward[rows] / seats.speed(p, r)
-        if SCHEDULES[self.setting.schedule][0]:
+        if kind_of(self.setting.schedule).stream:
             trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
             return trip
         # Until its first backward a replica does depth + 1 forwards, and at the end so many
@@ -157,15 +157,12 @@ class Matrices:
     def bytes(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
         setting, m, r = self.setting, self.setting.num_microbatches, option.replicas
-        lag, versions = SCHEDULES[setting.schedule]
-        late = bool(lag) and (setting.clipping or r > 1)
-        share = -(-m // r)
-        in_flight = self.depth(seats, p, r) + 1
-        slots = in_flight + LOOKAHEAD
-        if not lag:
-            in_flight, slots = min(in_flight, share), min(slots, share)
-        total = self._fixed[rows] + (versions - 1) * self._trainable[rows]
-        total = total + ((2 if late else 1) + setting.optimizer_factor) * self._owned[rows]
+        kind = kind_of(setting.schedule)
+        buffers = kind.gradient_buffers(late=setting.clipping or r > 1)
+        depth, share = self.depth(seats, p, r), -(-m // r)
+        in_flight, slots = kind.in_flight(depth, share), kind.slots(depth, share)
+        total = self._fixed[rows] + (kind.versions - 1) * self._trainable[rows]
+        total = total + (buffers + setting.optimizer_factor) * self._owned[rows]
         sets = 1 if option.recompute else in_flight
         total = total + sets * self._saved[rows] + slots * self._received[rows]
         result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * self._returned[rows]

@@ -8,7 +8,6 @@ from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.costs import Resident
-from pdcompile.passes.layout import SCHEDULES
 from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.model import Model, build
@@ -27,6 +26,7 @@ from pdcompile.passes.schedules import warmup
 from pdcompile.plan import MemoryLedger
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
 
 Ledgers = Callable[[Candidate], Sequence[MemoryLedger]]
 """What every rank holds under the schedule of a candidate."""
@@ -98,7 +98,7 @@ def simple_bound(ground: Ground, space: SearchSpace, setting: Setting, seats: Se
     seconds = ground.work / speed
     if space.replicas == "1":
         seconds = max(seconds, ground.largest / seats.fastest)
-    m = 1 if SCHEDULES[setting.schedule][0] else setting.num_microbatches
+    m = 1 if kind_of(setting.schedule).stream else setting.num_microbatches
     return seconds * m * (1 - 1e-12)
 
 
@@ -210,7 +210,7 @@ def timed(
     seconds = found.seconds
     if not candidate.straight:
         seconds = sketched().step_seconds
-        if SCHEDULES[candidate.setting.schedule][0]:
+        if kind_of(candidate.setting.schedule).stream:
             seconds = max(found.seconds, seconds / candidate.setting.num_microbatches)
     if not (seconds < below and limited(cluster)):
         return seconds, True
