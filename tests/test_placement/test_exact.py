@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import place
 from pdcompile.passes.published.placement.evaluate import SLACK, Device, device_loads, violations
-from pdcompile.passes.published.placement.group import grouped
-from pdcompile.passes.published.placement.ideals import all_ideals, best_chain
-from pdcompile.passes.published.placement.integer_program import prove
-from pdcompile.passes.published.placement.linear import best_linear
+from pdcompile.passes.published.placement.groups import grouped
+from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
 from pdcompile.passes.published.placement.loads import Placement, objective
-from pdcompile.passes.published.placement.orders import around, orders
+from pdcompile.passes.published.placement.search import ExactSearch
+from pdcompile.passes.published.placement.threshold_program import prove
 from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem, parse, read
 from tests.helpers.placements import brute_force, device_load, inception, random_problem, write
 from tests.helpers.reference import folder
@@ -114,18 +113,23 @@ def test_answers_hold_every_node_once_with_the_loads_they_name(seed: int) -> Non
 def test_linear_orders_give_placements_that_are_no_better_than_the_best(seed: int) -> None:
     problem = random_problem(seed, SMALL)
     groups = grouped(problem)
-    position = {}
-    for order in orders(groups, seed, 1):
+    search = ExactSearch(groups, Budget(), seed, None, -math.inf)
+    if math.isinf(search.bound):
+        return
+    for order in search.orders(1):
         position = {v: i for i, v in enumerate(order)}
         assert sorted(order) == list(range(len(groups.sizes)))
         assert all(position[a] < position[b] for a, b in groups.arcs)
-    value, found = best_linear(groups, orders(groups, seed, 1))
+        search.along(order)
     best, _ = brute_force(problem)
+    value, found = search.upper, search.best
     assert value >= best * (1 - 1e-12)
     if found is not None:
         assert value == objective(groups, found)
-        again, _ = best_linear(groups, around(groups, found.stage_of, seed, 2))
-        assert again <= value * (1 + 1e-12)
+        for order in search.around(found.stage_of, seed):
+            position = {v: i for i, v in enumerate(order)}
+            assert all(position[a] < position[b] for a, b in groups.arcs)
+        assert search.upper <= value * (1 + 1e-12)
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import FAMILIES, problem
-from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement.first_fit import first_fit
-from pdcompile.passes.published.placement.group import grouped
+from pdcompile.passes.published.placement import first_fit, place
+from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.loads import objective
 
 

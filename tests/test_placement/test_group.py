@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import networkx as nx
 import pytest
 
-from pdcompile.passes.published.placement.group import components, grouped, reduced
+from pdcompile.passes.published.placement.groups import components, grouped, reduced
 from pdcompile.passes.published.placement_file import (
     DeviceClass,
     PlacementEdge,

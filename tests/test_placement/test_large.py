@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 from benchmarks.graphs import FAMILIES, Sketch, problem
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import search
-from pdcompile.passes.published.placement.group import grouped
-from pdcompile.passes.published.placement.large.arrays import arrays
-from pdcompile.passes.published.placement.large.chain import best
-from pdcompile.passes.published.placement.large.envelope import Part, lines
-from pdcompile.passes.published.placement.large.lattice import anchors, listed, segments
-from pdcompile.passes.published.placement.large.linear import linear_chain, positions_of
-from pdcompile.passes.published.placement.large.nested import Nested
-from pdcompile.passes.published.placement.large.series import series, series_chain, stages_of
-from pdcompile.passes.published.placement.large.solve import solve
+from pdcompile.passes.published.placement.cut_chain import arrays, best, linear_chain, positions_of
+from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.loads import Placement, compact, objective, stage_loads
+from pdcompile.passes.published.placement.nested import Nested
+from pdcompile.passes.published.placement.relaxed import Part, lines
+from pdcompile.passes.published.placement.search import solve_large as solve
+from pdcompile.passes.published.placement.series import (
+    anchors,
+    listed,
+    segments,
+    series,
+    series_chain,
+    stages_of,
+)
 from pdcompile.passes.published.placement_file import LoadProblem
 from tests.helpers.placements import brute_force, random_problem
 

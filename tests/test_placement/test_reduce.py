@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published import placement_file
-from pdcompile.passes.published.placement.group import grouped
-from pdcompile.passes.published.placement.ideals import all_ideals, best_chain
-from pdcompile.passes.published.placement.loads import objective
-from pdcompile.passes.published.placement.ranges import stage_ranges
-from pdcompile.passes.published.placement.reduce import together, without_zeros
+from pdcompile.passes.published.placement.groups import grouped, together, without_zeros
+from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
+from pdcompile.passes.published.placement.loads import objective, stage_ranges
 from pdcompile.passes.published.placement.search import lifted, memory_problem, simple_bound
 from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem
 from tests.helpers.placements import random_problem

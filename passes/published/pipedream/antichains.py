@@ -8,7 +8,8 @@ worse than the one it finds.
 
 from __future__ import annotations
 
-from pdcompile.passes.published.pipedream.states import Dag, members
+from pdcompile.passes.partition.lattice import members
+from pdcompile.passes.published.pipedream.states import Dag
 
 
 def walked(dag: Dag, limit: int) -> list[int] | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pdcompile.passes.published.pipedream.states import Dag, members, membership
+from pdcompile.passes.partition.lattice import members
+from pdcompile.passes.published.pipedream.states import Dag, membership
 
 ROUND = 1.2e9  # nanoseconds of one core that one search may take, roughly
 MOST = 1500  # states in one search

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.published.pipedream.states import Dag, Floats, members
+from pdcompile.passes.partition.lattice import members
+from pdcompile.passes.published.pipedream.states import Dag, Floats
 
 Flags = NDArray[np.bool_]
 

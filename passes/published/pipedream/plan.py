@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.pipedream.antichains import walked
 from pdcompile.passes.published.pipedream.bounds import relaxation
 from pdcompile.passes.published.pipedream.candidates import Pool
@@ -23,7 +24,6 @@ from pdcompile.passes.published.pipedream.states import (
     arrange,
     dag_of,
     lattice_of,
-    members,
     segments_of,
     undominated,
 )

@@ -8,23 +8,17 @@ a chain of such sets, so a search over all of them covers every pipeline ('PipeD
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.passes.partition.lattice import Link, down_closed, members, reachable
+from pdcompile.passes.partition.lattice import membership as unpacked
 from pdcompile.passes.published.pipedream_file import ProfileGraph
 
 Floats = NDArray[np.float64]
-
-
-def members(down_set: int) -> Iterator[int]:
-    """The set's nodes, ascending."""
-    while down_set:
-        lowest = down_set & -down_set
-        yield lowest.bit_length() - 1
-        down_set ^= lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +88,8 @@ def dag_of(graph: ProfileGraph) -> Dag:
     for source, target in graph.edges:
         successors[place[source]] |= 1 << place[target]
         predecessors[place[target]] |= 1 << place[source]
-    ancestors = [0] * size
-    for v in range(size):
-        for u in members(predecessors[v]):
-            ancestors[v] |= ancestors[u] | 1 << u
-    descendants = [0] * size
-    for v in reversed(range(size)):
-        for u in members(successors[v]):
-            descendants[v] |= descendants[u] | 1 << u
+    ancestors = reachable([members(mask) for mask in predecessors], from_end=False)
+    descendants = reachable([members(mask) for mask in successors], from_end=True)
     exposed = [
         sum(1 << u for u in members(ancestors[v]) if successors[u] & ~(ancestors[v] | 1 << v))
         for v in range(size)
@@ -158,37 +146,17 @@ def eager_nodes(dag: Dag, *, memory: bool) -> tuple[int, ...]:
 def lattice_of(dag: Dag, limit: int, *, memory: bool) -> Lattice | None:
     """All down-closed sets that `eager_nodes` leaves, or None when there are more than `limit`."""
     eager = eager_nodes(dag, memory=memory)
+    before, after = ([members(mask) for mask in masks] for masks in (dag.before, dag.after))
+    links: list[Link] = []
     pull = sum(1 << v for v in eager)
-    index = {0: 0}
-    sets = [0]
-    ready = [sum(1 << v for v in range(dag.size) if not dag.before[v])]
-    links: list[tuple[int, int, int]] = []
-    for here, down_set in enumerate(sets):  # grows while it is walked
-        for v in members(ready[here]):
-            larger, open_nodes = _with(dag, down_set, ready[here], v)
-            while pulled := open_nodes & pull:
-                first = pulled.bit_length() - 1
-                larger, open_nodes = _with(dag, larger, open_nodes, first)
-            there = index.get(larger)
-            if there is None:
-                there = index[larger] = len(sets)
-                if there >= limit:
-                    return None
-                sets.append(larger)
-                ready.append(open_nodes)
-            links.append((here, v, there))
+    sets = down_closed(before, after, limit, eager=pull, links=links)
+    if sets is None:
+        return None
     add = np.full((len(sets), dag.size), -1, np.int32)
     steps = np.array(links, np.int64).reshape(-1, 3)
     add[steps[:, 0], steps[:, 1]] = steps[:, 2]
     boundary = np.array([dag.boundary(down_set) for down_set in sets])
     return Lattice(tuple(sets), add, boundary, eager)
-
-
-def _with(dag: Dag, down_set: int, ready: int, node: int) -> tuple[int, int]:
-    """The set with one more node, and the nodes that can be added next."""
-    larger = down_set | 1 << node
-    fresh = sum(1 << u for u in members(dag.after[node]) if not dag.before[u] & ~larger)
-    return larger, ready & ~(1 << node) | fresh
 
 
 def undominated(dag: Dag, lattice: Lattice, *, memory: bool) -> list[int]:
@@ -266,11 +234,7 @@ def arrange(dag: Dag, sets: Iterable[int]) -> list[int]:
 
 def membership(dag: Dag, sets: Sequence[int]) -> Floats:
     """[set, node] -> 1 where the node is in the set."""
-    width = (dag.size + 7) // 8
-    raw = b"".join(s.to_bytes(width, "little") for s in sets)
-    packed = np.frombuffer(raw, np.uint8).reshape(len(sets), width)
-    bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : dag.size]
-    return bits.astype(np.float64)
+    return unpacked(sets, dag.size).astype(np.float64)
 
 
 def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:

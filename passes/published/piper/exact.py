@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper import frontier
 from pdcompile.passes.published.piper.chain import Ints
 from pdcompile.passes.published.piper.model import Floats
 from pdcompile.passes.published.piper.segments import Space, Table, entered, left
-from pdcompile.passes.published.piper.states import members
 
 POINTS = 1_500  # sums of variants that a stage may have; more are thinned
 

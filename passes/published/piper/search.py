@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper import frontier
 from pdcompile.passes.published.piper.chain import (
     Choices,
@@ -27,7 +28,6 @@ from pdcompile.passes.published.piper.segments import (
     in_flight,
     options_of,
 )
-from pdcompile.passes.published.piper.states import members
 from pdcompile.passes.published.piper_file import MenuProblem
 from pdcompile.problem.answer import Progress, StageAnswer
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.piper import bounds, exact, quick, states
 from pdcompile.passes.published.piper.chain import cheapest_chain, smallest_threshold
@@ -81,7 +82,10 @@ class _Solve:
         if masks is not None and complete:
             space = Space(problem, masks)
         else:
-            space = Space(problem, states.prefixes(states.orders(problem, self.seed), PREFIXES))
+            space = Space(
+                problem,
+                lattice.prefixes(states.orders(problem, self.seed), math.inf, each=PREFIXES),
+            )
         stages = self._all(space)
         self.least = Least(space, stages)
         self._begin(space, stages)
@@ -115,7 +119,7 @@ class _Solve:
             assert self.best is not None
             before = self.best.objective
             near = states.around(self.problem, self.best.masks, orders[turn % len(orders)], REACH)
-            space = Space(self.problem, states.sort({0, full, *near}))
+            space = Space(self.problem, lattice.smaller_first({0, full, *near}))
             stages = self._below(space, self.best.objective)
             if stages is None:
                 return

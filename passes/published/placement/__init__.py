@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -15,12 +16,10 @@ from pdcompile.passes.published.placement.evaluate import (
     memories,
     violations,
 )
-from pdcompile.passes.published.placement.first_fit import first_fit
-from pdcompile.passes.published.placement.group import grouped
-from pdcompile.passes.published.placement.infeasible import impossible, reason
-from pdcompile.passes.published.placement.loads import Placement
-from pdcompile.passes.published.placement.search import Found, solve
-from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
+from pdcompile.passes.published.placement.groups import grouped
+from pdcompile.passes.published.placement.loads import Placement, objective
+from pdcompile.passes.published.placement.search import Found, memory_problem, solve, solve_large
+from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem, PlacementProblem
 from pdcompile.problem.answer import Answer, Progress, StageAnswer, relative_gap
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -71,9 +70,7 @@ def place(
 def _solve(groups: LoadProblem, budget: Budget, seed: int, progress: Progress | None) -> Found:
     devices = sum(min(kind.count, len(groups.sizes)) for kind in groups.classes)
     if len(groups.sizes) > MOST_GROUPS or len(groups.sizes) * devices > MOST_CELLS:
-        from pdcompile.passes.published.placement import large
-
-        return large.solve(groups, budget=budget, seed=seed, report=progress)
+        return solve_large(groups, budget=budget, seed=seed, report=progress)
     return solve(groups, budget=budget, seed=seed, report=progress)
 
 
@@ -123,3 +120,102 @@ def _answer(
     )
     status = "optimal" if relative_gap(value, bound) == 0 else "feasible"
     return Answer(status, value, bound, found.prover, seconds, scope, stages)
+
+
+def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:
+    """The reason when one group, or the sum of all, shows that there is no placement; or ""."""
+    present = [c for c, kind in enumerate(problem.classes) if kind.count]
+    if not present:
+        names = " and no ".join(kind.name for kind in problem.classes)
+        return f"there is no {names}"
+    for v, row in enumerate(groups.seconds):
+        runs = [c for c in present if math.isfinite(row[c])]
+        held = _names(problem, groups.members[v])
+        if not runs:
+            lacking = [kind.name for kind in problem.classes if not kind.count]
+            hint = f", and there is no {' or '.join(lacking)}" if lacking else ""
+            where = " or ".join(problem.classes[c].name for c in present)
+            return f"{held} cannot run on one {where}{hint}"
+        if all(groups.sizes[v] > groups.classes[c].memory for c in runs):
+            kind = max((problem.classes[c] for c in runs), key=lambda kind: kind.memory)
+            return f"{held} of size {groups.sizes[v]:.12g} does not fit: {_limit(kind)}"
+    room = math.fsum(
+        kind.count * kind.memory if math.isfinite(kind.memory) else math.inf
+        for kind in groups.classes
+        if kind.count
+    )
+    total = math.fsum(groups.sizes)
+    if total > room * (1 + 1e-12):
+        limits = " and ".join(
+            f"{kind.count} × {kind.memory:.12g}" for kind in problem.classes if kind.count
+        )
+        return f"all nodes together have size {total:.12g}, more than {limits}"
+    return ""
+
+
+def reason(problem: PlacementProblem, groups: LoadProblem, *, budget: Budget, seed: int = 0) -> str:
+    """Why there is no placement, and the least memory that would help where that is proved."""
+    known = impossible(problem, groups)
+    limited = [kind for kind in groups.classes if kind.count and math.isfinite(kind.memory)]
+    if len(limited) != 1:
+        return known or "no order of the groups fits the limits of the devices"
+    memory, limit = memory_problem(groups)
+    least = solve(memory, budget=budget, seed=seed)
+    if not known:
+        known = (
+            f"no pipeline of {_devices(problem)} fits: what has to stay together or in order "
+            f"does not divide into parts of {limit:.12g}"
+        )
+    return known + _relief(least, limited[0])
+
+
+def _relief(least: Found, kind: DeviceClass) -> str:
+    if least.placement is None or not least.proved or not least.objective > kind.memory:
+        return ""
+    return f"; the least memory of one {kind.name} that is enough is {least.objective:.12g}"
+
+
+def _limit(kind: DeviceClass) -> str:
+    return f"one {kind.name} has {kind.memory:.12g}"
+
+
+def _devices(problem: PlacementProblem) -> str:
+    return " and ".join(f"{kind.count} {kind.name}" for kind in problem.classes if kind.count)
+
+
+def _names(problem: PlacementProblem, members: Sequence[int]) -> str:
+    ids = [repr(problem.nodes[v].id) for v in members]
+    if len(ids) == 1:
+        return f"node {ids[0]}"
+    shown = ", ".join(ids if len(ids) <= 6 else [*ids[:5], f"… ({len(ids)} in all)"])
+    return f"what has to share a device (nodes {shown})"
+
+
+def first_fit(problem: LoadProblem) -> Placement | None:
+    """Groups in topological order, device after device: each takes an equal share of the work.
+
+    A device also ends where its memory is full or a group cannot run on it.  None when the
+    groups do not fit like that, which proves nothing.
+    """
+    kinds = [c for c, kind in enumerate(problem.classes) for _ in range(kind.count)]
+    kinds = kinds[: max(1, len(problem.sizes))]
+    if not kinds:
+        return None
+    total = math.fsum(min(seconds) for seconds in problem.seconds)
+    share = total / len(kinds)
+    stage_of: list[int] = []
+    stage, done, filled = 0, 0.0, 0.0
+    for seconds, size in zip(problem.seconds, problem.sizes, strict=True):
+        while stage < len(kinds):
+            own = seconds[kinds[stage]]
+            fits = filled + size <= problem.classes[kinds[stage]].memory and math.isfinite(own)
+            last = stage + 1 == len(kinds)  # takes what is left
+            if fits and (last or done + own / 2 <= share):
+                break
+            stage, done, filled = stage + 1, 0.0, 0.0
+        if stage == len(kinds):
+            return None
+        stage_of.append(stage)
+        done, filled = done + own, filled + size
+    placement = Placement(tuple(stage_of), tuple(kinds))
+    return placement if math.isfinite(objective(problem, placement)) else None

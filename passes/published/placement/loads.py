@@ -1,6 +1,10 @@
 """Placement: a pipeline over the groups of a LoadProblem, and what each stage costs.
 
 Loads are computed in exact sums (math.fsum), rounded once.
+
+A lower bound at once: the slowest group alone, and all work shared by all devices.
+
+Which stages a group can be on, in any pipeline no slower than one that is known.
 """
 
 from __future__ import annotations
@@ -9,6 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.published.placement_file import LoadProblem
 
 
@@ -59,9 +67,96 @@ def compact(stage_of: Sequence[int], kinds: Sequence[int]) -> Placement:
 
 def neighbours(problem: LoadProblem) -> tuple[list[list[int]], list[list[int]]]:
     """Direct predecessors and direct successors of every group."""
-    before: list[list[int]] = [[] for _ in problem.sizes]
-    after: list[list[int]] = [[] for _ in problem.sizes]
-    for a, b in problem.arcs:
-        before[b].append(a)
-        after[a].append(b)
-    return before, after
+    return lattice.neighbours(len(problem.sizes), problem.arcs)
+
+
+ROUNDED = 1e-12  # relative; sums and divisions err by less
+HALVINGS = 60
+Floats = npt.NDArray[np.float64]
+
+
+def simple_bound(problem: LoadProblem) -> float:
+    """No placement is better; inf when a group runs nowhere, or there is no device."""
+    kinds = [c for c, kind in enumerate(problem.classes) if kind.count]
+    if not kinds:
+        return math.inf
+    seconds = np.array(problem.seconds)[:, kinds].T
+    counts = [problem.classes[c].count for c in kinds]
+    best = float(seconds.min(axis=0).max(initial=0.0))
+    if not math.isfinite(best):
+        return math.inf
+    if len(kinds) == 2:
+        best = max(best, _shared(seconds[0], counts[0], seconds[1], counts[1]))
+    else:
+        best = max(best, float(seconds.min(axis=0).sum()) / sum(counts))
+    return best * (1 - ROUNDED)
+
+
+def _shared(first: Floats, firsts: int, second: Floats, seconds: int) -> float:
+    """The least largest load when groups may be divided between devices of two classes.
+
+    Within T, devices of the second class take the groups that save the first class most for
+    their time; T is enough when the first class can do what is left.  It is found by halving.
+    """
+    only_first, only_second = np.isinf(second), np.isinf(first)
+    needed = float(first[only_first].sum())
+    taken = float(second[only_second].sum())
+    free = ~(only_first | only_second)
+    a, b = first[free], second[free]
+    with np.errstate(over="ignore"):  # of times next to nothing, any order will do
+        order = np.argsort(-a / np.maximum(b, 1e-300), kind="stable")
+    saved = np.concatenate(([0.0], np.cumsum(a[order])))
+    spent = np.concatenate(([0.0], np.cumsum(b[order])))
+    total = needed + taken + float(saved[-1] + spent[-1])
+    low, high = 0.0, total
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        room = seconds * middle - taken
+        left = needed + float(saved[-1] - np.interp(room, spent, saved))
+        if room >= 0 and left <= firsts * middle:
+            high = middle
+        else:
+            low = middle
+    # A sum of n terms errs by less than n roundings of the whole.
+    return low - (len(first) + 4) * 4e-16 * total
+
+
+SLACK = 1e-9  # sums are rounded, and a range must never lose a stage
+
+
+def stage_ranges(problem: LoadProblem, upper: float, stages: int) -> list[tuple[int, int]] | None:
+    """(earliest, latest) stage of every group in pipelines of `stages` stages with all loads
+    ≤ `upper`; None when some group has none, which proves that there is no such pipeline.
+
+    All ancestors of v lie on stages up to v's own.  A stage of any class holds at most `upper` of
+    the summed least seconds of its groups, hence v and its ancestors, which need A(v), fill at
+    least ⌈A(v) / upper⌉ stages; the same with descendants from the end.  Where every class has a
+    limit, the same holds for memory.
+    """
+    present = [c for c, kind in enumerate(problem.classes) if kind.count]
+    work = [min((row[c] for c in present), default=math.inf) for row in problem.seconds]
+    early = [1] * len(work)
+    late = [1] * len(work)
+    if upper > 0:
+        _raise(problem, work, upper, early, late)
+    limit = max((kind.memory for kind in problem.classes if kind.count), default=0.0)
+    if 0 < limit < math.inf:
+        _raise(problem, list(problem.sizes), limit, early, late)
+    if any(a + z > stages + 1 for a, z in zip(early, late, strict=True)):
+        return None
+    return [(a - 1, stages - z) for a, z in zip(early, late, strict=True)]
+
+
+def _raise(
+    problem: LoadProblem, amount: list[float], capacity: float, early: list[int], late: list[int]
+) -> None:
+    """Stages that each group needs up to itself and from itself on (at least the known ones)."""
+    before, after = neighbours(problem)
+    for found, reach in (
+        (early, lattice.reachable(before, from_end=False)),
+        (late, lattice.reachable(after, from_end=True)),
+    ):
+        for v, mask in enumerate(reach):
+            total = math.fsum(amount[u] for u in lattice.members(mask | 1 << v))
+            needed = total / capacity * (1 - SLACK)
+            found[v] = max(found[v], math.ceil(min(needed, 1e9)))

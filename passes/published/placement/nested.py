@@ -22,8 +22,8 @@ from random import Random
 
 import numpy as np
 
-from pdcompile.passes.published.placement.large.arrays import Arrays, main_class
-from pdcompile.passes.published.placement.large.envelope import Cutter, Part
+from pdcompile.passes.published.placement.cut_chain import Arrays, main_class
+from pdcompile.passes.published.placement.relaxed import Cutter, Part
 
 LARGEST_CUT = 5000  # groups of a part whose minimum cut is computed
 

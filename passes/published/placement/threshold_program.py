@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
-from pdcompile.passes.published.placement.loads import Placement, compact, neighbours
-from pdcompile.passes.published.placement.ranges import stage_ranges
+from pdcompile.passes.partition.lattice import reachable
+from pdcompile.passes.published.placement.loads import Placement, compact, neighbours, stage_ranges
 from pdcompile.passes.published.placement_file import LoadProblem
 
 BITS = 40  # of the largest load; the sum of all stays far below 63
@@ -172,7 +172,8 @@ class Model:
     def _ends(self, ranges: Sequence[tuple[int, int]]) -> None:
         """[value][s]: all pins are on stages ≥ s, and some pin is, in the direction needed."""
         before, after = neighbours(self.problem)
-        ancestors, descendants = _closure(before, False), _closure(after, True)
+        ancestors = reachable(before, from_end=False)
+        descendants = reachable(after, from_end=True)
         self.firsts: list[list[Any]] = []
         self.lasts: list[list[Any]] = []
         for pins in self.problem.pins:
@@ -318,13 +319,3 @@ def _not(literal: Any) -> Any:
 
 def _key(literal: Any) -> Any:
     return literal if isinstance(literal, bool) else literal.index
-
-
-def _closure(neighbours_of: Sequence[Sequence[int]], from_end: bool) -> list[int]:
-    """A bit mask of everything that each group reaches, without itself."""
-    n = len(neighbours_of)
-    reach = [0] * n
-    for v in reversed(range(n)) if from_end else range(n):
-        for u in neighbours_of[v]:
-            reach[v] |= reach[u] | 1 << u
-    return reach

@@ -1,4 +1,18 @@
-"""Exact dynamic program over all ideals (down-closed sets) of the groups, when they are few.
+r"""Times and sizes as integers that never promise more than the file's numbers allow.
+
+Every time is multiplied by one power of two, which is exact, and rounded down.  The integer load
+of a placement is then at most its true load times that power, whatever the placement: minimal
+integer loads are lower bounds, without a tolerance.
+
+Loads of pairs of ideals I ⊂ J: what a stage J \ I costs on a device of each class.
+
+A value with pins P is paid by J \ I unless the stage holds none of P, which is |P ∩ I| = |P ∩ J|,
+or all of P, which is P ∩ I = ∅ and P ⊆ J.  Both are products of an indicator of I with one of J,
+so that the loads of a block of pairs are one product of matrices, with columns for the values
+alone that differ both among the I and among the J of the block.  Integers below 2^52 keep it
+exact in floats.
+
+Exact dynamic program over all ideals (down-closed sets) of the groups, when they are few.
 
 Every contiguous pipeline is a chain of ideals, and every chain of ideals is one; the best chain
 is found from the loads of pairs I ⊂ J (`pairs`).  A known placement narrows that: with loads up
@@ -10,40 +24,210 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pdcompile.errors import PlanError
+from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement.integers import NEVER, Ints
 from pdcompile.passes.published.placement.loads import Placement, neighbours
-from pdcompile.passes.published.placement.pairs import BLOCK, Floats, Pairs
 from pdcompile.passes.published.placement_file import LoadProblem
+
+Ints = npt.NDArray[np.int64]
+BITS = 52  # sums stay exact in 64-bit integers and in 64-bit floats alike
+NEVER = 1 << 60  # more than any sum, twice of it does not overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    seconds: tuple[Ints, ...]  # [class][group]; 0 where not supported
+    supported: tuple[npt.NDArray[np.bool_], ...]
+    costs: Ints
+    sizes: Ints
+    limits: tuple[int | None, ...]  # [class]; None where everything fits
+    shift: int  # integer time = time · 2^shift, rounded down
+    exact_sizes: bool
+
+    def units(self, value: float) -> int:
+        return math.floor(math.ldexp(value, self.shift))
+
+    def time(self, value: int) -> float:
+        return math.ldexp(value, -self.shift)
+
+
+def integers(problem: LoadProblem, *, sizes_up: bool = True) -> Integers:
+    """`sizes_up`: sizes that are no whole numbers round up, so that what fits fits exactly;
+    otherwise down, so that what does not fit does not fit exactly."""
+    finite = [
+        [row[c] if math.isfinite(row[c]) else 0.0 for row in problem.seconds]
+        for c in range(len(problem.classes))
+    ]
+    largest = max((math.fsum(row) for row in finite), default=0.0) + math.fsum(problem.costs)
+    shift = BITS - math.frexp(largest)[1]
+    sizes, limits, exact = _sizes(problem, sizes_up)
+    return Integers(
+        tuple(_floored(row, shift) for row in finite),
+        tuple(
+            np.array([math.isfinite(row[c]) for row in problem.seconds], dtype=np.bool_)
+            for c in range(len(problem.classes))
+        ),
+        _floored(list(problem.costs), shift),
+        sizes,
+        limits,
+        shift,
+        exact,
+    )
+
+
+def _floored(values: list[float], shift: int) -> Ints:
+    return np.array([math.floor(math.ldexp(value, shift)) for value in values], dtype=np.int64)
+
+
+def _sizes(problem: LoadProblem, up: bool) -> tuple[Ints, tuple[int | None, ...], bool]:
+    total = math.fsum(problem.sizes)
+    shift = 0
+    exact = total < 2**BITS and all(size.is_integer() for size in problem.sizes)
+    if not exact:
+        shift = BITS - math.frexp(total)[1] - 1
+    turn = math.ceil if up else math.floor
+    scaled = [turn(math.ldexp(size, shift)) for size in problem.sizes]
+    limits = tuple(
+        None if kind.memory >= total else math.floor(math.ldexp(kind.memory, shift))
+        for kind in problem.classes
+    )
+    return np.array(scaled, dtype=np.int64), limits, exact
+
+
+BLOCK = 256  # ideals J whose loads are computed at once
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Pairs:
+    """Ideals are sorted by `least`, the summed least time over classes, which grows with
+    inclusion: no ideal comes before a part of it, and those within reach lie side by side."""
+
+    def __init__(self, problem: LoadProblem, ideals: Sequence[int]) -> None:
+        self.problem = problem
+        self.ints = integers(problem, sizes_up=False)
+        present = [c for c, kind in enumerate(problem.classes) if kind.count]
+        seconds = [np.where(self.ints.supported[c], self.ints.seconds[c], NEVER) for c in present]
+        each = np.min(seconds, axis=0)
+        self.each: Ints = np.where(each < NEVER, each, 0)
+        held = lattice.membership(ideals, len(problem.sizes))
+        least = _sums(held, self.each)
+        order = np.lexsort((_sums(held, np.ones(len(self.each), dtype=np.int64)), least))
+        self.ideals = [ideals[i] for i in order]
+        self.least: Floats = least[order]
+        self.held: Bytes = np.ascontiguousarray(held[order].T)  # [group, ideal]
+        held = self.held.T
+        self.work = [_sums(held, row) for row in self.ints.seconds]
+        self.barred = [
+            None if row.all() else _sums(held, (~row).astype(np.int64))
+            for row in self.ints.supported
+        ]
+        self.sizes = _sums(held, self.ints.sizes)
+        self.costs = self.ints.costs.astype(np.float64)
+        self.full = np.array([len(pins) for pins in problem.pins], dtype=np.int64)
+        kind = np.uint8 if self.full.max(initial=0) < 256 else np.uint16
+        self.count = np.zeros((len(problem.pins), len(ideals)), dtype=kind)  # [value, ideal]
+        for e, pins in enumerate(problem.pins):
+            for v in pins:
+                self.count[e] += self.held[v]
+
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> None:
+        """Forget all other ideals."""
+        self.ideals = [ideal for ideal, kept in zip(self.ideals, chosen, strict=True) if kept]
+        self.least, self.sizes = self.least[chosen], self.sizes[chosen]
+        self.held, self.count = self.held[:, chosen], self.count[:, chosen]
+        self.work = [work[chosen] for work in self.work]
+        self.barred = [None if bar is None else bar[chosen] for bar in self.barred]
+
+    def loads(self, rows: Ints, begin: int, end: int) -> list[Floats]:
+        """[class][I, J]: load of J \\ I for I in `rows` (ascending) and J in begin … end − 1;
+        NEVER where I is no part of J, or the class cannot hold the stage; 0 where I = J."""
+        to = slice(begin, end)
+        wrong = self._outside(rows, to)
+        moved = self._moved(rows, to) if any(k.transfers for k in self.problem.classes) else None
+        same = rows[:, None] == np.arange(begin, end)[None, :] if rows[-1] >= begin else None
+        tables = []
+        for c, kind in enumerate(self.problem.classes):
+            table = self.work[c][None, to] - self.work[c][rows, None]
+            if kind.transfers and moved is not None:
+                table += moved
+            table[wrong] = NEVER
+            if (barred := self.barred[c]) is not None:
+                table[barred[None, to] > barred[rows, None]] = NEVER
+            if (limit := self.ints.limits[c]) is not None:
+                table[self.sizes[None, to] - self.sizes[rows, None] > limit] = NEVER
+            if same is not None:
+                table[same] = 0
+            tables.append(table)
+        return tables
+
+    def _outside(self, rows: Ints, to: slice) -> npt.NDArray[np.bool_]:
+        """[I, J]: I has a group that J lacks."""
+        inside, lacking = self.held[:, rows], 1 - self.held[:, to]
+        some = inside.any(axis=1) & lacking.any(axis=1)
+        product = inside[some].T.astype(np.float32) @ lacking[some].astype(np.float32)
+        return np.asarray(product > 0.5)
+
+    def _moved(self, rows: Ints, to: slice) -> Floats:
+        """[I, J]: the summed cost of the values that J \\ I pays, where I ⊂ J."""
+        first, last = self.count[:, rows], self.count[:, to]
+        low, high = first.min(axis=1), first.max(axis=1)
+        least, most = last.min(axis=1), last.max(axis=1)
+        # The stage holds nothing of a value that no I and no J differ in.
+        alike = (low == high) & (least == most) & (low == least)
+        whole = (high == 0) & (least == self.full)
+        paid = ~(alike | whole)
+        fixed_rows, fixed_columns = paid & (low == high), paid & (least == most)
+        total = np.zeros((len(rows), to.stop - to.start))
+        # Values in which all I are alike, then those in which all J are, then the others.
+        chosen = np.flatnonzero(fixed_rows)
+        if len(chosen):
+            count, base, full = last[chosen], low[chosen, None], self.full[chosen, None]
+            pays = (count != base) & ~((base == 0) & (count == full))
+            total += self.costs[chosen] @ pays
+        chosen = np.flatnonzero(fixed_columns & ~fixed_rows)
+        if len(chosen):
+            count, base, full = first[chosen], least[chosen, None], self.full[chosen, None]
+            pays = (count != base) & ~((base == full) & (count == 0))
+            total += (self.costs[chosen] @ pays)[:, None]
+        chosen = np.flatnonzero(paid & ~fixed_rows & ~fixed_columns)
+        if len(chosen):
+            total += self._product(first[chosen], last[chosen], chosen)
+        return total
+
+    def _product(self, first: Bytes, last: Bytes, chosen: Ints) -> Floats:
+        """The cost of values that differ among the I and among the J; one row a value."""
+        costs, full = self.costs[chosen], self.full[chosen]
+        left, right = [(first == 0)], [(last == full[:, None]) * -costs[:, None]]
+        for number in range(int(full.max()) + 1):
+            here = full >= number
+            one, two = first[here] == number, last[here] == number
+            both = one.any(axis=1) & two.any(axis=1)
+            left.append(one[both])
+            right.append(two[both] * -costs[here][both][:, None])
+        one = np.concatenate(left).astype(np.float64)
+        return np.asarray(one.T @ np.concatenate(right) + costs.sum())
+
+
+def _sums(held: Bytes, amounts: Ints) -> Floats:
+    """[ideal]: the summed amount of its groups, exact below 2^52."""
+    sums = np.empty(len(held))
+    for begin in range(0, len(held), 8192):
+        part = slice(begin, begin + 8192)
+        sums[part] = held[part].astype(np.float64) @ amounts.astype(np.float64)
+    return sums
 
 
 def all_ideals(problem: LoadProblem, limit: int) -> list[int] | None:
     """Every ideal as a bit mask, smaller ones first; None when there are more than `limit`."""
-    before, after = neighbours(problem)
-    needs = [sum(1 << u for u in parents) for parents in before]
-    ready_of = {0: [v for v, parents in enumerate(before) if not parents]}
-    found, layer = [0], [0]
-    while layer:
-        following: dict[int, list[int]] = {}
-        for ideal in layer:
-            ready = ready_of.pop(ideal)
-            for v in ready:
-                larger = ideal | 1 << v
-                if larger not in following:
-                    opened = [u for u in after[v] if needs[u] & ~larger == 0]
-                    following[larger] = [u for u in ready if u != v] + opened
-            if len(found) + len(following) > limit:
-                return None
-        ready_of = following
-        layer = sorted(following)
-        found += layer
-    return found
+    return lattice.down_closed(*neighbours(problem), limit)
 
 
 @dataclass(frozen=True, slots=True)
