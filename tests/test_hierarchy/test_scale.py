@@ -8,9 +8,8 @@ import pytest
 
 from pdcompile.passes.published import pipedream_file
 from pdcompile.passes.published.pipedream import solve
-from pdcompile.passes.published.pipedream.antichains import walked
 from pdcompile.passes.published.pipedream.evaluate import evaluate
-from pdcompile.passes.published.pipedream.states import dag_of
+from pdcompile.passes.published.pipedream.profile_cuts import dag_of, walked
 from pdcompile.passes.published.pipedream_file import HierarchyProblem
 from tests.helpers import profiles
 

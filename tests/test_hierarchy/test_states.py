@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.pipedream.bounds import bounded_segments
-from pdcompile.passes.published.pipedream.closures import least_boundaries, ranges
-from pdcompile.passes.published.pipedream.recursion import levels_of
-from pdcompile.passes.published.pipedream.search import search
-from pdcompile.passes.published.pipedream.states import (
+from pdcompile.passes.published.pipedream.bucket_bounds import (
+    bounded_segments,
+    least_boundaries,
+    ranges,
+)
+from pdcompile.passes.published.pipedream.nested_stages import levels_of, search
+from pdcompile.passes.published.pipedream.profile_cuts import (
     arrange,
     dag_of,
     lattice_of,

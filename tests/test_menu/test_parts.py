@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pdcompile.errors import PlanError
+from pdcompile.passes.partition.chain_program import Choices, cheapest_chain
 from pdcompile.passes.published.piper import exact, frontier, quick, solve, states
 from pdcompile.passes.published.piper.bounds import device_seconds
-from pdcompile.passes.published.piper.chain import Choices, cheapest_chain
 from pdcompile.passes.published.piper.evaluate import evaluate
 from pdcompile.passes.published.piper.model import divisors, menus
 from pdcompile.passes.published.piper.pairs import pairs

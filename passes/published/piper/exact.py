@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pdcompile.passes.partition.chain_program import Ints
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper import frontier
-from pdcompile.passes.published.piper.chain import Ints
 from pdcompile.passes.published.piper.model import Floats
 from pdcompile.passes.published.piper.segments import Space, Table, entered, left
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.published.piper.chain import Choices, cheapest_chain
+from pdcompile.passes.partition.chain_program import Choices, cheapest_chain
 from pdcompile.passes.published.piper.model import Floats, Menu
 from pdcompile.passes.published.piper.pairs import Pairs
 from pdcompile.passes.published.piper.segments import Space, in_flight

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pdcompile.passes.partition.chain_program import Ints
 from pdcompile.passes.published.piper.bounds import weighted
-from pdcompile.passes.published.piper.chain import Ints
 from pdcompile.passes.published.piper.model import Floats, Menu
 from pdcompile.passes.published.piper.segments import Space
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from pdcompile.passes.published.piper.chain import Ints
+from pdcompile.passes.partition.chain_program import Ints
 from pdcompile.passes.published.piper.model import Floats, Items, Menu
 from pdcompile.passes.published.piper.pairs import Pairs
 from pdcompile.passes.published.piper.segments import Space, Table

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.lattice import members
-from pdcompile.passes.published.piper import frontier
-from pdcompile.passes.published.piper.chain import (
+from pdcompile.passes.partition.chain_program import (
     Choices,
     Ints,
     cheapest_chain,
@@ -19,6 +17,8 @@ from pdcompile.passes.published.piper.chain import (
     fewest_before,
     smallest_threshold,
 )
+from pdcompile.passes.partition.lattice import members
+from pdcompile.passes.published.piper import frontier
 from pdcompile.passes.published.piper.evaluate import evaluate
 from pdcompile.passes.published.piper.model import Menu
 from pdcompile.passes.published.piper.segments import (
@@ -122,7 +122,7 @@ class Search:
             if progress is not None:
                 progress(holder[0].objective, bound)
 
-        bound = smallest_threshold(
+        bound, _, _ = smallest_threshold(
             self.attempt,
             lower,
             best.objective,

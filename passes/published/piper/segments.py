@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.passes.partition.chain_program import Choices, Ints
 from pdcompile.passes.partition.lattice import members
-from pdcompile.passes.published.piper.chain import Choices, Ints
 from pdcompile.passes.published.piper.model import Floats, Items, Menu
 from pdcompile.passes.published.piper.states import neighbours
 from pdcompile.passes.published.piper_file import MenuProblem

@@ -10,8 +10,8 @@ import numpy as np
 
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chain_program import cheapest_chain, smallest_threshold
 from pdcompile.passes.published.piper import bounds, exact, quick, states
-from pdcompile.passes.published.piper.chain import cheapest_chain, smallest_threshold
 from pdcompile.passes.published.piper.memory import Least
 from pdcompile.passes.published.piper.model import menus
 from pdcompile.passes.published.piper.pairs import Pairs, pairs
@@ -208,9 +208,8 @@ class _Solve:
             self.best.objective,
             exact=exact,
             late=lambda: self.budget.late,
-            found=lambda threshold, _: None,
             refuted=self._refuted,
-        )
+        )[0]
 
     def _refuted(self, bound: float) -> None:
         if self.progress is not None:

@@ -134,17 +134,21 @@ def smallest_threshold(
     upper: float,
     *,
     exact: float,
-    late: Callable[[], bool],
-    found: Callable[[float, Plan], None],
-    refuted: Callable[[float], None],
-) -> float:
-    """Bisection for the least threshold at which `attempt` finds a plan; returns the bound.
+    late: Callable[[], bool] = lambda: False,
+    found: Callable[[float, Plan], None] = lambda objective, plan: None,
+    refuted: Callable[[float], None] = lambda bound: None,
+) -> tuple[float, float, Plan | None]:
+    """Bisection for the least threshold at which `attempt` finds a plan.
 
     `attempt(threshold)` returns a plan and its objective ≤ threshold, or None where there is
     none; `upper` is the objective of a known plan, no plan is below `lower`.  A plan's own
     objective is mostly well below the threshold that found it, so the last question is asked
     early: is there one below upper·(1 − exact)?  `found` and `refuted` hear of every step.
+
+    Returns:
+        (proved bound, least objective, its plan; None: none is better than the known one).
     """
+    best: Plan | None = None
     while lower < upper * (1 - exact) and not late():
         near = upper <= lower * (1 + 1e-4)
         middle = (lower + upper) / 2 if lower <= 0 or upper < 4 * lower else (lower * upper) ** 0.5
@@ -155,6 +159,6 @@ def smallest_threshold(
             refuted(lower)
         else:
             # Rounding must not keep a plan from counting as progress.
-            upper = min(result[0], threshold)
+            upper, best = min(result[0], threshold), result[1]
             found(*result)
-    return lower
+    return lower, upper, best

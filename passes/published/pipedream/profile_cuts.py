@@ -3,18 +3,30 @@
 A set is an integer, bit v for node v of the topological order.  A pipeline of convex stages is
 a chain of such sets, so a search over all of them covers every pipeline ('PipeDream', SOSP
 2019, section 3.1, whose own optimizer only visits those that its walk over antichains finds).
+
+The states that PipeDream's own optimizer visits, for searches that cannot take them all.
+
+It walks from the first source: an antichain is augmented (see `Dag.boundary`), one node of it
+moves on to one of its consumers, and what then lies below another node is taken out again
+('PipeDream', SOSP 2019, its published program).  A plan over these states and more is never
+worse than the one it finds.
+
+Candidates: states worth a search when there are too many down-closed sets to take them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.lattice import Link, down_closed, members, reachable
+from pdcompile.passes.partition.lattice import Link, down_closed, members, orders, reachable
 from pdcompile.passes.partition.lattice import membership as unpacked
 from pdcompile.passes.published.pipedream_file import ProfileGraph
 
@@ -42,6 +54,10 @@ class Dag:
     @property
     def everything(self) -> int:
         return (1 << self.size) - 1
+
+    def lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """(before, after) as lists of nodes."""
+        return [members(mask) for mask in self.before], [members(mask) for mask in self.after]
 
     def boundary(self, down_set: int) -> float:
         """Bytes that PipeDream counts at the cut after `down_set`.
@@ -146,10 +162,9 @@ def eager_nodes(dag: Dag, *, memory: bool) -> tuple[int, ...]:
 def lattice_of(dag: Dag, limit: int, *, memory: bool) -> Lattice | None:
     """All down-closed sets that `eager_nodes` leaves, or None when there are more than `limit`."""
     eager = eager_nodes(dag, memory=memory)
-    before, after = ([members(mask) for mask in masks] for masks in (dag.before, dag.after))
     links: list[Link] = []
     pull = sum(1 << v for v in eager)
-    sets = down_closed(before, after, limit, eager=pull, links=links)
+    sets = down_closed(*dag.lists(), limit, eager=pull, links=links)
     if sets is None:
         return None
     add = np.full((len(sets), dag.size), -1, np.int32)
@@ -250,3 +265,163 @@ def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:
     cut[[0, -1]] = 0
     amounts[0][~nested] = np.inf
     return Segments(amounts[0], amounts[1], amounts[2], cut)
+
+
+def walked(dag: Dag, limit: int) -> list[int] | None:
+    """The down-closed sets of all antichains on the walk, or None when they exceed `limit`."""
+    start = 1
+    known = {start: None}
+    queue = [start]
+    for antichain in queue:  # grows while it is walked
+        for following in _steps(dag, antichain):
+            if following not in known:
+                if len(known) >= limit:
+                    return None
+                known[following] = None
+                queue.append(following)
+    return list(dict.fromkeys(dag.close_down(antichain) for antichain in queue))
+
+
+def _steps(dag: Dag, antichain: int) -> list[int]:
+    augmented = antichain
+    for v in members(antichain):
+        augmented |= dag.exposed[v]
+    below = 0
+    for v in members(augmented):
+        below |= dag.ancestors[v]
+    found = []
+    for old in members(augmented):
+        for new in members(dag.after[old] & ~antichain & ~below):
+            moved = augmented & ~(1 << old) | 1 << new
+            history = 0
+            for v in members(moved):
+                history |= dag.ancestors[v]
+            found.append(moved & ~history)
+    return found
+
+
+ROUND = 1.2e9  # nanoseconds of one core that one search may take, roughly
+MOST = 1500  # states in one search
+
+
+class Pool:
+    """States of several linear orders, then also those around the cuts of the best plan."""
+
+    def __init__(self, dag: Dag, price: Callable[[int], float], seed: int) -> None:
+        self.dag = dag
+        self.random = random.Random(seed)
+        self.size = MOST
+        while self.size > 40 and price(self.size) > ROUND:
+            self.size = self.size * 9 // 10
+        self._bytes: dict[int, float] = {}
+        values = [
+            ((v, *members(mask)), float(dag.activations[v])) for v, mask in enumerate(dag.after)
+        ]
+        lines = orders(*dag.lists(), values, seed, rounds=1)
+        chains = (list(accumulate((1 << v for v in line), or_)) for line in lines)
+        self.chains = sorted(chains, key=self._crossing)
+        self.tried = 0
+        self.near: list[int] = []  # around the incumbent's cuts, nearest first
+        self.seen: set[int] = set()
+        self.reach = 1
+
+    def states(self) -> list[int]:
+        """Sets for the next search, at most `size`."""
+        chosen = dict.fromkeys([0, self.dag.everything])
+        for down_set in self.near[: self.size * 2 // 3]:
+            chosen[down_set] = None
+        # One order as a whole: its sets all hold one another, and stages of it exist at any size.
+        room = self.size - len(chosen)
+        for down_set in self._spread(self.chains[0], room // 2):
+            chosen[down_set] = None
+        chains = [s for chain in self.chains for s in chain if s not in chosen]
+        for down_set in self._spread(chains, self.size - len(chosen)):
+            chosen[down_set] = None
+        return list(chosen)
+
+    def other_order(self) -> list[int] | None:
+        """The sets of an order that was not yet searched alone, for when nothing was found."""
+        if self.tried == len(self.chains):
+            return None
+        chain = self.chains[self.tried]
+        self.tried += 1
+        return self._spread(chain, self.size)
+
+    def refine(self, cuts: Iterable[int], *, better: bool) -> bool:
+        """Look closer at the cuts of the latest plan; False when there is nothing new to see."""
+        self.reach = 1 if better else self.reach + 1
+        around = dict.fromkeys(cuts)
+        frontier = list(around)
+        share = max(8, self.size // (2 * len(frontier) + 1))
+        for cut in frontier:
+            around.update(dict.fromkeys(self._neighbours(cut, share)))
+        fresh = [s for s in around if s not in self.seen]
+        self.seen.update(fresh)
+        self.near = list(around)
+        return bool(fresh) and self.reach <= 3
+
+    def _neighbours(self, cut: int, share: int) -> list[int]:
+        """Sets that differ by a few nodes, and by a node with all that must come with it."""
+        found: dict[int, None] = {}
+        layer = [cut]
+        for _ in range(self.reach + 1):
+            wider = []
+            for down_set in layer:
+                for v in self._ready(down_set):
+                    wider.append(down_set | 1 << v)
+                for v in members(down_set):
+                    if not self.dag.after[v] & down_set:
+                        wider.append(down_set & ~(1 << v))
+            layer = [s for s in dict.fromkeys(wider) if s not in found]
+            if len(layer) > share:
+                layer = self.random.sample(layer, share)
+            found.update(dict.fromkeys(layer))
+        jumps = []
+        for v in range(self.dag.size):
+            if cut >> v & 1:
+                jumps.append(cut & ~(self.dag.descendants[v] | 1 << v))
+            else:
+                jumps.append(cut | self.dag.ancestors[v] | 1 << v)
+        jumps.sort(key=lambda s: ((s ^ cut).bit_count(), s))
+        found.update(dict.fromkeys(jumps[: share // 2]))
+        return list(found)
+
+    def _ready(self, down_set: int) -> list[int]:
+        return [
+            v
+            for v in range(self.dag.size)
+            if not down_set >> v & 1 and not self.dag.before[v] & ~down_set
+        ]
+
+    def _spread(self, sets: list[int], count: int) -> list[int]:
+        """At most `count` sets, evenly over the work, the smallest boundaries first."""
+        distinct = list(dict.fromkeys(sets))
+        if count <= 0:
+            return []
+        if len(distinct) <= count:
+            return distinct
+        work = membership(self.dag, distinct) @ self.dag.seconds
+        total = max(float(self.dag.seconds.sum()), 1e-300)
+        bins: list[list[int]] = [[] for _ in range(max(1, count // 3))]
+        for at in np.argsort(work, kind="stable"):
+            place = min(len(bins) - 1, int(work[at] / total * len(bins)))
+            bins[place].append(distinct[at])
+        for sets_here in bins:
+            sets_here.sort(key=self._boundary)
+        chosen: list[int] = []
+        rank = 0
+        while len(chosen) < count:
+            chosen.extend(b[rank] for b in bins if rank < len(b))
+            rank += 1
+        return chosen[:count]
+
+    def _crossing(self, chain: list[int]) -> float:
+        """Bytes at the boundaries of an order, on average over its work."""
+        work = np.diff(membership(self.dag, [0, *chain]) @ self.dag.seconds)
+        return float(work @ np.array([self._boundary(s) for s in chain]))
+
+    def _boundary(self, down_set: int) -> float:
+        known = self._bytes.get(down_set)
+        if known is None:
+            known = self._bytes[down_set] = self.dag.boundary(down_set)
+        return known

@@ -1,0 +1,595 @@
+"""The best nested stages whose cuts are all among given states, with and without a memory limit.
+
+PipeDream's recursion ('PipeDream', SOSP 2019, section 3.1): a component of one level runs a segment
+as a pipeline over components of the level below.  Here pipelines grow from behind, because memory
+depends on what comes after a stage.  PipeDream runs 1F1B and stashes weights: every minibatch in
+flight at a worker keeps its activations and the version of the weights that it started with
+(sections 3.2 and 3.3).  Let stage s, counted over all levels in pipeline order, run on R_s
+workers.  Minibatches are dealt to them in turn, and to keep all workers behind it busy, stage s and
+the stages after it have Σ_{t ≥ s} R_t minibatches in flight, one for each worker.  So a worker of
+stage s holds
+
+    y_s = ⌈Σ_{t ≥ s} R_t / R_s⌉      minibatches, at least one;
+    y_s · (activations + parameters)  bytes,
+
+where the sizes are those of a whole minibatch.  For s = 1 this is the paper's number of optimal
+in-flight minibatches.  The paper's own program instead prices the first stages of a segment with
+the workers that are left *in that level*, and gives a stage that holds everything no price at
+all, so it returns data-parallel plans that fit nowhere.
+
+With c the components used after a stage of m replicas whose component holds w workers, and ρ the
+workers per component after the whole segment, the inside of the stage sees ρ' = ⌈(c·w + ρ)/m⌉ later
+workers of its own (rounding up at every level equals rounding up once).  A worker's stage fits when
+(1 + ρ')·bytes ≤ limit.  Fewer later workers never need more memory, so that on the outermost level
+the fewest components that the part behind a cut needs within a target are all that counts, and
+bisection finds the least target.
+
+With several levels, a component may leave some of its w workers idle.  The plan is found with
+all w counted (`sound`: every plan that it returns fits), the bound with one worker per component
+(not `sound`: it excludes no plan that fits); on one level both are exact.  Without a limit, later
+workers play no part, and both are exact on any number of levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chain_program import smallest_threshold
+from pdcompile.passes.published.pipedream.profile_cuts import Floats, Segments
+from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.units import format_bytes
+
+TOLERANCE = 1e-10  # relative: a plan within this of what is refuted counts as optimal
+EXACT = 1e-9  # relative: the smallest memory is named up to this
+ROUNDED = 1 - 1e-13  # rounding must not push a stage over its target
+TABLE_NANOSECONDS = 2e9  # of one core, for all tables of one level; roughly
+_NEVER = 2**40  # components: more than any cluster has
+Ints = NDArray[np.int64]
+Report = Callable[[float, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the cluster as the recursion sees it."""
+
+    count: int  # components
+    bandwidth: float  # bytes per second
+    inside: int  # workers inside a component
+    straight: bool
+    compression: float  # of boundary terms; inf: they are ignored
+
+    @property
+    def most(self) -> int:
+        """Replicas that a stage may have."""
+        return 1 if self.straight else self.count
+
+    def reduced(self, parameters: Floats, m: int) -> Floats:
+        """Seconds of the exchange of gradients among m components, for all of them together."""
+        result: Floats = 4 * (m - 1) * parameters / (self.bandwidth * m)
+        return result
+
+    def boundary(self, cut: Floats, m: int) -> Floats:
+        """Seconds to move a cut's bytes there and back, on m components."""
+        return 2 * cut / (self.bandwidth * m) / self.compression
+
+
+def levels_of(problem: HierarchyProblem) -> list[Level]:
+    """The cluster's levels, innermost first."""
+    ratio = problem.activation_compression
+    compression = math.inf if ratio is None else ratio
+    found, inside = [], 1
+    for count, bandwidth in problem.levels:
+        found.append(Level(count, bandwidth, inside, problem.straight, compression))
+        inside *= count
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """States i → j on `replicas` components, and the pipeline inside each (none in a worker)."""
+
+    i: int
+    j: int
+    replicas: int
+    inner: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Nested stages between states (None: there are none), seconds, and what is proved."""
+
+    parts: tuple[Part, ...] | None
+    seconds: float
+    bound: float
+
+
+def search(
+    levels: Sequence[Level],
+    segments: Segments,
+    budget: Budget,
+    *,
+    limit: float | None = None,
+    sound: bool = True,
+    low: float = 0.0,
+    fewer: bool = False,
+    report: Report | None = None,
+) -> Outcome:
+    """The best plan whose cuts are all among the states, under `limit` bytes of a worker.
+
+    Under a limit: with `sound` its parts fit, but better ones may too; otherwise its bound holds,
+    but its parts may not fit.  No parts and an infinite bound: there is no such plan.  One target
+    is tried even when the budget is used up.
+    """
+    limited = limit is not None
+    below: Component = Worker(segments, limit)
+    inner: Group | None = None
+    for level in levels[:-1]:
+        step = _step(levels, len(segments.cut)) if limited else 0
+        below = inner = Group(level, below, segments, sound=sound, step=step, fewer=fewer)
+    outermost = Outermost(levels[-1], below, segments, limited=limited, sound=sound)
+    # Without a limit, all on one component is a plan.
+    high = ceiling(levels, segments) if limited else float(below.seconds(0)[0, -1])
+    stages = outermost.decide(high)
+    if stages is None:
+        return Outcome(None, math.inf, math.inf)
+
+    def attempt(target: float) -> tuple[float, tuple[Part, ...]] | None:
+        found = outermost.decide(target)
+        return None if found is None else (outermost.price(found), found)
+
+    seconds = outermost.price(stages)
+    if report is not None:
+        report(seconds, low)
+    bound, _, better = smallest_threshold(
+        attempt,
+        low,
+        seconds,
+        exact=TOLERANCE,
+        late=lambda: budget.late,
+        found=lambda value, _: None if report is None else report(value, low),
+    )
+    stages = better or stages
+    seconds = outermost.price(stages)
+    if fewer and inner is not None and not limited:
+        stages = _fewest(outermost, inner, seconds)
+    return Outcome(outermost.filled(stages, seconds), seconds, bound)
+
+
+def operations(
+    states: int, counts: Sequence[int], straight: bool = False, limited: bool = False
+) -> float:
+    """Elementary steps of `search`, roughly: nanoseconds on one core."""
+    inner = sum(n * (n - 1) / 2 if not straight else n for n in counts[:-1])
+    free = inner * states**3 / 12 + 500 * states**2 + 3e5 * states
+    if not limited:
+        return free
+    tables = min(free * counts[-1], TABLE_NANOSECONDS) * (len(counts) > 1)
+    return tables + 45 * states**2 * (1 if straight else counts[-1])
+
+
+def ceiling(levels: Sequence[Level], segments: Segments) -> float:
+    """Seconds that no stage of any plan exceeds."""
+    slow = sum(
+        4 * float(segments.parameters[0, -1]) / level.bandwidth
+        + 2 * float(segments.cut.max()) / level.bandwidth / level.compression
+        for level in levels
+    )
+    return (float(segments.seconds[0, -1]) + slow) * 2
+
+
+def _step(levels: Sequence[Level], states: int) -> int:
+    """Later workers are rounded so coarsely that the tables stay affordable."""
+    most = (levels[-1].count - 1) * levels[-1].inside
+    pairs = max((level.count**2 for level in levels[:-1]), default=1)
+    tables = max(2, int(TABLE_NANOSECONDS / (pairs * states**3 / 6 + 1)))
+    return max(1, -(-most // tables))
+
+
+class Component(Protocol):
+    """What one component of a level does with a segment, given the workers after it."""
+
+    def seconds(self, later: int) -> Floats:
+        """[i, j] -> seconds, inf where memory forbids, with `later` workers behind it."""
+        ...
+
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+        """The pipeline inside, within the budget (seconds), on the fewest components."""
+        ...
+
+
+class Worker:
+    """A single worker: the stage either fits or does not."""
+
+    def __init__(self, segments: Segments, limit: float | None) -> None:
+        self._work = segments.seconds
+        self.room: Floats | None = None  # later workers at most
+        if limit is not None:
+            with np.errstate(divide="ignore"):
+                # Division may round up to a whole number that the product exceeds.
+                copies = np.floor(limit / segments.held)
+                over = segments.held > 0
+                over &= np.where(over, copies, 0) * segments.held > limit
+            copies = np.where(over, copies - 1, copies)
+            self.room = np.where(segments.held > 0, copies - 1, np.inf)
+
+    def seconds(self, later: int) -> Floats:
+        return self._work if self.room is None else np.where(later <= self.room, self._work, np.inf)
+
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+        return ()
+
+
+class Group:
+    """A level's component: a pipeline over `level.count` components of the level below.
+
+    Later workers are rounded to multiples of `step`; 0: there is no limit, and they do not count.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        below: Component,
+        segments: Segments,
+        *,
+        sound: bool,
+        step: int,
+        fewer: bool = False,
+    ) -> None:
+        self.level, self.below, self.segments = level, below, segments
+        self.sound, self.step = sound, step
+        self.free = not step
+        self.weight = level.inside if sound else 1  # workers that a later component counts as
+        self.keep = fewer and self.free
+        self.on: list[Floats] = []  # [components − 1]: seconds on up to so many, when kept
+        self._nested = np.isfinite(segments.seconds)
+        self._tables: dict[int, tuple[Floats, list[Floats]]] = {}
+
+    def rounded(self, later: int) -> int:
+        """Up when plans must fit, down when none that fits may be lost."""
+        if self.free:
+            return 0
+        steps = -(-later // self.step) if self.sound else later // self.step
+        return steps * self.step
+
+    def seconds(self, later: int) -> Floats:
+        return self._table(self.rounded(later))[0]
+
+    def _inside(self, components: int, replicas: int, later: int) -> int:
+        return 0 if self.free else -(-(components * self.weight + later) // replicas)
+
+    def _first(self, replicas: int, components: int, later: int) -> Floats:
+        """[i, j] -> seconds of the first stage of a pipeline, with `components` behind it."""
+        alone = self.below.seconds(self._inside(components, replicas, later))
+        # A component's workers share the first stage's exchange.
+        reduced = self.level.reduced(self.segments.parameters, replicas) / self.level.inside
+        result: Floats = (alone + reduced) / replicas
+        return result
+
+    def _added(self, replicas: int, components: int, later: int) -> Floats:
+        """[i, j] -> seconds of any later stage, its boundaries included."""
+        alone = self.below.seconds(self._inside(components, replicas, later))
+        edge = self.level.boundary(self.segments.cut, replicas)
+        stage = (alone + self.level.reduced(self.segments.parameters, replicas)) / replicas
+        return np.maximum(np.maximum(stage, edge[:, None]), edge[None, :])
+
+    def _table(self, later: int) -> tuple[Floats, list[Floats]]:
+        """Seconds of the whole component, and of ends of pipelines on exactly c components.
+
+        Without a limit, ends are those on up to c components.
+        """
+        known = self._tables.get(later)
+        if known is not None:
+            return known
+        count, most = self.level.count, self.level.most
+        infinite = np.full_like(self.segments.seconds, np.inf)
+        best = infinite.copy()
+        ends: list[Floats] = [infinite]
+        stages = [self._added(m, 0, 0) for m in range(1, most + 1)] if self.free else []
+        for c in range(1, count + 1):
+            end = ends[-1].copy() if self.free else infinite.copy()
+            if c <= most:
+                np.minimum(best, self._first(c, 0, later), out=best)
+                np.minimum(end, stages[c - 1] if stages else self._added(c, 0, later), out=end)
+            for m in range(1, min(most, c - 1) + 1):
+                if c == count or self.keep or not self.free:
+                    improve(best, self._first(m, c - m, later), ends[c - m], self._nested)
+                if c < count:  # an end leaves a component to what comes before it
+                    added = stages[m - 1] if stages else self._added(m, c - m, later)
+                    improve(end, added, ends[c - m], self._nested)
+            ends.append(end)
+            if self.keep:
+                self.on.append(best.copy())
+        self._tables[later] = best, ends
+        return best, ends
+
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+        later = self.rounded(later)
+        best, ends = self._table(later)
+        budget = max(budget, float(best[i, j]))
+        for c in range(1, self.level.count + 1):
+            found = self._from(i, j, c, later, budget, ends, first=True)
+            if found is not None:
+                return found
+        raise AssertionError(f"no way through the table from {i} to {j}")  # pragma: no cover
+
+    def _from(
+        self,
+        i: int,
+        j: int,
+        c: int,
+        later: int,
+        budget: float,
+        ends: list[Floats],
+        *,
+        first: bool,
+    ) -> tuple[Part, ...] | None:
+        """Stages of i → j on c components within the budget; None: there are none."""
+        while self.free and not first and c > 1 and ends[c - 1][i, j] <= budget:
+            c -= 1
+        for m in range(1, min(self.level.most, c) + 1):
+            after = c - m
+            stage = (self._first if first else self._added)(m, after, later)[i]
+            worst = np.maximum(stage, ends[after][:, j]) if after else stage
+            k = int(worst.argmin()) if after else j
+            if worst[k] > budget:
+                continue
+            reduced = float(self.level.reduced(self.segments.parameters[i, k], m))
+            inside = self._inside(after, m, later)
+            alone = float(self.below.seconds(inside)[i, k])
+            reduced /= self.level.inside if first else 1
+            inner = self.below.parts(i, k, inside, max(alone, budget * ROUNDED * m - reduced))
+            here = (Part(i, k, m, inner),)
+            if k == j:
+                return here
+            rest = self._from(k, j, after, later, budget, ends, first=False)
+            assert rest is not None
+            return here + rest
+        return None
+
+
+def improve(result: Floats, prefix: Floats, suffix: Floats, nested: NDArray[np.bool_]) -> None:
+    """result[i, j] = min(itself, min over i < k < j of max(prefix[i, k], suffix[k, j])).
+
+    `nested[i, j]`: state i is a proper subset of state j.
+
+    A cut k can only help the rows and columns where its part is below the worst value that is
+    still there to be improved; states are ordered by work, so these are almost ranges.
+    """
+    reachable = np.where(nested, result, -np.inf)
+    useful_rows = prefix < reachable.max(axis=1)[:, None]
+    useful_columns = suffix < reachable.max(axis=0)[None, :]
+    size = len(result)
+    low = useful_rows.argmax(axis=0)
+    high = size - useful_columns[:, ::-1].argmax(axis=1)
+    some = useful_rows.any(axis=0) & useful_columns.any(axis=1)
+    for k in np.flatnonzero(some):
+        rows, columns = slice(low[k], k), slice(k + 1, high[k])
+        block = result[rows, columns]
+        np.minimum(block, np.maximum(prefix[rows, k, None], suffix[None, k, columns]), out=block)
+
+
+class Outermost:
+    """Decisions about the outermost level: which targets can be met.
+
+    The fewest components that the part of the network behind cut i needs is min over j of (fewest
+    for j) + (fewest replicas with which stage i → j stays within the target).
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        below: Component,
+        segments: Segments,
+        *,
+        limited: bool,
+        sound: bool = True,
+    ) -> None:
+        self.level, self.below, self.segments = level, below, segments
+        self.limited = limited
+        self.weight = level.inside if sound else 1
+        self.reduced = 4 * segments.parameters / level.bandwidth  # of m replicas: · (m − 1) / m
+        self.reduced[0] /= level.inside  # only the first stage starts at the empty state
+        edge = level.boundary(segments.cut, 1)
+        self.edge = np.maximum(edge[:, None], edge[None, :])
+        self.edge[0] = 0
+        self._replicas = np.arange(1, level.most + 1)
+        self._stack: Floats | None = None
+        self._place = np.zeros((level.count + 1, level.most), np.int64)
+
+    def decide(self, target: float) -> tuple[Part, ...] | None:
+        """Stages that stay within the target (seconds) on the fewest components, or None."""
+        last = len(self.segments.cut) - 1
+        fewest = np.full(last + 1, _NEVER, np.int64)
+        fewest[last] = 0
+        chosen: list[Part | None] = [None] * (last + 1)
+        needed = None if self.limited else self._needed(target)
+        for i in range(last - 1, -1, -1):
+            if needed is not None:
+                total = fewest[i + 1 :] + needed[i, i + 1 :]
+                at = int(total.argmin())
+                stage = Part(i, i + 1 + at, int(needed[i, i + 1 + at]))
+                if total[at] <= self.level.count:
+                    fewest[i], chosen[i] = total[at], stage
+            else:
+                self._cheapest(i, target, fewest, chosen)
+        stages = []
+        i = 0
+        while i < last:
+            here = chosen[i]
+            if here is None:
+                return None
+            stages.append(here)
+            i = here.j
+        return tuple(stages)
+
+    def _needed(self, target: float) -> Ints:
+        """[i, j] -> fewest components with which the stage stays within the target."""
+        alone = self.below.seconds(0)
+        one = (alone <= target) & (self.edge <= target)  # seconds are inf outside pairs
+        if self.level.straight:
+            return np.where(one, 1, _NEVER)
+
+        def cost(m: Floats) -> Floats:
+            return np.maximum((alone + self.reduced * (m - 1) / m) / m, self.edge / m)
+
+        # On two components and more, seconds fall as components are added:
+        # (C + q (m − 1) / m) / m ≤ T  ⇔  T m² − (C + q) m + q ≥ 0.
+        with np.errstate(all="ignore"):
+            total = alone + self.reduced
+            inside = np.maximum(total**2 - 4 * target * self.reduced, 0)
+            root = (total + np.sqrt(inside)) / (2 * target)
+            wanted = np.maximum(np.maximum(root, self.edge / target), 2)
+            wanted = np.minimum(np.nan_to_num(wanted, nan=_NEVER), _NEVER)
+            m = np.ceil(wanted * (1 - 1e-12))
+            m = np.where(cost(m) > target, m + 1, m)
+            m = np.where((m > 2) & (cost(np.maximum(m - 1, 1)) <= target), m - 1, m)
+            fits = cost(m) <= target
+        return np.where(one, 1, np.where(fits, m, _NEVER)).astype(np.int64)
+
+    def _cheapest(self, i: int, target: float, fewest: Ints, chosen: list[Part | None]) -> None:
+        """Find the stage from i that leaves the fewest components used, where memory counts."""
+        inside = np.isfinite(self.segments.seconds[i, i + 1 :])
+        ends = i + 1 + np.flatnonzero(inside & (fewest[i + 1 :] < self.level.count))
+        if not len(ends):
+            return
+        after, m = fewest[ends], self._replicas[:, None]
+        stage = (self._alone(i, ends, after) + self.reduced[i, ends] * ((m - 1) / m)) / m
+        fits = (stage <= target) & (self.edge[i, ends] / m <= target)
+        total = np.where(fits, after + m, _NEVER)
+        row, column = divmod(int(total.argmin()), len(ends))
+        if total[row, column] <= self.level.count:
+            fewest[i] = total[row, column]
+            chosen[i] = Part(i, int(ends[column]), row + 1)
+
+    def _alone(self, i: int, ends: Ints, after: Ints) -> Floats:
+        """[replicas, end] -> seconds of one component."""
+        if isinstance(self.below, Worker) and self.below.room is not None:
+            later = -(-after // self._replicas[:, None])
+            room = later <= self.below.room[i, ends]
+            return np.where(room, self.segments.seconds[i, ends], np.inf)
+        if self._stack is None:  # every table that a decision may look at, one after the other
+            tables: list[Floats] = []
+            known: dict[int, int] = {}
+            for c in range(self.level.count + 1):
+                for m in range(1, self.level.most + 1):
+                    matrix = self.below.seconds(-(-c * self.weight // m))
+                    at = known.setdefault(id(matrix), len(tables))
+                    if at == len(tables):
+                        tables.append(matrix)  # kept alive, so that its id stays its own
+                    self._place[c, m - 1] = at
+            self._stack = np.stack(tables)
+        alone: Floats = self._stack[self._place[after].T, i, ends]
+        return alone
+
+    def later(self, stages: Sequence[Part]) -> list[int]:
+        """Workers behind each stage, for one of its components."""
+        behind = [sum(s.replicas for s in stages[k + 1 :]) for k in range(len(stages))]
+        return [
+            -(-after * self.weight // stage.replicas)
+            for after, stage in zip(behind, stages, strict=True)
+        ]
+
+    def price(self, stages: Sequence[Part]) -> float:
+        """Seconds of the slowest stage, boundaries included."""
+        worst = 0.0
+        for stage, later in zip(stages, self.later(stages), strict=True):
+            i, j, m = stage.i, stage.j, stage.replicas
+            alone = float(self.below.seconds(later)[i, j])
+            reduced = float(self.reduced[i, j]) * (m - 1) / m
+            worst = max(worst, (alone + reduced) / m, float(self.edge[i, j]) / m)
+        return worst
+
+    def filled(self, stages: Sequence[Part], target: float) -> tuple[Part, ...]:
+        """The stages with their insides, within the target (seconds)."""
+        found = []
+        for stage, later in zip(stages, self.later(stages), strict=True):
+            i, j, m = stage.i, stage.j, stage.replicas
+            alone = float(self.below.seconds(later)[i, j])
+            reduced = float(self.reduced[i, j]) * (m - 1) / m
+            budget = max(alone, target * ROUNDED * m - reduced)
+            found.append(Part(i, j, m, self.below.parts(i, j, later, budget)))
+        return tuple(found)
+
+
+def _fewest(outermost: Outermost, inner: Group, target: float) -> tuple[Part, ...]:
+    """Stages within the target that take the fewest components of the level below."""
+    level, size = outermost.level, len(outermost.segments.cut)
+    target *= 2 - ROUNDED
+    price = []
+    for m in range(1, level.most + 1):
+        reduced = outermost.reduced * (m - 1) / m
+        taken = np.full((size, size), _NEVER, np.int64)
+        for count in range(len(inner.on), 0, -1):
+            fits = (outermost.edge / m <= target) & (inner.on[count - 1] <= target * m - reduced)
+            taken[fits] = count * m
+        price.append(taken)
+    least = np.full((level.count + 1, size), _NEVER, np.int64)
+    least[:, -1] = 0
+    chosen: dict[tuple[int, int], Part] = {}
+    for i in range(size - 2, -1, -1):
+        for count in range(1, level.count + 1):
+            for m in range(1, min(count, len(price)) + 1):
+                total = price[m - 1][i, i + 1 :] + least[count - m, i + 1 :]
+                j = int(total.argmin())
+                if total[j] < least[count, i]:
+                    least[count, i] = total[j]
+                    chosen[count, i] = Part(i, i + 1 + j, m)
+    stages = []
+    i, count = 0, level.count
+    while i < size - 1:
+        stages.append(chosen[count, i])
+        i, count = stages[-1].j, count - stages[-1].replicas
+    return tuple(stages)
+
+
+def unfit(problem: HierarchyProblem, levels: Sequence[Level], segments: Segments) -> str | None:
+    """Why no chain of these states fits, or None when one does, as far as this test sees.
+
+    Only the workers behind a stage matter to memory, not how they are joined, so every plan
+    over several levels is also one over a single level with all workers.
+    """
+    limit, workers = problem.memory_bytes, problem.workers
+    assert limit is not None
+    level = Level(workers, math.inf, 1, levels[0].straight, math.inf)
+    target = ceiling(levels, segments)
+
+    def attempt(bytes_each: float) -> tuple[float, tuple[Part, ...]] | None:
+        worker = Worker(segments, bytes_each)
+        stages = Outermost(level, worker, segments, limited=True).decide(target)
+        return None if stages is None else (_held(stages, segments), stages)
+
+    if attempt(limit) is not None:
+        return None
+    # One worker for everything is a plan.
+    _, least, _ = smallest_threshold(attempt, limit, float(segments.held[0, -1]), exact=EXACT)
+    help_text = f"at least {format_bytes(least)} ({math.ceil(least)} bytes) would be needed"
+    heaviest = max(problem.graph.nodes, key=lambda n: n.activation_bytes + n.parameter_bytes)
+    single = heaviest.activation_bytes + heaviest.parameter_bytes
+    if single > limit:
+        return (
+            f"{heaviest.id} ({heaviest.description.split('(')[0]}) keeps {format_bytes(single)} "
+            f"of activations and parameters for one minibatch, a worker has {format_bytes(limit)}; "
+            + help_text
+        )
+    total = math.fsum(n.activation_bytes + n.parameter_bytes for n in problem.graph.nodes)
+    return (
+        f"{format_bytes(total)} of activations and parameters cannot be divided over {workers} "
+        f"workers of {format_bytes(limit)}, where a stage also keeps those of the minibatches "
+        "in flight behind it; " + help_text
+    )
+
+
+def _held(stages: Sequence[Part], segments: Segments) -> float:
+    """Bytes of the worker that holds most."""
+    behind = [sum(s.replicas for s in stages[k:]) for k in range(len(stages))]
+    return max(
+        -(-after // stage.replicas) * float(segments.held[stage.i, stage.j])
+        for after, stage in zip(behind, stages, strict=True)
+    )
