@@ -23,11 +23,11 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError
 from pdcompile.problem import StageLimits
@@ -75,6 +75,45 @@ class Level:
     bytes_per_second: float
     latency_seconds: float = 0.0
     full_duplex: bool = True
+
+
+class Link(Protocol):
+    """What a message travels on: a `Level`, or a `StageLimits`, the link to the next stage."""
+
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def latency_seconds(self) -> float: ...
+    @property
+    def full_duplex(self) -> bool: ...
+
+
+Amount = TypeVar("Amount", bound=Any)  # a number, or an array of them
+
+
+def message_seconds(link: Link, num_bytes: Amount, messages: float = 1.0) -> Amount:
+    """Seconds of a message on a link, or of several of so many bytes together."""
+    seconds: Amount = num_bytes / link.bytes_per_second + messages * link.latency_seconds
+    return seconds
+
+
+def ring_seconds(link: Link, num_bytes: Amount, members: int) -> Amount:
+    """Seconds of a ring all-reduce among the members, `link` being the slowest between them."""
+    rounds = 2 * (members - 1)
+    seconds: Amount = rounds * message_seconds(link, num_bytes / members)
+    return seconds
+
+
+def slowest(links: Iterable[Link]) -> Level:
+    """The lowest rate and the highest latency of some links; free where there are none."""
+    listed = list(links)
+    return Level(
+        "slowest",
+        1 + len(listed),
+        min((link.bytes_per_second for link in listed), default=math.inf),
+        max((link.latency_seconds for link in listed), default=0.0),
+        all(link.full_duplex for link in listed),
+    )
 
 
 @dataclass(frozen=True, slots=True)

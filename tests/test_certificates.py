@@ -20,11 +20,11 @@ from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import proof
-from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.proof import prove
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.plan import Certificate, Plan, check
 from pdcompile.plan.embedded import assignment
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.schedule.registry import kind_of

@@ -18,8 +18,8 @@ from pdcompile.passes.coarsen import coarsen, spans
 from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.evaluate import evaluate
 from pdcompile.passes.profile import profile
+from pdcompile.plan.evaluate import evaluate
 from pdcompile.problem import PartitionProblem, StageLimits
 from tests.helpers import models
 from tests.helpers.graphs import B, GraphBuilder, chain, check, random_graphs, residual

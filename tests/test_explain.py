@@ -19,7 +19,6 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition, violations
-from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.relax import relax, relaxations, without
 from pdcompile.passes.partition.sensitivity import (
     bottleneck,
@@ -31,6 +30,7 @@ from pdcompile.passes.partition.sensitivity import (
 from pdcompile.passes.planning.explain import explain
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from tests.helpers.graphs import chain, residual

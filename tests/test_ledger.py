@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.passes.partition.evaluate import memory
 from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerMemory, optimizer_memory
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
+from pdcompile.plan.evaluate import memory
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from tests.helpers.schedules import chain, make_plan
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Level
 from pdcompile.errors import ClusterError, ScheduleError
-from pdcompile.passes.partition.makespan import Timing, makespan
 from pdcompile.passes.schedules import make_stream, memory_rule
 from pdcompile.passes.simulate import Links, simulate, simulate_programs
 from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan.makespan import Timing, makespan
 from pdcompile.schedule import Action
 from tests.helpers.schedules import chain, make_plan
 

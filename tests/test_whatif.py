@@ -17,7 +17,7 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.planning.sketch import ledgers_of, sketch
+from pdcompile.passes.planning.sketch import ledgers_of, straight_sketch
 from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
@@ -138,7 +138,9 @@ def test_the_sketched_ledger() -> None:
         plan = planned(residual(4), HOSTS, schedule=schedule)
         assert plan.problem is not None
         assert plan.forecast is not None
-        drawn = sketch(plan.problem, assignment(plan), plan.certificate, plan.training, HOSTS)
+        drawn = straight_sketch(
+            plan.problem, assignment(plan), plan.certificate, plan.training, HOSTS
+        )
         assert drawn.forecast is not None
         assert ledgers_of(plan) == plan.forecast.ledgers
         assert simulate(drawn).forecast.ledgers == drawn.forecast.ledgers

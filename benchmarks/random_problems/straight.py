@@ -16,7 +16,7 @@ from typing import Literal
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alone import by_ideals, by_integer_program
-from pdcompile.passes.partition.evaluate import measure, memory, violations
+from pdcompile.plan.evaluate import measure, memory, violations
 from pdcompile.problem import (
     Item,
     MemoryRule,

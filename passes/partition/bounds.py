@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.loads import always_linked
-from pdcompile.passes.partition.makespan import Path, Timing, critical_path, warmup_of
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.plan.makespan import Path, Timing, critical_path, warmup_of
 
 Vector = NDArray[np.float64]
 

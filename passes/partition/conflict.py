@@ -21,12 +21,12 @@ from pdcompile.passes.partition import dynamic_program
 from pdcompile.passes.partition.bounds import crude_upper
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
-from pdcompile.passes.partition.evaluate import violations
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.integer_program import IntegerProgram
 from pdcompile.passes.partition.limits import Limit, keeping, limits_of
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Segments
+from pdcompile.plan.evaluate import violations
 from pdcompile.problem import PartitionProblem
 
 MAX_IDEALS = 800

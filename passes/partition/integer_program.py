@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.loads import Loads
-from pdcompile.passes.partition.makespan import Path
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.thresholds import Thresholds
+from pdcompile.plan.makespan import Path
 
 Linear: TypeAlias = Any  # ortools' linear expressions have no useful static type
 BITS = 34  # of the upper bound: products with a few hundred microbatches stay below 2**63

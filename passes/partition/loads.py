@@ -15,9 +15,10 @@ import math
 from functools import cache
 from typing import Any, TypeAlias
 
-from pdcompile.passes.partition.makespan import Hop, Kind
+from pdcompile.cluster import message_seconds, slowest
 from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.passes.partition.thresholds import Literal, Thresholds
+from pdcompile.plan.makespan import Hop, Kind
 
 Linear: TypeAlias = Any
 
@@ -188,8 +189,7 @@ class Loads:
     def _hop(self, hop: Hop, kind: Kind) -> Linear:
         """Seconds of everything that one hop carries, at least."""
         near, far = min(hop), max(hop)
-        rate = min(link.bytes_per_second for link in self.stages[near:far])
-        latency = max(link.latency_seconds for link in self.stages[near:far])
+        link = slowest(self.stages[near:far])
         total: Linear = 0
         for e, flow in enumerate(self.model.flows):
             if self._carries(hop, kind, flow):
@@ -197,7 +197,7 @@ class Loads:
                 back = (flow.backward_bytes, flow.backward_messages)
                 size, messages = back if kind == "backward" else forward
                 once = self.model.problem.num_microbatches if kind == "final" else 1
-                if units := self.units((size / rate + messages * latency) * once):
+                if units := self.units(message_seconds(link, size, messages) * once):
                     total = total + units * self.pair(e, near, far)
         return total
 

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
-from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem import PartitionProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,11 @@ class Flow:
     received_bytes: int = 0
     tied: bool = False
 
-    def forward_seconds(self, link: StageLimits) -> float:
-        return self.forward_bytes / link.bytes_per_second + (
-            self.forward_messages * link.latency_seconds
-        )
+    def forward_seconds(self, link: Link) -> float:
+        return message_seconds(link, self.forward_bytes, self.forward_messages)
 
-    def backward_seconds(self, link: StageLimits) -> float:
-        return self.backward_bytes / link.bytes_per_second + (
-            self.backward_messages * link.latency_seconds
-        )
+    def backward_seconds(self, link: Link) -> float:
+        return message_seconds(link, self.backward_bytes, self.backward_messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.bounds import last_transfer
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.loads import always_linked
-from pdcompile.passes.partition.makespan import warmup_of
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem import StageLimits
 
 Array = NDArray[np.float64]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.search import partition
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
 
 MORE_MEMORY = 1.1

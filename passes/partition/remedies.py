@@ -11,9 +11,9 @@ import numpy as np
 
 from pdcompile.passes.partition.conflict import Conflict, Oracle
 from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
-from pdcompile.passes.partition.evaluate import memory
 from pdcompile.passes.partition.limits import Limit, keeping, limits_of, listed
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.plan.evaluate import memory
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
 from pdcompile.units import format_bytes

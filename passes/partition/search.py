@@ -13,13 +13,6 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError
 from pdcompile.passes.partition.enumerate import chains
-from pdcompile.passes.partition.evaluate import (
-    Transfers,
-    any_path_of,
-    path_of,
-    stage_seconds,
-    violations,
-)
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
 from pdcompile.passes.partition.integer_program import IntegerProgram
@@ -28,6 +21,7 @@ from pdcompile.passes.partition.ramps import applies, ramp_bound
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.state import Progress, Search
 from pdcompile.plan import Certificate
+from pdcompile.plan.evaluate import Evaluation, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 
 final_violations = violations  # the last word on every answer
@@ -216,13 +210,11 @@ def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
     full_duplex = all(stage.full_duplex for stage in problem.stages)
     if problem.objective != "flush" or not full_duplex:
         return lambda _: False
-    path = any_path_of(problem, model.items_of(search.groups))
+    path = path_of(problem, model.items_of(search.groups))
     upper = search.upper * (1 + 1e-12)  # rounding of sums must bar nothing that is better
 
     def barred(groups: tuple[int, ...]) -> bool:
-        stage_of = model.items_of(groups)
-        timing = Transfers(problem, stage_of).timing(*stage_seconds(problem, stage_of))
-        return path.seconds(timing) >= upper
+        return path.seconds(Evaluation(problem, model.items_of(groups)).times.timing) >= upper
 
     return barred
 

@@ -11,17 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pdcompile.passes.partition.evaluate import (
-    Transfers,
+from pdcompile.passes.partition.model import Model, build
+from pdcompile.plan.evaluate import (
+    Evaluation,
     measure,
     memory,
     path_of,
-    round_trip,
-    stage_seconds,
     violations,
 )
-from pdcompile.passes.partition.makespan import Path
-from pdcompile.passes.partition.model import Model, build
+from pdcompile.plan.makespan import Path
+from pdcompile.plan.times import round_trip
 from pdcompile.problem import PartitionProblem
 from pdcompile.units import format_bytes
 
@@ -88,10 +87,9 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
     The objective without a flush is the largest `binding_seconds`; with one it is the length of
     the critical path, whose parts are `critical_seconds` and transfers.
     """
-    transfers = Transfers(problem, stage_of)
-    forward, backward = stage_seconds(problem, stage_of)
-    timing = transfers.timing(forward, backward)
-    sent, received = _link_seconds(transfers)
+    spent = Evaluation(problem, stage_of).times
+    forward, backward = spent.forward, spent.backward
+    sent, received = spent.traffic(problem.num_microbatches)
     held = memory(problem, stage_of)
     flush = problem.objective == "flush"
     path = path_of(problem, stage_of) if flush else None
@@ -101,7 +99,7 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
     for s, limits in enumerate(problem.stages):
         compute = forward[s] + backward[s]
         in_flight = problem.memory.in_flight[s] if problem.memory.in_flight else 0
-        trip = round_trip(timing, s)
+        trip = round_trip(spent.timing, s)
         uses = {"compute": compute}
         if limits.full_duplex:
             uses |= {"sending": sent[s], "receiving": received[s]}
@@ -142,13 +140,8 @@ def bottleneck(problem: PartitionProblem, uses: Sequence[StageUse]) -> int:
 def critical(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Path, float]:
     """The critical path under a flush, and its seconds on links."""
     path = path_of(problem, stage_of)
-    transfers = Transfers(problem, stage_of)
-    tables = {
-        "forward": transfers.forward,
-        "backward": transfers.backward,
-        "final": transfers.final,
-    }
-    return path, math.fsum(tables[kind][hop] * times for hop, kind, times in path.hops)
+    timing = Evaluation(problem, stage_of).times.timing
+    return path, math.fsum(timing.of_kind(kind)[hop] * times for hop, kind, times in path.hops)
 
 
 def boundaries(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Boundary, ...]:
@@ -182,22 +175,6 @@ def broken(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
                 f"{format_bytes(needed - limit)} too much"
             )
     return found
-
-
-def _link_seconds(transfers: Transfers) -> tuple[list[float], list[float]]:
-    """Seconds per microbatch that each stage sends and receives."""
-    count = len(transfers.stages)
-    sent, received = [0.0] * count, [0.0] * count
-    kinds = (
-        (transfers.forward, 1),
-        (transfers.backward, 1),
-        (transfers.final, transfers.num_microbatches),
-    )
-    for hops, every in kinds:
-        for (source, target), duration in hops.items():
-            sent[source] += duration / every
-            received[target] += duration / every
-    return sent, received
 
 
 def _moves(

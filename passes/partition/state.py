@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.evaluate import measure, violations
 from pdcompile.passes.partition.model import Model
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 

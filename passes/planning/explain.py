@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, replace
 
 from pdcompile.errors import PdcompileError
-from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.relax import Relaxation, Relaxed, relax, relaxations
 from pdcompile.passes.partition.sensitivity import (
     Boundary,
@@ -21,6 +20,7 @@ from pdcompile.passes.partition.sensitivity import (
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import MemoryRule, PartitionProblem
 
 DEFAULT_SECONDS = 10.0

@@ -27,7 +27,7 @@ from pdcompile.passes.costs import Resident, residents
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.branches import Branch, branches
-from pdcompile.passes.partition.space.evaluate import measure, violations
+from pdcompile.passes.partition.space.evaluate import violations
 from pdcompile.passes.partition.space.lacking import does_not_fit
 from pdcompile.passes.partition.space.neighbours import neighbours
 from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, limited, timed
@@ -228,12 +228,11 @@ class Explorer:
             return
         self.seen.add(candidate)
         problem = branch.ground.problem
-        measured = measure(problem, self.cluster, candidate)
-        if measured.seconds * branch.scale >= self._below():
+        limit = self._below() / branch.scale
+        seconds, fits = timed(problem, self.cluster, candidate, limit, self._ruled)
+        if seconds >= limit:
             return
         self.tried += 1
-        limit = self._below() / branch.scale
-        seconds, fits = timed(problem, self.cluster, candidate, measured, limit, self._ruled)
         if fits:
             self._judge(seconds * branch.scale, candidate)
         else:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.partition.evaluate import measure, stage_seconds
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import (
@@ -26,62 +26,82 @@ from pdcompile.plan import (
     TiedParameter,
     Training,
 )
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import PartitionProblem
 
+if TYPE_CHECKING:
+    from pdcompile.passes.costs import Resident
+
+NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 CALLS = 3  # of a stream, until every rank holds the most
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
 
 def sketch(
+    found: Evaluation,
+    training: Training,
+    *,
+    held: Sequence[Resident] = (),
+    merge: bool = False,
+) -> Plan:
+    """A plan of an assignment, without certificate, cluster and forecast.
+
+    Args:
+        held: what each stage is said to hold; that of its items counts where it is more.
+        merge: make one edge of values with the same stages.
+    """
+    problem, stage_of, on = found.problem, found.stage_of, found.deployment
+    stages = []
+    for s in found.stages:
+        items = [item for item, t in zip(problem.items, stage_of, strict=True) if t == s]
+        shared = [one for one in problem.shared if any(stage_of[i] == s for i in one.items)]
+        forward, saved = found.times.forward[s], sum(item.saved_bytes for item in items)
+        workspace = max((item.workspace_bytes for item in items), default=0)
+        stages.append(
+            StagePlan(
+                index=s,
+                ops=tuple(op for item in items for op in item.ops),
+                parameters=tuple(sorted(one.fqn for one in shared if one.trainable)),
+                replicas=len(on.ranks[s]),
+                ranks=tuple(on.ranks[s]),
+                forward_seconds=forward,
+                backward_seconds=found.times.backward[s] - (forward if on.recompute[s] else 0),
+                parameter_bytes=sum(i.parameter_bytes for i in items)
+                + sum(p.bytes for p in shared),
+                trainable_bytes=found.trainable(s),
+                saved_bytes=max(saved, held[s].saved_bytes) if held else saved,
+                workspace_bytes=max(workspace, held[s].workspace_bytes) if held else workspace,
+                recompute=on.recompute[s],
+                step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
+            )
+        )
+    tied = _tied(problem, stage_of)
+    edges = _edges(problem, stage_of, merge)
+    return Plan("", tuple(stages), edges, tied, training, "", NOTHING)
+
+
+def straight_sketch(
     problem: PartitionProblem,
     stage_of: Sequence[int],
     certificate: Certificate,
     training: Training,
     cluster: Cluster,
 ) -> Plan:
-    """A plan of the assignment, one stage a rank, with ledgers in its forecast where it is small.
+    """A straight plan of the assignment, with ledgers in its forecast where the schedule is short.
 
     The forecast's step is the planner's objective (times the microbatches without a flush); its
     bubble and traffic are not filled in.
     """
-    forward, backward = stage_seconds(problem, stage_of)
-    stages = []
-    for s in range(len(problem.stages)):
-        items = [item for item, t in zip(problem.items, stage_of, strict=True) if t == s]
-        shared = [one for one in problem.shared if any(stage_of[i] == s for i in one.items)]
-        trainable = [one for one in shared if one.trainable]
-        stages.append(
-            StagePlan(
-                index=s,
-                ops=tuple(op for item in items for op in item.ops),
-                parameters=tuple(sorted(one.fqn for one in trainable)),
-                ranks=(s,),
-                forward_seconds=forward[s],
-                backward_seconds=backward[s],
-                parameter_bytes=sum(i.parameter_bytes for i in items)
-                + sum(p.bytes for p in shared),
-                trainable_bytes=sum(item.trainable_bytes for item in items)
-                + sum(one.bytes for one in trainable),
-                saved_bytes=sum(item.saved_bytes for item in items),
-                workspace_bytes=max((item.workspace_bytes for item in items), default=0),
-                step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
-            )
-        )
-    plan = Plan(
-        fingerprint="",
-        stages=tuple(stages),
-        edges=_edges(problem, stage_of),
-        tied=_tied(problem, stage_of),
-        training=training,
-        cluster=cluster.to_toml(),
+    found = Evaluation(problem, stage_of)
+    plan = replace(
+        sketch(found, training),
         certificate=certificate,
+        cluster=cluster.to_toml(),
         problem=problem,
     )
-    if 2 * len(stages) * training.num_microbatches > MOST_INSTRUCTIONS:
+    if 2 * len(plan.stages) * training.num_microbatches > MOST_INSTRUCTIONS:
         return plan
-    objective = measure(problem, stage_of).objective
-    flush = problem.objective == "flush"
-    seconds = objective if flush else objective * problem.num_microbatches
+    seconds = found.seconds * (1 if found.deployment.flush else problem.num_microbatches)
     rate = training.batch_size / seconds if seconds > 0 else 0.0
     return replace(plan, forecast=Forecast(seconds, rate, 0.0, (), ledgers_of(plan)))
 
@@ -106,15 +126,17 @@ def updated_sizes(problem: PartitionProblem, stage_of: Sequence[int], stage: int
             yield from item.trained_sizes
 
 
-def _edges(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Edge, ...]:
-    found = []
+def _edges(problem: PartitionProblem, stage_of: Sequence[int], merge: bool) -> tuple[Edge, ...]:
+    found: dict[tuple[object, ...], Edge] = {}
     for value in problem.traffic:
         source = stage_of[value.producer]
         targets = tuple(sorted({stage_of[c] for c in value.consumers} - {source}))
         if targets:
             gradient = value.backward_bytes > 0
-            found.append(Edge(value.value, source, targets, value.forward_bytes, gradient))
-    return tuple(found)
+            key = (source, targets, gradient, "" if merge else value.value)
+            size = value.forward_bytes + (found[key].bytes if key in found else 0)
+            found[key] = Edge(value.value, source, targets, size, gradient)
+    return tuple(found.values())
 
 
 def _tied(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[TiedParameter, ...]:

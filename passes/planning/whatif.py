@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.evaluate import measure
 from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken, stage_uses
 from pdcompile.passes.planning.fit import advised, excess, fit
-from pdcompile.passes.planning.sketch import sketch
+from pdcompile.passes.planning.sketch import straight_sketch
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
 from pdcompile.problem.change import Change, changed_cluster
 from pdcompile.schedule.registry import KINDS, kind_of
@@ -110,7 +110,7 @@ def whatif(
     known = plan.forecast if _same_memory(plan, problem, changed, training) else None
 
     def drawn(stages: tuple[int, ...], certificate: Certificate) -> Plan:
-        found = sketch(changed, stages, certificate, training, cluster)
+        found = straight_sketch(changed, stages, certificate, training, cluster)
         if known is not None and found.forecast is not None and stages == stage_of:
             return replace(found, forecast=replace(found.forecast, ledgers=known.ledgers))
         return found
@@ -180,7 +180,7 @@ def _own_cut(
 def _as_planned(
     plan: Plan, problem: PartitionProblem, stage_of: tuple[int, ...], cluster: Cluster
 ) -> Plan:
-    found = sketch(problem, stage_of, plan.certificate, plan.training, cluster)
+    found = straight_sketch(problem, stage_of, plan.certificate, plan.training, cluster)
     if found.forecast is None or not _same_memory(plan, problem, problem, plan.training):
         return found
     assert plan.forecast is not None

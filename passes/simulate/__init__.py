@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdcompile.cluster import Cluster, Level
+from pdcompile.cluster import Cluster, Level, Link
 from pdcompile.passes.layout import layout_of
 from pdcompile.passes.schedules.stream import make_stream
-from pdcompile.passes.simulate.clock import COMPUTE, Clock, Link, Links, TimelineEvent
+from pdcompile.passes.simulate.clock import COMPUTE, Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
 from pdcompile.schedule import Action, Schedule

@@ -22,24 +22,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
+from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.layout import FAMILIES, GRADIENT, TIED, VALUE, WEIGHT, layout_of
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Schedule
-
-
-class Link(Protocol):
-    """What joins two ranks; `pdcompile.cluster.Level` is one."""
-
-    @property
-    def bytes_per_second(self) -> float: ...
-    @property
-    def latency_seconds(self) -> float: ...
-    @property
-    def full_duplex(self) -> bool: ...
-
 
 Links = Callable[[int, int], Link]
 
@@ -252,7 +240,7 @@ class Clock:
         one = transfer.instruction
         assert one is not None
         link = self.links(transfer.sender, transfer.receiver)
-        end = self.now + link.latency_seconds + self.bytes_of(one) / link.bytes_per_second
+        end = self.now + message_seconds(link, self.bytes_of(one))
         if self.timeline:
             self.events.append(
                 TimelineEvent(
@@ -312,12 +300,7 @@ class Clock:
         return True
 
     def _collective_seconds(self, members: Sequence[int], stage: int) -> float:
-        links = [self.links(members[0], other) for other in members[1:]]
-        if not links:
-            return 0.0
-        latency = max(link.latency_seconds for link in links)
+        link = slowest(self.links(members[0], other) for other in members[1:])
         if stage < 0:
-            return latency
-        slowest = min(link.bytes_per_second for link in links)
-        piece = self.plan.stages[stage].trainable_bytes / len(members)
-        return 2 * (len(members) - 1) * (piece / slowest + latency)
+            return message_seconds(link, 0.0)
+        return ring_seconds(link, self.plan.stages[stage].trainable_bytes, len(members))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from pdcompile.cluster import Cluster
@@ -17,9 +18,8 @@ from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan import claims, rivals
-from pdcompile.plan.clock import Clock
-from pdcompile.plan.model import Plan, StagePlan
-from pdcompile.plan.replicas import ReplicaClock, ranks_of
+from pdcompile.plan.model import Plan, StagePlan, ranks_of
+from pdcompile.plan.times import Message, PipelineTimes, half_duplex
 from pdcompile.plan.validate import validate
 from pdcompile.schedule.registry import kind_of
 
@@ -318,16 +318,39 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
 def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
     m, in_flight = plan.training.num_microbatches, _in_flight(plan)
-    flush = not kind_of(plan.training.schedule).stream
-    if _replicated(plan):
-        among = ReplicaClock.of(plan, cluster, returning)
-        return among.makespan([n - 1 for n in in_flight]) if flush else among.period(in_flight)
-    seconds = [
-        (s.forward_seconds, s.backward_seconds + (s.forward_seconds if s.recompute else 0.0))
-        for s in plan.stages
-    ]
-    clock = Clock.of(plan, cluster, seconds, returning)
-    return clock.makespan([n - 1 for n in in_flight], m) if flush else clock.period(in_flight, m)
+    times = times_of(plan, cluster, returning)
+    if not _replicated(plan):
+        times = replace(times, clips=False)  # the planner leaves out what all straight plans take
+    if kind_of(plan.training.schedule).stream:
+        return times.period(in_flight, m)
+    times = replace(times, half_duplex=(False,) * len(plan.stages))  # at least, where it is not
+    try:
+        return times.makespan([n - 1 for n in in_flight], m)
+    except ValueError as error:
+        raise PlanError(str(error), where="plan: training.warmup", remedy=AGAIN) from None
+
+
+def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
+    """The seconds of a plan's stages and edges; `returning`: values whose gradients travel."""
+    messages, ranks = [], ranks_of(plan.stages)
+    for edge in plan.edges:
+        messages += [Message("forward", edge.source, t, edge.bytes) for t in edge.targets]
+        chain = (edge.source, *edge.targets) if edge.value in returning else ()
+        messages += [Message("backward", b, a, edge.bytes) for a, b in pairwise(chain)]
+    for one in plan.tied:
+        owner, *others = one.stages
+        messages += [Message("backward", b, a, one.bytes) for a, b in pairwise(one.stages)]
+        messages += [Message("final", owner, other, one.bytes) for other in others]
+    return PipelineTimes(
+        [stage.forward_seconds for stage in plan.stages],
+        [stage.backward_pass_seconds for stage in plan.stages],
+        ranks,
+        messages,
+        cluster.level_between,
+        half_duplex(cluster, ranks),
+        [stage.trainable_bytes for stage in plan.stages],
+        plan.training.max_grad_norm is not None,
+    )
 
 
 def _replicated(plan: Plan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -183,8 +183,6 @@ class Plan:
     @property
     def num_columns(self) -> int:
         """Ranks are numbered through: one that no stage uses has entries of its own."""
-        from pdcompile.plan.replicas import ranks_of
-
         return 1 + max(rank for ranks in ranks_of(self.stages) for rank in ranks)
 
     def to_json(self) -> str:
@@ -224,6 +222,17 @@ class Plan:
 
     def __str__(self) -> str:
         return self.to_json()
+
+
+def ranks_of(stages: Sequence[StagePlan]) -> list[tuple[int, ...]]:
+    """Ranks of each stage; where a plan names none, they follow each other."""
+    found: list[tuple[int, ...]] = []
+    following = 0
+    for stage in stages:
+        given = stage.ranks or tuple(range(following, following + stage.replicas))
+        following = max(given) + 1
+        found.append(given)
+    return found
 
 
 def _noted(notes: Any, schema: str) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import random
 
 from pdcompile.passes.partition import violations
-from pdcompile.passes.partition.evaluate import measure
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import (
     Item,
     MemoryRule,

@@ -107,8 +107,8 @@ def brute_force(
     best = None
     for one in every_candidate(problem, space, setting, ranks, counts):
         if not violations(problem, cluster, one):
-            found = measure(problem, cluster, one)
-            seconds = seconds_of(problem, cluster, one, found) if simulated else found.seconds
+            found = measure(problem, cluster, one).objective
+            seconds = seconds_of(problem, cluster, one) if simulated else found
             if seconds < float("inf"):  # else a ledger exceeds its device
                 best = seconds if best is None else min(best, seconds)
     return best

@@ -81,9 +81,8 @@ class WholeSpace:
             setting = one.setting
             scale = setting.num_microbatches if setting.schedule == "2bw" else 1
             least = found[0] if found else float("inf")
-            closed = measure(problem, self.cluster, one)
-            if closed.seconds * scale < least:
-                seconds = seconds_of(problem, self.cluster, one, closed, self.ledgers) * scale
+            if measure(problem, self.cluster, one).objective * scale < least:
+                seconds = seconds_of(problem, self.cluster, one, self.ledgers) * scale
                 if seconds < least:
                     found = seconds, one
         return found

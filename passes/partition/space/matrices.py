@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.cluster import ring_seconds
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.depths import least_depth, most_depth
@@ -96,8 +97,7 @@ class Matrices:
         """Seconds per microbatch of the stage's all-reduce."""
         if r == 1:
             return np.zeros((1, 1))
-        rate, latency = seats.ring(p, r)
-        once = 2 * (r - 1) * (self._trainable[rows] / r / rate + latency)
+        once = ring_seconds(seats.ring(p, r), self._trainable[rows], r)
         result: Matrix = once / self.setting.num_microbatches
         return result
 

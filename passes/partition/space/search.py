@@ -13,17 +13,14 @@ from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.chains import Chains, Piece
-from pdcompile.passes.partition.space.evaluate import (
-    Measure,
-    Measured,
-    measure,
-    violations,
-)
+from pdcompile.passes.partition.space.evaluate import evaluation, violations
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.partition.space.sketch import forecast
+from pdcompile.passes.planning.sketch import sketch
 from pdcompile.passes.schedules import warmup
-from pdcompile.plan import MemoryLedger
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Forecast, MemoryLedger, Training
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
@@ -181,7 +178,7 @@ class Pipelines:
 
 def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Candidate:
     """The candidate with recomputation also where it lacks memory without."""
-    measured, options = Measure(problem, cluster, candidate), list(candidate.options)
+    measured, options = evaluation(problem, cluster, candidate), list(candidate.options)
     for s, ranks in enumerate(candidate.ranks):
         limits = [cluster.devices[rank].memory_bytes for rank in ranks]
         limit = min((one for one in limits if one is not None), default=None)
@@ -194,29 +191,27 @@ def timed(
     problem: PartitionProblem,
     cluster: Cluster,
     candidate: Candidate,
-    found: Measured,
     below: float = float("inf"),
     held: Held | None = None,
 ) -> tuple[float, bool]:
     """The objective of a candidate, and whether its sketch fits into the memory of the devices.
 
-    Exact where it is straight, else what the simulator says: without a flush its seconds per
-    microbatch or the closed form, whichever is more, because the simulator lets a rank use
-    several links at once, and reductions none.  Memory is looked at where the seconds are `below`
-    a limit, so that it matters; a stage of the sketch saves what its items do, or what it is said
-    to have `held` where that is more.
+    Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
+    whichever is more, because the simulator lets a rank use several links at once, and reductions
+    none.  Memory is looked at where the seconds are `below` a limit, so that it matters; a stage
+    of the sketch saves what its items do, or what it is said to have `held` where that is more.
     """
-    sketched = cache(lambda: forecast(problem, cluster, candidate))
+    found = evaluation(problem, cluster, candidate)
+    sketched = cache(lambda: simulated(found, candidate, cluster))
     seconds = found.seconds
-    if not candidate.straight:
-        seconds = sketched().step_seconds
-        if kind_of(candidate.setting.schedule).stream:
-            seconds = max(found.seconds, seconds / candidate.setting.num_microbatches)
+    if seconds < below and not (candidate.straight or found.deployment.flush):
+        seconds = max(seconds, sketched().step_seconds / candidate.setting.num_microbatches)
     if not (seconds < below and limited(cluster)):
         return seconds, True
     fits = not exceeds(sketched().ledgers, cluster)
     if fits and held is not None:
-        fits = not exceeds(forecast(problem, cluster, candidate, held(candidate)).ledgers, cluster)
+        told = simulated(found, candidate, cluster, held(candidate))
+        fits = not exceeds(told.ledgers, cluster)
     return seconds, fits
 
 
@@ -224,7 +219,6 @@ def seconds_of(
     problem: PartitionProblem,
     cluster: Cluster,
     candidate: Candidate,
-    found: Measured,
     ledgers: Ledgers | None = None,
 ) -> float:
     """The objective of a candidate, infinite where a ledger exceeds the memory of its device.
@@ -233,10 +227,33 @@ def seconds_of(
         ledgers: those of the plan that the candidate stands for; without a plan those of its
             sketch.
     """
-    seconds, fits = timed(problem, cluster, candidate, found)
+    seconds, fits = timed(problem, cluster, candidate)
     if ledgers is not None:
         fits = not (limited(cluster) and exceeds(ledgers(candidate), cluster))
     return seconds if fits else float("inf")
+
+
+def simulated(
+    found: Evaluation, candidate: Candidate, cluster: Cluster, held: Sequence[Resident] = ()
+) -> Forecast:
+    """What the simulator says of a candidate: seconds of a step in steady state, ledgers.
+
+    Values with the same stages are one edge where links have no latency: the same seconds in
+    fewer instructions.
+    """
+    setting = candidate.setting
+    training = Training(
+        setting.schedule,
+        setting.num_microbatches,
+        setting.num_microbatches,
+        candidate.warmup,
+        max_grad_norm=1.0 if setting.clipping else None,
+        optimizer_factor=setting.optimizer_factor,
+        step=setting.step,
+    )
+    merge = not any(level.latency_seconds for level in cluster.levels)
+    plan = sketch(found, training, held=held, merge=merge)
+    return simulate(plan, links=cache(cluster.level_between), timeline=False).forecast
 
 
 def limited(cluster: Cluster) -> bool:
@@ -260,11 +277,11 @@ def best(
     ranks: tuple[int, ...],
     counts: tuple[int, ...],
     *,
-    simulated: bool = True,
+    exactly: bool = True,
 ) -> tuple[float, Candidate] | None:
     """The best candidate that uses exactly these ranks, by `seconds_of`.
 
-    With `simulated` False by the closed form of `evaluate.measure` alone.  Exact when the ideals
+    With `exactly` False by the closed form alone.  Exact when the ideals
     of the graph are few (`Ground.complete`): candidates come by rising bound, each with and
     without recomputation, and none whose bound is below the best is left out.  None when nothing
     fits.
@@ -279,11 +296,10 @@ def best(
     for _, candidate in pipelines.candidates(lambda: found[-1][0] if found else float("inf")):
         if candidate is not None and candidate not in seen:
             seen.add(candidate)
-            measured = measure(problem, cluster, candidate)
-            seconds = measured.seconds
+            seconds = evaluation(problem, cluster, candidate).seconds
             least = found[-1][0] if found else float("inf")
-            if simulated and seconds < least:
-                seconds = seconds_of(problem, cluster, candidate, measured)
+            if exactly and seconds < least:
+                seconds = seconds_of(problem, cluster, candidate)
             if seconds < least:
                 found.append((seconds, candidate))
     return found[-1] if found else None

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, Link, slowest
 from pdcompile.problem import StageLimits
 
 
@@ -27,11 +27,10 @@ class Seats:
         limits = [self.cluster.devices[rank].memory_bytes for rank in self.ranks[p : p + r]]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def ring(self, p: int, r: int) -> tuple[float, float]:
-        """Bytes per second and latency of an all-reduce: the slowest level that it spans."""
-        rate, latency, _ = self._links
-        rest = slice(p + 1, p + r)
-        return float(rate[p, rest].min(initial=np.inf)), float(latency[p, rest].max(initial=0.0))
+    def ring(self, p: int, r: int) -> Link:
+        """What an all-reduce goes over: the slowest level that it spans."""
+        first, *others = self.ranks[p : p + r]
+        return slowest(self.cluster.level_between(first, other) for other in others)
 
     def between(self, first: slice, second: slice) -> StageLimits:
         """The best of all links from some positions to others; a free one where there is none."""

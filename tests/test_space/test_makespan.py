@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
-from pdcompile.plan.replicas import ReplicaClock
+from pdcompile.plan.check import times_of
 from tests.helpers.schedules import make_plan, plans
 
 
@@ -53,7 +53,9 @@ def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) 
         min(depth + 1, -(-plan.training.num_microbatches // stage.replicas))
         for depth, stage in zip(plan.training.warmup, plan.stages, strict=True)
     ]
-    found = ReplicaClock.of(plan, cluster, gradients).makespan([n - 1 for n in in_flight])
+    found = times_of(plan, cluster, gradients).makespan(
+        [n - 1 for n in in_flight], plan.training.num_microbatches
+    )
     assert found == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9)
 
 
@@ -63,9 +65,12 @@ def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
     assume(plan.training.schedule == "2bw")
     plan, cluster = on_cluster(plan, Level("host", 12, rate))
     gradients = [edge.value for edge in plan.edges if edge.gradient]
-    clock = ReplicaClock.of(plan, cluster, gradients)
+    times = times_of(plan, cluster, gradients)
     compute = max((s.forward_seconds + s.backward_pass_seconds) / s.replicas for s in plan.stages)
-    assert clock.period([depth + 1 for depth in plan.training.warmup]) >= compute
+    assert (
+        times.period([depth + 1 for depth in plan.training.warmup], plan.training.num_microbatches)
+        >= compute
+    )
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2), (4,)])
@@ -76,8 +81,10 @@ def test_the_period_of_balanced_streams(replicas: tuple[int, ...], rate: float) 
     seconds = [(float(r), 2.0 * r) for r in replicas]
     plan = make_plan("2bw", n, 16, replicas=replicas, extra=1, seconds=seconds)
     plan, cluster = on_cluster(plan, Level("host", sum(replicas), rate))
-    clock = ReplicaClock.of(plan, cluster, [edge.value for edge in plan.edges])
-    period = clock.period([depth + 1 for depth in plan.training.warmup])
+    times = times_of(plan, cluster, [edge.value for edge in plan.edges])
+    period = times.period(
+        [depth + 1 for depth in plan.training.warmup], plan.training.num_microbatches
+    )
     assert period == pytest.approx(3.0)
     assert simulate(plan).forecast.step_seconds / 16 == pytest.approx(period, rel=1e-6)
 

@@ -1,0 +1,301 @@
+"""What an assignment costs and whether it is allowed: the definition that searches are held to.
+
+Straight from the problem, stage by stage and value by value, with no reductions and no code in
+common with the solvers.  Every answer of the planner goes through here before anybody sees it.
+
+Per microbatch, with r_s replicas: a stage computes for (F_s·(1 + recompute) + W_s) / r_s, its
+busiest rank sends and receives for X_s, and its gradients are reduced in
+A_s = 2·(r_s − 1)·(bytes / r_s / B + latency) / m over the slowest level that its ranks span,
+hidden behind compute but on the same links: load_s = max(C_s, X_s + A_s).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+
+from pdcompile.cluster import Link, slowest
+from pdcompile.errors import PlanError
+from pdcompile.plan.makespan import Path, critical_path, warmup_of
+from pdcompile.plan.times import Message, PipelineTimes
+from pdcompile.problem import Partition, PartitionProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How often a rank of a stage holds what, by its schedule.
+
+    `saved`: microbatches whose activations are kept; `received` and `returned`: slots of what
+    the stage receives forward and backward.
+    """
+
+    versions: int
+    gradient_buffers: int
+    optimizer_factor: float
+    saved: int
+    received: int
+    returned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where and how the stages of a pipeline run; all but `link` by stage.
+
+    `in_flight`: microbatches of one replica; empty where round trips do not count.
+    """
+
+    ranks: Sequence[tuple[int, ...]]
+    speeds: Sequence[float]
+    limits: Sequence[int | None]  # bytes of memory
+    half_duplex: Sequence[bool]
+    in_flight: Sequence[int]
+    flush: bool
+    num_microbatches: int
+    holdings: Sequence[Holding]
+    recompute: Sequence[bool]
+    link: Callable[[int, int], Link]
+    may_be_empty: bool = False
+    clips: bool = False
+
+    @staticmethod
+    def straight(problem: PartitionProblem) -> Deployment:
+        """One rank a stage, as the stages of the problem say."""
+        rule, stages = problem.memory, problem.stages
+
+        @cache
+        def link(a: int, b: int) -> Link:
+            return slowest(stages[min(a, b) : max(a, b)])
+
+        return Deployment(
+            [(s,) for s in range(len(stages))],
+            [stage.speed for stage in stages],
+            [stage.memory_bytes for stage in stages],
+            [not stage.full_duplex for stage in stages],
+            rule.in_flight,
+            problem.objective == "flush",
+            problem.num_microbatches,
+            [
+                Holding(rule.versions, rule.gradient_buffers, rule.optimizer_factor, count, count)
+                for count in rule.in_flight or (1,) * len(stages)
+            ],
+            (False,) * len(stages),
+            link,
+            problem.allow_empty,
+        )
+
+
+class Evaluation:
+    """One assignment of a problem's items to stages."""
+
+    def __init__(
+        self,
+        problem: PartitionProblem,
+        stage_of: Sequence[int],
+        deployment: Deployment | None = None,
+    ):
+        """Without a `deployment` a straight one on the problem's own stages."""
+        self.problem, self.stage_of = problem, stage_of
+        self.deployment = Deployment.straight(problem) if deployment is None else deployment
+        self.m = self.deployment.num_microbatches
+        self.stages = range(len(self.deployment.ranks))
+
+    def partition(self) -> Partition:
+        """Seconds and bytes of an assignment that is known to break nothing."""
+        loads = tuple(self.times.loads(self.m))
+        bytes_held = tuple(map(self.memory, self.stages))
+        return Partition(tuple(self.stage_of), self.seconds, loads, bytes_held)
+
+    # -- seconds -----------------------------------------------------------------------------
+
+    @cached_property
+    def seconds(self) -> float:
+        """With a flush the makespan; without seconds per microbatch, a lower bound where stages
+        have replicas."""
+        if self.deployment.flush:
+            return self.times.makespan(self.warmup, self.m)
+        return self.times.period(self.deployment.in_flight, self.m)
+
+    @property
+    def warmup(self) -> tuple[int, ...]:
+        return warmup_of(self.deployment.in_flight, len(self.stages), self.m)
+
+    @cached_property
+    def times(self) -> PipelineTimes:
+        forward: list[list[float]] = [[] for _ in self.stages]
+        backward: list[list[float]] = [[] for _ in self.stages]
+        for item, s in zip(self.problem.items, self.stage_of, strict=True):
+            forward[s].append(item.forward_seconds / self.deployment.speeds[s])
+            backward[s].append(item.backward_seconds / self.deployment.speeds[s])
+        ahead = list(map(math.fsum, forward))
+        again = [f if r else 0.0 for f, r in zip(ahead, self.deployment.recompute, strict=True)]
+        return PipelineTimes(
+            ahead,
+            [math.fsum(w) + f for w, f in zip(backward, again, strict=True)],
+            self.deployment.ranks,
+            self.messages,
+            self.deployment.link,
+            self.deployment.half_duplex,
+            [self.trainable(s) if len(self.deployment.ranks[s]) > 1 else 0 for s in self.stages],
+            self.deployment.clips,
+        )
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """Every hop of one microbatch: who sends what to whom.
+
+        A value goes directly from its stage to each stage that consumes it; its gradient goes
+        from the last of these to the one before, …, to the first, to the source.  A shared
+        trainable parameter's gradient is chained in the same way once a microbatch; its new
+        weights go from the first holder to the others once a minibatch.
+        """
+        found, stage_of = [], self.stage_of
+        for value in self.problem.traffic:
+            source = stage_of[value.producer]
+            targets = {stage_of[c] for c in value.consumers}
+            targets.discard(source)
+            if not targets:
+                continue
+            chain = [source, *sorted(targets)]
+            found += [Message("forward", source, t, value.forward_bytes) for t in chain[1:]]
+            if value.backward_bytes:
+                size = value.backward_bytes
+                found += [Message("backward", far, near, size) for near, far in pairwise(chain)]
+        for one in self.problem.shared:
+            if one.trainable:
+                owner, *others = chain = sorted({stage_of[i] for i in one.items})
+                found += [
+                    Message("backward", far, near, one.bytes) for near, far in pairwise(chain)
+                ]
+                found += [Message("final", owner, other, one.bytes) for other in others]
+        return found
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    def trainable(self, s: int) -> int:
+        return self._held[0][s]
+
+    def memory(self, s: int) -> int:
+        """Bytes of one rank of the stage; every holder of a shared parameter has a copy, which
+        the first of them updates.
+
+        A lower bound of its ledger: without sends in flight and what the optimizer's step needs
+        for a moment.
+        """
+        trainable, copied, frozen, saved, received, returned, workspace = (
+            row[s] for row in self._held
+        )
+        holding, owned = self.deployment.holdings[s], trainable - copied
+        return (
+            trainable * holding.versions
+            + owned * holding.gradient_buffers
+            + math.floor(owned * holding.optimizer_factor)
+            + frozen
+            + holding.saved * saved
+            + holding.received * received
+            + holding.returned * returned
+            + workspace
+        )
+
+    @cached_property
+    def _held(self) -> tuple[list[int], ...]:
+        """By stage: trainable, copied (of these), frozen, saved, received, returned, workspace."""
+        found = tuple([0] * len(self.stages) for _ in range(7))
+        trainable, copied, frozen, saved, received, returned, workspace = found
+        for item, s in zip(self.problem.items, self.stage_of, strict=True):
+            trainable[s] += item.trainable_bytes
+            frozen[s] += item.parameter_bytes - item.trainable_bytes
+            saved[s] += item.saved_bytes
+            workspace[s] = max(workspace[s], item.workspace_bytes)
+        for parameter in self.problem.shared:
+            holders = {self.stage_of[i] for i in parameter.items}
+            for s in holders:
+                (trainable if parameter.trainable else frozen)[s] += parameter.bytes
+                if parameter.trainable and s > min(holders):
+                    copied[s] += parameter.bytes
+        for one in self.messages:
+            if one.kind == "forward":
+                received[one.target] += one.bytes
+            elif one.kind == "backward":
+                returned[one.target] += one.bytes
+        return found
+
+    # -- what is allowed ---------------------------------------------------------------------
+
+    def violations(self) -> Iterator[str]:
+        """Constraints that the assignment breaks, in words; nothing when it is feasible."""
+        problem, stage_of = self.problem, self.stage_of
+        names, last = [item.name for item in problem.items], len(problem.stages) - 1
+        if len(stage_of) != len(names):
+            yield f"{len(stage_of)} stages given for {len(names)} items"
+            return
+        strange = [i for i, s in enumerate(stage_of) if s not in self.stages]
+        for i in strange:
+            yield f"{names[i]!r} is on stage {stage_of[i]} of {len(self.stages)}"
+        if strange:
+            return
+        pairs = [(t.producer, c) for t in problem.traffic for c in t.consumers]
+        for a, b in [*pairs, *problem.order]:
+            if stage_of[a] > stage_of[b]:
+                yield f"{names[b]!r} is on an earlier stage than {names[a]!r}"
+        for group in problem.together:
+            if len({stage_of[i] for i in group}) > 1:
+                yield f"{', '.join(repr(names[i]) for i in group)} are not on one stage"
+        for i, s in problem.pins:
+            wanted = self.stages[-1] if s == last else s  # a pin to the last stage is to any last
+            if stage_of[i] != wanted:
+                yield f"{names[i]!r} is on stage {stage_of[i]}, pinned to {wanted}"
+        for a, b in problem.apart:
+            if stage_of[a] == stage_of[b]:
+                yield f"{names[a]!r} and {names[b]!r} are on one stage"
+        for i, s in problem.forbidden:
+            if stage_of[i] == s:
+                yield f"{names[i]!r} is on stage {s}, where it may not be"
+        used = set(stage_of)
+        if not self.deployment.may_be_empty:
+            yield from (f"stage {s} is empty" for s in self.stages if s not in used)
+        if problem.max_stages is not None and len(used) > problem.max_stages:
+            yield f"{len(used)} stages are used, and {problem.max_stages} may be"
+        for parameter in problem.shared:
+            holders = {stage_of[i] for i in parameter.items}
+            for s in sorted(holders if parameter.trainable and len(holders) > 1 else ()):
+                if len(self.deployment.ranks[s]) > 1:
+                    yield f"stage {s} has replicas and shares {parameter.fqn!r}"
+        for s, limit in enumerate(self.deployment.limits):
+            if limit is not None and (needed := self.memory(s)) > limit:
+                yield f"stage {s} needs {needed} bytes of memory, and has {limit}"
+
+
+def evaluate(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
+    """Objective, loads and memory of an assignment.
+
+    Raises:
+        PlanError: it breaks a constraint or a memory limit; names the first.
+    """
+    for message in violations(problem, stage_of):
+        raise PlanError(f"the assignment is not allowed: {message}", where="partition")
+    return measure(problem, stage_of)
+
+
+def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
+    """`evaluate` of an assignment that is known to break nothing."""
+    return Evaluation(problem, stage_of).partition()
+
+
+def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
+    """Constraints that the assignment breaks, in words; empty when it is feasible."""
+    return list(Evaluation(problem, stage_of).violations())
+
+
+def memory(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[int, ...]:
+    """Bytes per stage by `MemoryRule`'s formula."""
+    found = Evaluation(problem, stage_of)
+    return tuple(map(found.memory, found.stages))
+
+
+def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
+    """The critical path of the assignment's flush schedule."""
+    found = Evaluation(problem, stage_of)
+    return critical_path(found.times.timing, found.warmup, found.m)

@@ -1,0 +1,402 @@
+"""How long a pipeline takes: the longest path over who waits for whom.
+
+A rank computes one thing at a time, in the order of its schedule; what it makes is sent when it
+is finished, in turn; a link carries one message at a time in each direction (half duplex: in
+both together); a receiver needs all that was sent to it before it computes.  A message also needs
+a free receive slot (as many as there are microbatches in flight, and one more), and a sender waits
+when too many of its messages are in flight.  These are the rules of the simulator, which walks
+instructions; here are only seconds, so that the planner can ask for thousands of candidates.
+
+Messages of a link go in the order of their microbatches.  So when one arrives follows from when
+its two ends were ready and when the one before arrived, and ranks can be followed in any order,
+each as far as what it needs is known.  Where messages of both directions share a link, the one
+that is ready first goes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count as counting
+from typing import Literal, NamedTuple, TypeAlias, Union
+
+from pdcompile.schedule.registry import GRADIENT_SLOTS, LOOKAHEAD, window
+
+Hop: TypeAlias = tuple[int, int]  # sending and receiving stage
+Kind: TypeAlias = Literal["forward", "backward", "final"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "final")
+Compute: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
+Event: TypeAlias = Union[Compute, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one microbatch takes: seconds per stage, and per hop for all its values together.
+
+    `final_hops` happen once, after the sender's last backward (new weights of tied parameters).
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    forward_hops: Mapping[Hop, float] = field(default_factory=dict)
+    backward_hops: Mapping[Hop, float] = field(default_factory=dict)
+    final_hops: Mapping[Hop, float] = field(default_factory=dict)
+    full_duplex: bool = True
+
+    def of_kind(self, kind: Kind) -> Mapping[Hop, float]:
+        if kind == "final":
+            return self.final_hops
+        return self.forward_hops if kind == "forward" else self.backward_hops
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain of work in which each waits for the one before: how often each of it occurs.
+
+    Without traffic on one of its hops the chain falls apart and says nothing.
+    """
+
+    forward: tuple[int, ...]  # per stage
+    backward: tuple[int, ...]
+    hops: tuple[tuple[Hop, Kind, int], ...]
+
+    def seconds(self, timing: Timing) -> float:
+        """Its sum for other stages and hops; 0 where it says nothing of them."""
+        if any(hop not in timing.of_kind(kind) for hop, kind, _ in self.hops):
+            return 0.0
+        return math.fsum(
+            (
+                *map(operator.mul, self.forward, timing.forward),
+                *map(operator.mul, self.backward, timing.backward),
+                *(count * timing.of_kind(kind)[hop] for hop, kind, count in self.hops),
+            )
+        )
+
+
+def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Forwards before the first backward, beyond one: in flight − 1, at most m − 1.
+
+    Without `in_flight`, the least that keeps a pipeline of N stages busy: N − 1 − s.
+    """
+    depths = [count - 1 for count in in_flight] or [num_stages - 1 - s for s in range(num_stages)]
+    return tuple(max(0, min(depth, num_microbatches - 1)) for depth in depths)
+
+
+@lru_cache(maxsize=256)
+def program(warmup: int, num_microbatches: int) -> list[tuple[bool, int]]:
+    """(is forward, microbatch) in order: `warmup` forwards, then one and one, then backwards.
+
+    warmup = m − 1 is GPipe.  Warm-up 1 of 3 microbatches: F0 F1 B0 F2 B1 B2.
+    """
+    steps = [(True, k) for k in range(warmup)]
+    for k in range(warmup, num_microbatches):
+        steps += [(True, k), (False, k - warmup)]
+    return steps + [(False, k) for k in range(num_microbatches - warmup, num_microbatches)]
+
+
+def makespan(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> float:
+    """Seconds from the first forward to the last backward (or final hop) of one minibatch.
+
+    Raises:
+        ValueError: the stages wait for each other for ever (warm-up too small for the hops).
+    """
+    walk = _walk(timing, warmup, num_microbatches, full_duplex=timing.full_duplex)
+    return walk.finished(timing)[0]
+
+
+def critical_path(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> Path:
+    """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
+
+    With the same warm-up and microbatches, every other partition whose stages have these hops
+    takes at least this path's sum of its own seconds, because the order of programs and links
+    is fixed.  Half-duplex links, where it is not, are treated as full duplex.
+    """
+    walk = _walk(timing, warmup, num_microbatches, full_duplex=True)
+    _, event, final = walk.finished(timing)
+    return walk.path(event, final)
+
+
+def _walk(
+    timing: Timing, warmup: Sequence[int], num_microbatches: int, *, full_duplex: bool
+) -> Walk:
+    ones = (1,) * len(timing.forward)
+    walk = Walk(timing.forward, timing.backward, ones, warmup, num_microbatches)
+    for kind in KINDS[:2]:
+        table = timing.of_kind(kind)
+        hops = sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop))
+        for a, b in hops:
+            shared = None if full_duplex else walk.shared
+            walk.join([Wire((a, b), kind, (table[a, b],), (a, b), shared)])
+        walk.send_in_order(kind, hops)
+    walk.run()
+    return walk
+
+
+class SharedLinks:
+    """Links that carry both directions in turn: the message whose ends are ready first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, int, Wire]] = []
+        self.ticket = counting()
+        self.free: dict[Hop, float] = defaultdict(float)
+
+    def add(self, at: float, wire: Wire) -> None:
+        heapq.heappush(self.waiting, (at, next(self.ticket), wire))
+
+    def carry(self, ready: list[int]) -> None:
+        """The next message over its link."""
+        at, _, wire = heapq.heappop(self.waiting)
+        link = min(wire.ranks), max(wire.ranks)
+        seconds = wire.seconds[len(wire.arrived) % len(wire.seconds)]
+        self.free[link] = max(at, self.free[link]) + seconds
+        wire.arrived.append(self.free[link])
+        wire.wake(ready)
+
+
+class Wire:
+    """Messages of one kind from one rank to another, microbatch by microbatch."""
+
+    __slots__ = (
+        "arrived", "hop", "kind", "met", "posted", "posted_after", "ranks", "seconds", "sent",
+        "sent_after", "shared", "sleepers",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        hop: Hop,
+        kind: Kind,
+        seconds: tuple[float, ...],
+        ranks: tuple[int, int],
+        shared: SharedLinks | None = None,
+    ):
+        """`seconds` of each message of a microbatch; `shared`: with the other direction."""
+        self.hop, self.kind, self.seconds = hop, kind, seconds
+        self.ranks, self.shared = ranks, shared
+        self.met = 0  # messages that wait for a shared link, or waited
+        self.sent: list[float] = []  # when each was handed over
+        self.sent_after: list[Event] = []  # what decided that time
+        self.posted: list[float] = []  # when there was a slot for it
+        self.posted_after: list[Event] = []
+        self.arrived: list[float] = []
+        self.sleepers: list[int] = []
+
+    def send(self, now: float, after: Event, ready: list[int]) -> None:
+        self.sent.append(now)
+        self.sent_after.append(after)
+        self.move(ready)
+
+    def post(self, now: float, after: Event, ready: list[int]) -> None:
+        for _ in self.seconds:
+            self.posted.append(now)
+            self.posted_after.append(after)
+        self.move(ready)
+
+    def cause(self, i: int) -> Event:
+        """What message i set out after."""
+        before = self.arrived[i - 1] if i else 0.0
+        found: Event = (self, i - 1) if i else self.sent_after[0]
+        if self.sent[i] > before:
+            before, found = self.sent[i], self.sent_after[i]
+        return self.posted_after[i] if self.posted[i] > before else found
+
+    def move(self, ready: list[int]) -> None:
+        """Add the arrivals that follow from what is known; who waited for them is ready."""
+        sent, posted, arrived = self.sent, self.posted, self.arrived
+        last = min(len(sent), len(posted))
+        if self.shared is not None:
+            for i in range(self.met, last):
+                self.shared.add(max(sent[i], posted[i]), self)
+            self.met = last
+            return
+        first = len(arrived)
+        if first == last:
+            return
+        before = arrived[-1] if arrived else 0.0
+        for i in range(first, last):
+            if sent[i] > before:
+                before = sent[i]
+            if posted[i] > before:
+                before = posted[i]
+            before += self.seconds[i % len(self.seconds)]
+            arrived.append(before)
+        self.wake(ready)
+
+    def wake(self, ready: list[int]) -> None:
+        if self.sleepers:
+            ready += self.sleepers
+            self.sleepers.clear()
+
+
+class Lane(NamedTuple):
+    """The wires between the ranks of two stages, by turn, and their messages a microbatch."""
+
+    wires: list[Wire]
+    turns: int
+    messages: int
+    window: int  # messages in flight to one receiver before its sender waits, of all turns
+
+
+class Walk:
+    """Follows the ranks of one minibatch.
+
+    Args:
+        forward, backward: seconds of one microbatch on each stage.
+        replicas: ranks of each stage.
+        warmup: forwards of each stage before its first backward, beyond one.
+    """
+
+    def __init__(
+        self,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        replicas: Sequence[int],
+        warmup: Sequence[int],
+        num_microbatches: int,
+    ):
+        self.seconds = {True: forward, False: backward}
+        self.replicas, self.warmup, self.m = replicas, warmup, num_microbatches
+        self.ready: list[int] = []
+        self.cause: dict[Compute, Event] = {}
+        self.done = [0.0] * len(replicas)  # of each stage
+        self.because: list[Event] = [None] * len(replicas)
+        stages = range(len(replicas))
+        self.into: dict[bool, list[list[Lane]]] = {f: [[] for _ in stages] for f in (True, False)}
+        self.out: dict[bool, list[list[tuple[Lane, int]]]]
+        self.out = {f: [[] for _ in stages] for f in (True, False)}
+        self.lanes: dict[tuple[Kind, Hop], Lane] = {}
+        self.shared = SharedLinks()
+
+    def join(self, wires: list[Wire]) -> None:
+        """Join two stages; `wires` by turn of their ranks."""
+        hop, kind = wires[0].hop, wires[0].kind
+        first, last = min(hop), max(hop)
+        count = len(wires[0].seconds)
+        ends = [(self.warmup[s], self.replicas[s]) for s in (first, last)]
+        lane = Lane(wires, len(wires), count, window(*ends) * count)
+        self.into[kind == "forward"][hop[1]].append(lane)
+        self.lanes[kind, hop] = lane
+
+    def send_in_order(self, kind: Kind, hops: Iterable[Hop]) -> None:
+        """Which messages each stage sends after computing, one after the other."""
+        sent: Counter[Hop] = Counter()
+        for hop in hops:
+            self.out[kind == "forward"][hop[0]].append((self.lanes[kind, hop], sent[hop]))
+            sent[hop] += 1
+
+    def run(self) -> None:
+        """Follow all ranks.  Raises ValueError: they wait for each other for ever."""
+        ranks = [self._rank(s, q) for s, r in enumerate(self.replicas) for q in range(r)]
+        running = len(ranks)
+        self.ready += reversed(range(running))
+        while self.ready:
+            rank = self.ready.pop()
+            wire = next(ranks[rank], None)
+            if wire is None:
+                running -= 1
+            else:
+                wire.sleepers.append(rank)
+            while self.shared.waiting and not self.ready:
+                self.shared.carry(self.ready)
+        if running:
+            raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
+
+    def finished(self, timing: Timing) -> tuple[float, Event, Hop | None]:
+        """When the last stage or final hop is done, the event that decides it, and the hop."""
+        end, event, final = -1.0, None, None
+        for now, because in zip(self.done, self.because, strict=True):
+            if now > end:
+                end, event = now, because
+        for (a, b), seconds in timing.final_hops.items():
+            late = a if self.done[a] >= self.done[b] else b
+            if self.done[late] + seconds > end:
+                end, event, final = self.done[late] + seconds, self.because[late], (a, b)
+        return end, event, final
+
+    def updated(
+        self, reductions: Sequence[float], norms: float | None, finals: list[tuple[int, int, float]]
+    ) -> float:
+        """When the last stage has stepped and the last copy of a tied parameter has arrived."""
+        step = [now + seconds for now, seconds in zip(self.done, reductions, strict=True)]
+        if norms is not None:
+            step = [max(step) + norms] * len(step)
+        free: dict[Hop, float] = defaultdict(float)
+        for a, b, seconds in finals:
+            free[a, b] = max(free[a, b], step[a], step[b]) + seconds
+        return max((*step, *free.values()))
+
+    def path(self, event: Event, final: Hop | None) -> Path:
+        """How often forward and backward of each stage, and each hop, lead to the event."""
+        computed = {True: [0] * len(self.replicas), False: [0] * len(self.replicas)}
+        hops: Counter[tuple[Hop, Kind]] = Counter()
+        if final is not None:
+            hops[final, "final"] = 1
+        while event is not None:
+            if len(event) == 3:
+                computed[event[1]][event[0]] += 1
+                event = self.cause[event]
+            else:
+                wire, i = event
+                hops[wire.hop, wire.kind] += 1
+                event = wire.cause(i)
+        found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
+        return Path(tuple(computed[True]), tuple(computed[False]), found)
+
+    def _rank(self, s: int, q: int) -> Iterator[Wire]:
+        """Wires that a replica of a stage waits for."""
+        now, ready = 0.0, self.ready
+        because: Event = None  # what decided `now`
+        r, share = self.replicas[s], len(range(q, self.m, self.replicas[s]))
+        most = -(-self.m // r)
+        into, out = {f: self.into[f][s] for f in self.into}, {f: self.out[f][s] for f in self.out}
+        taken = {f: seconds[s] for f, seconds in self.seconds.items()}
+        pool = min(
+            self.warmup[s] + 1 + LOOKAHEAD, most
+        )  # receive slots: in flight, and one travelling
+        expected = {True: q, False: q}  # the next microbatch that gets a slot
+
+        def post(kind: bool) -> None:
+            k = expected[kind]
+            expected[kind] += r
+            for lane in into[kind]:
+                lane.wires[k % lane.turns].post(now, because, ready)
+
+        for _ in range(min(pool, share)):
+            post(True)
+        forwards = backwards = 0
+        for kind, j in program(min(self.warmup[s], share - 1), share) if share else ():
+            k = q + j * r
+            for lane in into[kind]:
+                wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
+                while len(wire.arrived) <= last:
+                    yield wire
+                if wire.arrived[last] > now:
+                    now, because = wire.arrived[last], (wire, last)
+            self.cause[s, kind, k] = because
+            now, because = now + taken[kind], (s, kind, k)
+            for lane, place in out[kind]:
+                wire = lane.wires[k % lane.turns]
+                early = k // lane.turns * lane.messages + place - lane.window
+                if early >= 0:
+                    while len(wire.arrived) <= early:
+                        yield wire
+                    if wire.arrived[early] > now:
+                        now, because = wire.arrived[early], (wire, early)
+                wire.send(now, because, ready)
+            # Gradients are expected for the next microbatches that went forward.
+            if kind:
+                forwards += 1
+                if forwards - backwards <= GRADIENT_SLOTS:
+                    post(False)
+            else:
+                backwards += 1
+                if j + GRADIENT_SLOTS < forwards:
+                    post(False)
+                if j + pool < share:
+                    post(True)
+        if now > self.done[s] or self.because[s] is None:
+            self.done[s], self.because[s] = now, because

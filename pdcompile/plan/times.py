@@ -1,0 +1,197 @@
+"""Seconds of a pipeline from its stages, ranks and messages: loads, periods, makespans."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
+from pdcompile.plan.makespan import KINDS, Hop, Kind, Timing, Walk, Wire, makespan
+
+
+class Message(NamedTuple):
+    """What one stage sends another for each microbatch; final ones (new weights of tied
+    parameters) once a minibatch, after the last backward."""
+
+    kind: Kind
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """The seconds of a pipeline's stages on their ranks, and its messages.
+
+    Args:
+        forward, backward: of one microbatch on one rank of each stage.
+        ranks: of each stage; they take microbatches in turn.
+        messages: in the order in which a stage sends them.
+        link: between two ranks.
+        half_duplex: whether both directions share the links of a stage.
+        reduced: bytes that the ranks of a stage reduce once a minibatch.
+        clips: whether an update waits for the norms of all ranks.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    ranks: Sequence[tuple[int, ...]]
+    messages: Sequence[Message]
+    link: Callable[[int, int], Link]
+    half_duplex: Sequence[bool]
+    reduced: Sequence[int]
+    clips: bool = False
+
+    @property
+    def straight(self) -> bool:
+        return all(len(ranks) == 1 for ranks in self.ranks)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """One microbatch over the fastest ranks of each stage: all there is without replicas."""
+        tables: dict[Kind, dict[Hop, float]] = {"forward": {}, "backward": {}, "final": {}}
+        between: dict[Hop, list[Link]] = {}
+        for kind, a, b, size in self.messages:
+            links = between.get((a, b))
+            if links is None:
+                pairs = ((x, y) for x in self.ranks[a] for y in self.ranks[b])
+                links = between[a, b] = list(
+                    {id(one): one for one in map(self._of, pairs)}.values()
+                )
+            seconds = min(message_seconds(link, size) for link in links)
+            tables[kind][a, b] = tables[kind].get((a, b), 0.0) + seconds
+        return Timing(
+            tuple(self.forward),
+            tuple(self.backward),
+            tables["forward"],
+            tables["backward"],
+            tables["final"],
+            not any(self.half_duplex),
+        )
+
+    def _of(self, pair: tuple[int, int]) -> Link:
+        return self.link(*pair)
+
+    def traffic(self, num_microbatches: int) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds per microbatch that each rank sends and receives."""
+        sent: dict[int, float] = defaultdict(float)
+        received: dict[int, float] = defaultdict(float)
+        if self.straight:
+            for kind in KINDS:
+                every = num_microbatches if kind == "final" else 1
+                for (a, b), seconds in self.timing.of_kind(kind).items():
+                    sent[self.ranks[a][0]] += seconds / every
+                    received[self.ranks[b][0]] += seconds / every
+            return sent, received
+        for kind, a, b, size in self.messages:
+            turns = math.lcm(len(self.ranks[a]), len(self.ranks[b]))
+            every = turns * (num_microbatches if kind == "final" else 1)
+            for k in range(turns):
+                x, y = self._rank(a, k), self._rank(b, k)
+                seconds = message_seconds(self.link(x, y), size) / every
+                sent[x] += seconds
+                received[y] += seconds
+        return sent, received
+
+    def loads(self, num_microbatches: int) -> list[float]:
+        """Seconds per microbatch of each stage: its compute, or its busiest rank's links."""
+        sent, received = self.traffic(num_microbatches)
+        found = []
+        for s, ranks in enumerate(self.ranks):
+            both = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
+            link = max(map(sum if self.half_duplex[s] else max, both))
+            compute = (self.forward[s] + self.backward[s]) / len(ranks)
+            found.append(max(compute, link + self.reduction(s) / num_microbatches))
+        return found
+
+    def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
+        """Seconds per microbatch of a stream: busiest device, link, or a round trip that is too
+        long; at least, where stages have replicas."""
+        timing, worst = self.timing, max(self.loads(num_microbatches))
+        for s, count in enumerate(in_flight):
+            worst = max(worst, round_trip(timing, s) / (len(self.ranks[s]) * count))
+        return worst
+
+    def makespan(self, warmup: Sequence[int], num_microbatches: int) -> float:
+        """Seconds of one minibatch with a flush.  Raises ValueError as `makespan` does."""
+        if self.straight and not self.clips:
+            return makespan(self.timing, warmup, num_microbatches)
+        walk = Walk(self.forward, self.backward, tuple(map(len, self.ranks)), warmup,
+                     num_microbatches)  # fmt: skip
+        for kind in KINDS[:2]:
+            listed = [one for one in self.messages if one.kind == kind]
+            pairs: dict[Hop, list[int]] = {}
+            for one in listed:
+                pairs.setdefault((one.source, one.target), []).append(one.bytes)
+            for (a, b), sizes in pairs.items():
+                wires = []
+                for k in range(math.lcm(len(self.ranks[a]), len(self.ranks[b]))):
+                    x, y = self._rank(a, k), self._rank(b, k)
+                    link = self.link(x, y)
+                    seconds = tuple(message_seconds(link, size) for size in sizes)
+                    shared = any(self.half_duplex) and not link.full_duplex
+                    wires.append(
+                        Wire((a, b), kind, seconds, (x, y), walk.shared if shared else None)
+                    )
+                walk.join(wires)
+            walk.send_in_order(kind, [(one.source, one.target) for one in listed])
+        walk.run()
+        return walk.updated(
+            [self.reduction(s) for s in range(len(self.ranks))],
+            message_seconds(self._among(), 0.0) if self.clips else None,
+            [
+                (a, b, message_seconds(self.link(self.ranks[a][0], self.ranks[b][0]), size))
+                for kind, a, b, size in self.messages
+                if kind == "final"
+            ],
+        )
+
+    def reduction(self, s: int) -> float:
+        """Ring all-reduce of the stage's gradients over the slowest level that it spans."""
+        first, *others = self.ranks[s]
+        link = slowest(self.link(first, other) for other in others)
+        return ring_seconds(link, self.reduced[s], 1 + len(others))
+
+    def _among(self) -> Link:
+        first, *others = (rank for ranks in self.ranks for rank in ranks)
+        return slowest(self.link(first, other) for other in others)
+
+    def _rank(self, s: int, k: int) -> int:
+        return self.ranks[s][k % len(self.ranks[s])]
+
+
+def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool]:
+    """For each stage whether a link to a stage next to it carries both directions in turn."""
+    last = len(ranks) - 1
+    return [
+        any(
+            not cluster.level_between(a, b).full_duplex
+            for near in (s - 1, s + 1)
+            if 0 <= near <= last
+            for a in own
+            for b in ranks[near]
+        )
+        for s, own in enumerate(ranks)
+    ]
+
+
+def round_trip(timing: Timing, stage: int) -> float:
+    """Seconds from a stage's forward to the end of its backward of the same microbatch, alone.
+
+    The longest path forward through the stages that depend on it and back.
+    """
+    last = len(timing.forward)
+    ahead, back = {stage: timing.forward[stage]}, dict[int, float]()  # ends
+    for t in range(stage + 1, last):
+        into = [ahead[a] + x for (a, b), x in timing.forward_hops.items() if b == t and a in ahead]
+        if into:
+            ahead[t] = max(into) + timing.forward[t]
+    for t in reversed(range(stage, last)):
+        into = [back[a] + x for (a, b), x in timing.backward_hops.items() if b == t and a in back]
+        if t in ahead:
+            back[t] = max(ahead[t], *into, 0.0) + timing.backward[t]
+    return back[stage]
