@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from pdcompile.passes.published.placement_file import (
+from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

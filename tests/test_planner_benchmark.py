@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pdcompile.passes.published import pipedream_file as profiles
-from pdcompile.passes.published.placement_file import (
+from pdcompile.passes.published import pipedream_model as profiles
+from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
-from pdcompile.passes.published.placement_file import (
+from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

@@ -18,7 +18,7 @@ from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
 from pdcompile.passes.published.placement.loads import Placement, objective
 from pdcompile.passes.published.placement.threshold_program import prove
-from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
+from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 from random_problems import placement
 
 AGREE = placement.AGREE

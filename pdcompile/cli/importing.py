@@ -101,10 +101,10 @@ def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
 
 
 def _device_placement(options: dict[str, Any], limits: Limits) -> Solved:
-    from pdcompile.passes.published import placement_file
+    from pdcompile.passes.published import placement_model
     from pdcompile.passes.published.placement import place
 
-    problem = placement_file.read(Path(options["target"]))
+    problem = placement_model.read(Path(options["target"]))
     return place(problem, **limits()), problem.classes[0].memory
 
 
@@ -113,11 +113,11 @@ def _pipedream(options: dict[str, Any], limits: Limits) -> Solved:
     compression = parse_compression(options["activation_compression"])
     limit = _given(parse_memory, options["memory"])
 
-    from pdcompile.passes.published import pipedream, pipedream_file
-    from pdcompile.passes.published.pipedream_file import HierarchyProblem
+    from pdcompile.passes.published import pipedream, pipedream_model
+    from pdcompile.passes.published.pipedream_model import HierarchyProblem
 
     problem = HierarchyProblem(
-        pipedream_file.read(Path(options["target"])),
+        pipedream_model.read(Path(options["target"])),
         levels,
         straight=options["straight"],
         fewer=options["fewer"],
@@ -133,9 +133,9 @@ def _piper(options: dict[str, Any], limits: Limits) -> Solved:
     batch = _given(parse_batch, options["batch"])
     bandwidth = _given(parse_bandwidth, options["bandwidth"])
 
-    from pdcompile.passes.published import piper, piper_file
+    from pdcompile.passes.published import piper, piper_model
 
-    problem = piper_file.read(
+    problem = piper_model.read(
         Path(options["target"]),
         devices=devices,
         memory_bytes=memory,

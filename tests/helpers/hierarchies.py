@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph, ProfileNode
+from pdcompile.passes.published.pipedream_model import HierarchyProblem, ProfileGraph, ProfileNode
 from pdcompile.problem.answer import LevelAnswer
 
 

@@ -8,7 +8,7 @@ import random
 from fractions import Fraction
 from functools import cache
 
-from pdcompile.passes.published.piper_file import MenuEdge, MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import MenuEdge, MenuNode, MenuProblem, Variant
 
 
 def random_menu(seed: int, *, nodes: int = 5, devices: int = 5, even: bool = False) -> MenuProblem:

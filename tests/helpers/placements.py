@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pdcompile.passes.published.placement_file import (
+from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 
 from pdcompile.errors import PlanError
-from pdcompile.passes.published import pipedream_file
+from pdcompile.passes.published import pipedream_model
 from pdcompile.passes.published.pipedream import solve
-from pdcompile.passes.published.pipedream.evaluate import evaluate
-from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph, ProfileNode
+from pdcompile.passes.published.pipedream_model import (
+    HierarchyProblem,
+    ProfileGraph,
+    ProfileNode,
+    evaluate,
+)
 from pdcompile.problem.answer import LevelAnswer
 from tests.helpers import profiles
 
@@ -89,7 +93,7 @@ def test_a_layer_that_fits_nowhere_is_named() -> None:
 
 
 def test_levels_and_scope() -> None:
-    graph = pipedream_file.parse(profiles.translation(3, 2), where="gnmt")
+    graph = pipedream_model.parse(profiles.translation(3, 2), where="gnmt")
     answer = solve(HierarchyProblem(graph, ((2, 1e10), (2, 1e9))))
     assert answer.levels
     problem = HierarchyProblem(graph, ((2, 1e10), (2, 1e9)))
@@ -104,14 +108,14 @@ def test_levels_and_scope() -> None:
 
 @pytest.mark.slow
 def test_equal_answers_for_equal_seeds() -> None:
-    graph = pipedream_file.parse(profiles.cells(1), where="nas")
+    graph = pipedream_model.parse(profiles.cells(1), where="nas")
     problem = HierarchyProblem(graph, ((2, 1e10), (2, 1e9)))
     one, two = solve(problem, seed=3), solve(problem, seed=3)
     assert replace(one, seconds=0.0) == replace(two, seconds=0.0)
 
 
 def test_no_time_still_gives_a_plan_and_a_bound() -> None:
-    graph = pipedream_file.parse(profiles.inception(4), where="inception")
+    graph = pipedream_model.parse(profiles.inception(4), where="inception")
     seen: list[tuple[float | None, float]] = []
     answer = solve(
         HierarchyProblem(graph, ((4, 1e9), (2, 1e9))),

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.published.pipedream import solve
-from pdcompile.passes.published.pipedream.evaluate import Evaluation, evaluate
 from pdcompile.passes.published.pipedream.profile_cuts import dag_of, walked
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published.pipedream_model import Evaluation, HierarchyProblem, evaluate
 from tests.helpers.hierarchies import boundary, down_sets, plans, random_graph, recursion
 
 CLUSTERS = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.passes.published import pipedream_file
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published import pipedream_model
+from pdcompile.passes.published.pipedream_model import HierarchyProblem
 
 TIMES = "forward_compute_time=1.0, backward_compute_time=2.5"
 NODE = f"{TIMES}, activation_size=8.0, parameter_size=3.0"
@@ -35,7 +35,7 @@ def test_nodes_edges_and_what_is_dropped() -> None:
             "",
         ]
     )
-    graph = pipedream_file.parse(text, where="graph.txt")
+    graph = pipedream_model.parse(text, where="graph.txt")
     assert [n.id for n in graph.nodes] == ["node2", "node3", "node5"]
     assert graph.dropped == ("node1", "node4")
     assert graph.edges == ((0, 1), (1, 2))
@@ -62,12 +62,12 @@ def test_nodes_edges_and_what_is_dropped() -> None:
         (node("a", facts=NODE.replace("=1.0", "=inf")), "forward_compute_time is 'inf'", ":1"),
         (node("a", facts=NODE.replace("=1.0", "=1_0")), "forward_compute_time is '1_0'", ":1"),
         (node("a", facts=NODE + ", parameter_size=1"), "appears twice", ":1"),
-        (node("a") + "\n" + node("b") + "\n\ta -- b\n\tb -- a", "cycle: a → b → a", ""),
+        (node("a") + "\n" + node("b") + "\n\ta -- b\n\tb -- a", "cycle: a -> b -> a", ""),
     ],
 )
 def test_refusals(text: str, message: str, line: str) -> None:
     with pytest.raises(CostError) as caught:
-        pipedream_file.parse(text, where="graph.txt")
+        pipedream_model.parse(text, where="graph.txt")
     assert message in caught.value.message
     assert caught.value.where == f"graph.txt{line}"
     assert caught.value.remedy
@@ -75,10 +75,10 @@ def test_refusals(text: str, message: str, line: str) -> None:
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(CostError, match="cannot be read"):
-        pipedream_file.read(tmp_path / "missing.txt")
+        pipedream_model.read(tmp_path / "missing.txt")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CostError, match="UTF-8"):
-        pipedream_file.read(tmp_path / "bytes.txt")
+        pipedream_model.read(tmp_path / "bytes.txt")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     ],
 )
 def test_problems_that_are_none(wrong: dict[str, object]) -> None:
-    graph = pipedream_file.parse(node("a"), where="graph.txt")
+    graph = pipedream_model.parse(node("a"), where="graph.txt")
     with pytest.raises(ConfigError):
         HierarchyProblem(graph, **{"levels": ((2, 1.0),), **wrong})  # type: ignore[arg-type]
 
@@ -103,4 +103,4 @@ def test_problems_that_are_none(wrong: dict[str, object]) -> None:
 def test_a_long_line_of_spaces_is_read_in_one_pass() -> None:
     # With a line end that matched as spaces too, this took minutes.
     with pytest.raises(CostError, match="forward_compute_time is missing"):
-        pipedream_file.parse("1 -- Linear -- a=" + " " * 300_000 + "!", where="graph.txt")
+        pipedream_model.parse("1 -- Linear -- a=" + " " * 300_000 + "!", where="graph.txt")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pdcompile.passes.published import pipedream_file
+from pdcompile.passes.published import pipedream_model
 from pdcompile.passes.published.pipedream import solve
-from pdcompile.passes.published.pipedream_file import HierarchyProblem, ProfileGraph
+from pdcompile.passes.published.pipedream_model import HierarchyProblem, ProfileGraph
 from tests.helpers.reference import folder
 
 NETWORKS = ["alexnet", "vgg16", "resnet18", "resnet50", "gnmt"]
@@ -37,7 +37,7 @@ BETTER = {
 
 @cache
 def graph(network: str) -> ProfileGraph:
-    return pipedream_file.read(folder("pipedream") / f"{network}.txt")
+    return pipedream_model.read(folder("pipedream") / f"{network}.txt")
 
 
 def published(network: str) -> dict[str, dict[str, Any]]:

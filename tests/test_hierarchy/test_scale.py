@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pdcompile.passes.published import pipedream_file
+from pdcompile.passes.published import pipedream_model
 from pdcompile.passes.published.pipedream import solve
-from pdcompile.passes.published.pipedream.evaluate import evaluate
 from pdcompile.passes.published.pipedream.profile_cuts import dag_of, walked
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published.pipedream_model import HierarchyProblem, evaluate
 from tests.helpers import profiles
 
 CLUSTERS = {
@@ -31,7 +30,7 @@ MANY: dict[str, Callable[[], str]] = {"inception": profiles.inception, "cells": 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("network", FEW)
 def test_proved_where_the_sets_are_few(network: str, cluster: str) -> None:
-    graph = pipedream_file.parse(FEW[network](), where=network)
+    graph = pipedream_model.parse(FEW[network](), where=network)
     answer = solve(HierarchyProblem(graph, CLUSTERS[cluster]))
     assert answer.status == "optimal"
     assert answer.gap == 0
@@ -41,7 +40,7 @@ def test_proved_where_the_sets_are_few(network: str, cluster: str) -> None:
 @pytest.mark.parametrize(("cluster", "gap"), [("16", 0.2), ("2x8", 0.1), ("32x8", 0.05)])
 @pytest.mark.parametrize("network", MANY)
 def test_bounded_where_the_sets_are_many(network: str, cluster: str, gap: float) -> None:
-    graph = pipedream_file.parse(MANY[network](), where=network)
+    graph = pipedream_model.parse(MANY[network](), where=network)
     assert walked(dag_of(graph), 2_500) is None
     problem = HierarchyProblem(graph, CLUSTERS[cluster])
     answer = solve(problem)
@@ -54,7 +53,7 @@ def test_bounded_where_the_sets_are_many(network: str, cluster: str, gap: float)
 
 @pytest.mark.slow
 def test_many_sets_under_a_memory_limit() -> None:
-    graph = pipedream_file.parse(profiles.inception(), where="inception")
+    graph = pipedream_model.parse(profiles.inception(), where="inception")
     problem = HierarchyProblem(graph, CLUSTERS["2x8"], memory_bytes=6e9)
     answer = solve(problem)
     assert answer.objective is not None

@@ -22,7 +22,7 @@ from pdcompile.passes.published.pipedream.profile_cuts import (
     segments_of,
     undominated,
 )
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published.pipedream_model import HierarchyProblem
 from tests.helpers.hierarchies import down_sets, random_graph, recursion
 
 LEVELS = [((4, 3.0),), ((3, 9.0), (2, 1.0))]

@@ -14,11 +14,16 @@ from pdcompile.errors import PlanError
 from pdcompile.passes.partition.chain_program import Choices, cheapest_chain
 from pdcompile.passes.published.piper import exact, frontier, quick, solve, states
 from pdcompile.passes.published.piper.bounds import device_seconds
-from pdcompile.passes.published.piper.evaluate import evaluate
 from pdcompile.passes.published.piper.model import divisors, menus
 from pdcompile.passes.published.piper.pairs import pairs
 from pdcompile.passes.published.piper.segments import Space, alive
-from pdcompile.passes.published.piper_file import MenuEdge, MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import (
+    MenuEdge,
+    MenuNode,
+    MenuProblem,
+    Variant,
+    evaluate,
+)
 from pdcompile.problem.answer import StageAnswer
 from tests.helpers.menus import brute_force, random_menu
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.passes.published import piper_file
+from pdcompile.passes.published import piper_model
 from tests.helpers.reference import folder
 
 
@@ -43,7 +43,7 @@ def two_nodes() -> dict[str, Any]:
 
 
 def test_reads_what_is_there() -> None:
-    problem = piper_file.parse(two_nodes(), where="f.json")
+    problem = piper_model.parse(two_nodes(), where="f.json")
     assert [node.id for node in problem.nodes] == [7, 3]
     assert problem.nodes[0].variants[1][0].sync_backward == {1: 5.0}
     assert problem.nodes[1].variants[2][0].sync_forward == {0: 6.0}
@@ -55,7 +55,9 @@ def test_reads_what_is_there() -> None:
 def test_arguments_replace_the_figures_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "two.json"
     file.write_text(json.dumps(two_nodes()))
-    problem = piper_file.read(file, devices=9, memory_bytes=math.inf, batch=3, bytes_per_second=1.5)
+    problem = piper_model.read(
+        file, devices=9, memory_bytes=math.inf, batch=3, bytes_per_second=1.5
+    )
     assert (problem.devices, problem.memory_bytes) == (9, math.inf)
     assert (problem.batch, problem.bytes_per_second) == (3, 1.5)
 
@@ -77,7 +79,7 @@ def test_arguments_out_of_range(tmp_path: Path, wrong: dict[str, Any]) -> None:
     file = tmp_path / "two.json"
     file.write_text(json.dumps(two_nodes()))
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        piper_file.read(file, **wrong)
+        piper_model.read(file, **wrong)
 
 
 def edit(path: str, value: Any) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def edit(path: str, value: Any) -> dict[str, Any]:
 )
 def test_wrong_files_are_refused_with_their_place(path: str, value: Any, message: str) -> None:
     with pytest.raises(CostError, match=message) as caught:
-        piper_file.parse(edit(path, value), where="f.json")
+        piper_model.parse(edit(path, value), where="f.json")
     assert caught.value.where is not None
     assert caught.value.where.startswith("f.json")
     assert caught.value.remedy
@@ -143,11 +145,11 @@ def test_repeated_edges_and_variants_are_refused() -> None:
     twice = two_nodes()
     twice["edges"] *= 2
     with pytest.raises(CostError, match="twice"):
-        piper_file.parse(twice, where="f.json")
+        piper_model.parse(twice, where="f.json")
     twice = two_nodes()
     twice["nodes"][0]["TMPCs"]["1"] *= 2
     with pytest.raises(CostError, match="same id"):
-        piper_file.parse(twice, where="f.json")
+        piper_model.parse(twice, where="f.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": NaN}', "null", "\x00"])
@@ -155,15 +157,15 @@ def test_texts_that_are_no_problem(tmp_path: Path, text: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_text(text)
     with pytest.raises(CostError, match=r"(?s).*wrong\.json"):
-        piper_file.read(file)
+        piper_model.read(file)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CostError, match="cannot be read"):
-        piper_file.read(tmp_path / "none.json")
+        piper_model.read(tmp_path / "none.json")
 
 
 def test_the_published_file() -> None:
-    problem = piper_file.read(folder("piper") / "bert32a100.json")
+    problem = piper_model.read(folder("piper") / "bert32a100.json")
     assert (len(problem.nodes), len(problem.edges)) == (37, 67)
     assert (problem.devices, problem.batch) == (10, 1920)

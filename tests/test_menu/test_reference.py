@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdcompile.passes.published import piper_file
+from pdcompile.passes.published import piper_model
 from pdcompile.passes.published.piper import solve
-from pdcompile.passes.published.piper.evaluate import evaluate
+from pdcompile.passes.published.piper_model import evaluate
 from tests.helpers.reference import folder
 
 GIB = 2**30
@@ -27,7 +27,7 @@ PUBLISHED = (
 
 @pytest.mark.parametrize(("devices", "memory", "published"), PUBLISHED)
 def test_published_table(devices: int, memory: int, published: float) -> None:
-    problem = piper_file.read(
+    problem = piper_model.read(
         folder("piper") / "bert32a100.json",
         devices=devices,
         memory_bytes=memory * GIB,
@@ -47,9 +47,9 @@ def test_published_table(devices: int, memory: int, published: float) -> None:
 def test_tight_memory_is_proved(share: float) -> None:
     """Limits from the least possible one on."""
     file = folder("piper") / "bert32a100.json"
-    reason = solve(piper_file.read(file, devices=16, memory_bytes=1e8)).reason
+    reason = solve(piper_model.read(file, devices=16, memory_bytes=1e8)).reason
     least = int(reason.split("; ")[-1].split()[0])
-    below = solve(piper_file.read(file, devices=16, memory_bytes=0.9999 * least))
+    below = solve(piper_model.read(file, devices=16, memory_bytes=0.9999 * least))
     assert below.status == "infeasible"
-    answer = solve(piper_file.read(file, devices=16, memory_bytes=share * least))
+    answer = solve(piper_model.read(file, devices=16, memory_bytes=share * least))
     assert answer.status == "optimal"

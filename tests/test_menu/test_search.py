@@ -9,8 +9,13 @@ from importlib import import_module
 import pytest
 
 from pdcompile.passes.published.piper import solve
-from pdcompile.passes.published.piper.evaluate import evaluate
-from pdcompile.passes.published.piper_file import MenuEdge, MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import (
+    MenuEdge,
+    MenuNode,
+    MenuProblem,
+    Variant,
+    evaluate,
+)
 from pdcompile.problem.answer import Answer
 from tests.helpers.menus import brute_force, random_menu
 

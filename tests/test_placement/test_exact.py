@@ -14,13 +14,21 @@ from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement.evaluate import SLACK, Device, device_loads, violations
 from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
 from pdcompile.passes.published.placement.loads import Placement, objective
 from pdcompile.passes.published.placement.search import ExactSearch
 from pdcompile.passes.published.placement.threshold_program import prove
-from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem, parse, read
+from pdcompile.passes.published.placement_model import (
+    SLACK,
+    Device,
+    DeviceClass,
+    LoadProblem,
+    device_loads,
+    parse,
+    read,
+    violations,
+)
 from tests.helpers.placements import brute_force, device_load, inception, random_problem, write
 from tests.helpers.reference import folder
 

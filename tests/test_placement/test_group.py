@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 
 from pdcompile.passes.published.placement.groups import components, grouped, reduced
-from pdcompile.passes.published.placement_file import (
+from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
     PlacementNode,

@@ -28,7 +28,7 @@ from pdcompile.passes.published.placement.series import (
     series_chain,
     stages_of,
 )
-from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.passes.published.placement_model import LoadProblem
 from tests.helpers.placements import brute_force, random_problem
 
 SLOW_ENOUGH = 300.0  # seconds: no search here comes near it

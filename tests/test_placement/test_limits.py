@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement_file import PlacementProblem, parse
+from pdcompile.passes.published.placement_model import PlacementProblem, parse
 from tests.helpers.placements import brute_force, inception, random_problem
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdcompile.errors import CostError
-from pdcompile.passes.published.placement_file import read
+from pdcompile.passes.published.placement_model import read
 from tests.helpers.placements import write
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published import placement_file
+from pdcompile.passes.published import placement_model
 from pdcompile.passes.published.placement.groups import grouped, together, without_zeros
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
 from pdcompile.passes.published.placement.loads import objective, stage_ranges
 from pdcompile.passes.published.placement.search import lifted, memory_problem, simple_bound
-from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem
+from pdcompile.passes.published.placement_model import DeviceClass, LoadProblem
 from tests.helpers.placements import random_problem
 
 SEEDS = st.integers(0, 10**9)
@@ -141,6 +141,6 @@ def test_times_of_unlike_magnitude_are_bounded_without_a_warning() -> None:
         {"id": 3, "fpgaLatency": 1e15, "cpuLatency": 0.1},
     ]
     data = {"maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 9, "nodes": nodes, "edges": []}
-    groups = grouped(placement_file.parse(data, where="graph.json"))
+    groups = grouped(placement_model.parse(data, where="graph.json"))
     with np.errstate(all="raise"):
         assert simple_bound(groups) <= 0.1

@@ -13,7 +13,6 @@ from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.pipedream.bucket_bounds import relaxation
-from pdcompile.passes.published.pipedream.evaluate import Evaluation, evaluate
 from pdcompile.passes.published.pipedream.nested_stages import (
     Outcome,
     Part,
@@ -34,7 +33,7 @@ from pdcompile.passes.published.pipedream.profile_cuts import (
     undominated,
     walked,
 )
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published.pipedream_model import Evaluation, HierarchyProblem, evaluate
 from pdcompile.problem.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
 
 __all__ = ["solve"]

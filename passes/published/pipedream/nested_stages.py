@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chain_program import smallest_threshold
 from pdcompile.passes.published.pipedream.profile_cuts import Floats, Segments
-from pdcompile.passes.published.pipedream_file import HierarchyProblem
+from pdcompile.passes.published.pipedream_model import HierarchyProblem
 from pdcompile.units import format_bytes
 
 TOLERANCE = 1e-10  # relative: a plan within this of what is refuted counts as optimal

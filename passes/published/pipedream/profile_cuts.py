@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.lattice import Link, down_closed, members, orders, reachable
 from pdcompile.passes.partition.lattice import membership as unpacked
-from pdcompile.passes.published.pipedream_file import ProfileGraph
+from pdcompile.passes.published.pipedream_model import ProfileGraph
 
 Floats = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from pdcompile.passes.published.piper.model import Floats
-from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.passes.published.piper_model import MenuProblem
 
 
 def device_seconds(problem: MenuProblem) -> float:

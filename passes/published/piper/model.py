@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.published.piper_file import MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import MenuNode, MenuProblem, Variant
 
 Floats = NDArray[np.float64]
 

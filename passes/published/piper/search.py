@@ -19,7 +19,6 @@ from pdcompile.passes.partition.chain_program import (
 )
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper import frontier
-from pdcompile.passes.published.piper.evaluate import evaluate
 from pdcompile.passes.published.piper.model import Menu
 from pdcompile.passes.published.piper.segments import (
     Space,
@@ -28,7 +27,7 @@ from pdcompile.passes.published.piper.segments import (
     in_flight,
     options_of,
 )
-from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.passes.published.piper_model import MenuProblem, evaluate
 from pdcompile.problem.answer import Progress, StageAnswer
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this

@@ -12,7 +12,7 @@ from pdcompile.passes.partition.chain_program import Choices, Ints
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper.model import Floats, Items, Menu
 from pdcompile.passes.published.piper.states import neighbours
-from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.passes.published.piper_model import MenuProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pdcompile.passes.published.piper.model import menus
 from pdcompile.passes.published.piper.pairs import Pairs, pairs
 from pdcompile.passes.published.piper.search import EXACT, Found, Search
 from pdcompile.passes.published.piper.segments import Space
-from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.passes.published.piper_model import MenuProblem
 from pdcompile.problem.answer import ROUNDING, Answer, Progress
 from pdcompile.units import format_bytes
 

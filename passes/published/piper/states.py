@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.published.piper_file import MenuProblem
+from pdcompile.passes.published.piper_model import MenuProblem
 
 
 def all_ideals(problem: MenuProblem, limit: int) -> list[int] | None:

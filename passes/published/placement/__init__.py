@@ -9,17 +9,19 @@ from typing import Literal
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement.evaluate import (
+from pdcompile.passes.published.placement.groups import grouped
+from pdcompile.passes.published.placement.loads import Placement, objective
+from pdcompile.passes.published.placement.search import Found, memory_problem, solve, solve_large
+from pdcompile.passes.published.placement_model import (
     Device,
+    DeviceClass,
+    LoadProblem,
+    PlacementProblem,
     allowed,
     device_loads,
     memories,
     violations,
 )
-from pdcompile.passes.published.placement.groups import grouped
-from pdcompile.passes.published.placement.loads import Placement, objective
-from pdcompile.passes.published.placement.search import Found, memory_problem, solve, solve_large
-from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem, PlacementProblem
 from pdcompile.problem.answer import Answer, Progress, StageAnswer, relative_gap
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pdcompile.passes.published.placement_file import DeviceClass, LoadProblem
+from pdcompile.passes.published.placement_model import DeviceClass, LoadProblem
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from pdcompile.passes.published.placement.loads import neighbours
-from pdcompile.passes.published.placement_file import LoadProblem, PlacementProblem
+from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 
 
 def grouped(problem: PlacementProblem) -> LoadProblem:

@@ -34,7 +34,7 @@ from pdcompile.errors import PlanError
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement.loads import Placement, neighbours
-from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.passes.published.placement_model import LoadProblem
 
 Ints = npt.NDArray[np.int64]
 BITS = 52  # sums stay exact in 64-bit integers and in 64-bit floats alike

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.passes.published.placement_model import LoadProblem
 
 
 @dataclass(frozen=True, slots=True)

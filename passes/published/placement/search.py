@@ -53,7 +53,7 @@ from pdcompile.passes.published.placement.series import (
     useful,
 )
 from pdcompile.passes.published.placement.threshold_program import prove
-from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.passes.published.placement_model import LoadProblem
 from pdcompile.problem.answer import ROUNDING
 
 IDEALS = 100_000  # down-closed sets, listed at most

@@ -14,7 +14,7 @@ from typing import Any
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.lattice import reachable
 from pdcompile.passes.published.placement.loads import Placement, compact, neighbours, stage_ranges
-from pdcompile.passes.published.placement_file import LoadProblem
+from pdcompile.passes.published.placement_model import LoadProblem
 
 BITS = 40  # of the largest load; the sum of all stays far below 63
 BETTER = 1e-7  # a plan has to be better than the known one by this part of it to be looked for

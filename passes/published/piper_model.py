@@ -16,21 +16,23 @@ of B bytes/s:
 Its JSON has ``maxDevices``, ``maxMemoryPerDevice`` (bytes), ``mbsInBatch``, ``bandwidth``
 (bytes/s), ``nodes`` with ``TMPCs`` (lists of variants by tensor-parallel degree) and ``edges``
 with ``communicationCost`` in bytes.
+
+What a plan costs, straight from the problem: shares no code with the solvers.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pdcompile import jsonio
-from pdcompile.errors import ConfigError, CostError
+from pdcompile.errors import ConfigError, CostError, PlanError
+from pdcompile.passes.published.reading import MAX_DEVICES, Place, content, numbered, refuse_cycles
+from pdcompile.problem.answer import StageAnswer
 
-MAX_DEVICES = 65_536
 MAX_BATCH = 2**40
 LARGEST = 1e30  # sums and products with it stay finite
 
@@ -99,14 +101,7 @@ def read(
         ConfigError: one of the arguments is out of range.
     """
     where = str(path)
-    try:
-        text = Path(path).read_bytes()
-    except OSError as wrong:
-        reason = (wrong.strerror or "unreadable").lower()
-        raise CostError(
-            f"the file cannot be read: {reason}", where=where, remedy="check the path"
-        ) from wrong
-    data = jsonio.loads(text, where=where, error=CostError)
+    data = jsonio.loads(content(path), where=where, error=CostError)
     given = {
         "maxDevices": _whole("devices", devices, MAX_DEVICES),
         "maxMemoryPerDevice": _positive("memory_bytes", memory_bytes),
@@ -118,43 +113,31 @@ def read(
 
 def parse(data: Any, *, where: str, given: Mapping[str, Any] | None = None) -> MenuProblem:
     """From parsed JSON; `where` is the file's name, `given` replaces top-level numbers."""
-    top = _Place(data, where)
+    top = Place(data, where, keys=_KEYS, largest=LARGEST)
     for key, value in (given or {}).items():
         if value is not None:
             top.data[key] = value
-    places = [_Place(item, f"{where}: nodes[{i}]") for i, item in enumerate(top.items("nodes"))]
-    if not places:
-        raise CostError("there is no node", where=f"{where}: nodes", remedy="add the graph's nodes")
-    index: dict[str, int] = {}
-    for i, place in enumerate(places):
-        name = str(place.name("id"))
-        if name in index:
-            raise CostError(
-                f"id {name} appears twice",
-                where=f"{where}: nodes[{index[name]}] and nodes[{i}]",
-                remedy="give every node its own id",
-            )
-        index[name] = i
+    places = top.nodes()
+    names = [str(place.name("id")) for place in places]
+    index = numbered(names, where)
     edges = _edges(top, index)
-    order = _refuse_cycles([str(place.data["id"]) for place in places], edges, where)
-    sources: list[set[int]] = [set() for _ in order]
-    targets: list[set[int]] = [set() for _ in order]
+    refuse_cycles(names, [(edge.source, edge.target) for edge in edges], f"{where}: edges")
+    sources: list[set[int]] = [set() for _ in names]
+    targets: list[set[int]] = [set() for _ in names]
     for edge in edges:
         sources[edge.target].add(edge.source)
         targets[edge.source].add(edge.target)
     return MenuProblem(
         nodes=tuple(_node(place, index, sources[i], targets[i]) for i, place in enumerate(places)),
         edges=edges,
-        devices=top.count("maxDevices", MAX_DEVICES),
+        devices=top.count("maxDevices", 1, MAX_DEVICES),
         memory_bytes=top.limit("maxMemoryPerDevice"),
-        batch=top.count("mbsInBatch", MAX_BATCH),
+        batch=top.count("mbsInBatch", 1, MAX_BATCH),
         bytes_per_second=top.limit("bandwidth"),
     )
 
 
-def _node(
-    place: _Place, index: Mapping[str, int], sources: set[int], targets: set[int]
-) -> MenuNode:
+def _node(place: Place, index: Mapping[str, int], sources: set[int], targets: set[int]) -> MenuNode:
     menus = place.inside("TMPCs")
     variants: dict[int, tuple[Variant, ...]] = {}
     for key in menus.data:
@@ -165,10 +148,7 @@ def _node(
                 where=menus.where,
                 remedy="use whole numbers of devices from 1 on as keys, each once",
             )
-        items = [
-            _variant(_Place(item, f"{menus.where}[{key!r}][{i}]"), index, sources, targets)
-            for i, item in enumerate(menus.items(key))
-        ]
+        items = [_variant(item, index, sources, targets) for item in menus.each(key, f"[{key!r}]")]
         if len({variant.id for variant in items}) < len(items):
             raise CostError(
                 "two variants have the same id",
@@ -187,7 +167,7 @@ def _node(
 
 
 def _variant(
-    place: _Place, index: Mapping[str, int], sources: set[int], targets: set[int]
+    place: Place, index: Mapping[str, int], sources: set[int], targets: set[int]
 ) -> Variant:
     return Variant(
         id=place.name("id"),
@@ -201,7 +181,7 @@ def _variant(
 
 
 def _sync(
-    place: _Place, index: Mapping[str, int], ends: set[int], direction: str
+    place: Place, index: Mapping[str, int], ends: set[int], direction: str
 ) -> dict[int, float]:
     found = {}
     for key in place.data:
@@ -223,17 +203,10 @@ def _sync(
     return found
 
 
-def _edges(top: _Place, index: Mapping[str, int]) -> tuple[MenuEdge, ...]:
+def _edges(top: Place, index: dict[str, int]) -> tuple[MenuEdge, ...]:
     found: dict[tuple[int, int], MenuEdge] = {}
-    for i, item in enumerate(top.items("edges")):
-        place = _Place(item, f"{top.where}: edges[{i}]")
-        ends = []
-        for key in ("sourceId", "destId"):
-            name = str(place.name(key))
-            if name not in index:
-                raise place.wrong(key, f"there is no node with id {name}", "add it to nodes")
-            ends.append(index[name])
-        pair = (ends[0], ends[1])
+    for place in top.each("edges"):
+        pair = place.ends(index, str)
         if pair in found:
             raise CostError(
                 f"the edge from {place.data['sourceId']!r} to {place.data['destId']!r} is there "
@@ -243,110 +216,6 @@ def _edges(top: _Place, index: Mapping[str, int]) -> tuple[MenuEdge, ...]:
             )
         found[pair] = MenuEdge(*pair, place.number("communicationCost"))
     return tuple(found.values())
-
-
-def _refuse_cycles(names: list[str], edges: tuple[MenuEdge, ...], where: str) -> list[int]:
-    after: list[list[int]] = [[] for _ in names]
-    before: list[list[int]] = [[] for _ in names]
-    waiting = [0] * len(names)
-    for edge in edges:
-        after[edge.source].append(edge.target)
-        before[edge.target].append(edge.source)
-        waiting[edge.target] += 1
-    order = [v for v, count in enumerate(waiting) if not count]
-    for v in order:
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                order.append(u)
-    if len(order) == len(names):
-        return order
-    # Every node that is left has a predecessor that is left: walking back ends in a circle.
-    walk: dict[int, None] = {}
-    v = next(v for v, count in enumerate(waiting) if count)
-    while v not in walk:
-        walk[v] = None
-        v = next(u for u in before[v] if waiting[u])
-    path = list(walk)
-    circle = [names[u] for u in [v, *reversed(path[path.index(v) :])]]
-    text = " -> ".join(circle if len(circle) <= 12 else [*circle[:6], "…", *circle[-5:]])
-    raise CostError(
-        f"the edges form a cycle: {text}",
-        where=f"{where}: edges",
-        remedy="remove one of these edges; a graph of operators has no cycles",
-    )
-
-
-class _Place:
-    """An object of the file, with its place for error messages."""
-
-    def __init__(self, data: Any, where: str) -> None:
-        self.where = where
-        if not isinstance(data, dict):
-            remedy = "write an object" + ("" if ": " in where else f" with {_KEYS}")
-            raise CostError(f"{_short(data)} is not an object", where=where, remedy=remedy)
-        self.data: dict[str, Any] = dict(data)
-
-    def wrong(self, key: str, message: str, remedy: str) -> CostError:
-        return CostError(message, where=f"{self._child(key)}", remedy=remedy)
-
-    def get(self, key: str) -> Any:
-        if key not in self.data:
-            raise CostError(f"key {key!r} is missing", where=self.where, remedy=f"add {key!r}")
-        return self.data[key]
-
-    def inside(self, key: str) -> _Place:
-        return _Place(self.get(key), self._child(key))
-
-    def items(self, key: str) -> list[Any]:
-        value = self.get(key)
-        if not isinstance(value, list):
-            raise self.wrong(key, f"{_short(value)} is not a list", "write a list of objects")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, f"{_short(value)} is not a number", "write a number")
-        if not 0 <= value <= LARGEST:  # also refuses NaN
-            raise self.wrong(
-                key, f"{_short(value)} is not between 0 and {LARGEST:g}", "write what was measured"
-            )
-        return float(value)
-
-    def limit(self, key: str) -> float:
-        """A positive number; null or infinity: unlimited."""
-        value = self.get(key)
-        if value is None or value == math.inf:
-            return math.inf
-        if not self.number(key):
-            raise self.wrong(key, "0 is no limit", "write a positive number, or null for none")
-        return float(value)
-
-    def count(self, key: str, most: int) -> int:
-        value = self.get(key)
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or not 1 <= value <= most:
-            raise self.wrong(
-                key,
-                f"{_short(value)} is not a whole number from 1 to {most}",
-                "write how many there are",
-            )
-        return int(value)
-
-    def name(self, key: str) -> int | str:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-            raise self.wrong(key, f"{_short(value)} is no name", "write a whole number or a text")
-        return value
-
-    def _child(self, key: str) -> str:
-        return f"{self.where}.{key}" if ": " in self.where else f"{self.where}: {key}"
-
-
-def _short(data: Any) -> str:
-    text = "null" if data is None else repr(data)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _whole(what: str, value: int | None, most: int) -> int | None:
@@ -367,3 +236,107 @@ def _positive(what: str, value: float | None) -> float | None:
             remedy="leave it out for the file's own figure",
         )
     return value
+
+
+SLACK = 1e-9  # of the memory limit, where the file has fractions of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Per stage, in pipeline order; `objective` is the largest of `seconds`."""
+
+    objective: float
+    seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+
+def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> Evaluation:
+    """The exact objective of Piper's model (see `piper_model`) for stages in pipeline order.
+
+    Every stage has its data-parallel degree in `replicas`, and ``"tensor_parallel"`` and
+    ``"variants"`` (variant id by node id, as text) in its details.
+
+    Raises:
+        PlanError: a node is missing, there twice or unknown, an edge points backwards, a degree
+            or variant is not on the menu, or devices or memory do not suffice.
+    """
+    index = {node.id: i for i, node in enumerate(problem.nodes)}
+    stage_of: dict[int, int] = {}
+    for s, stage in enumerate(stages):
+        for name in stage.members:
+            if name not in index or index[name] in stage_of:
+                raise PlanError(f"node {name!r} is unknown or in two stages", where=f"stages[{s}]")
+            stage_of[index[name]] = s
+        if not stage.members:
+            raise PlanError("the stage is empty", where=f"stages[{s}]")
+    if len(stage_of) < len(problem.nodes):
+        raise PlanError(f"{len(problem.nodes) - len(stage_of)} nodes are in no stage")
+    if any(stage_of[edge.source] > stage_of[edge.target] for edge in problem.edges):
+        raise PlanError("an edge points to an earlier stage")
+    devices = sum(stage.replicas * _degree(stage) for stage in stages)
+    if devices > problem.devices:
+        raise PlanError(f"the plan takes {devices} devices, there are {problem.devices}")
+
+    seconds, memory, in_flight = [], [], []
+    later = 0
+    for s in reversed(range(len(stages))):
+        d, t = stages[s].replicas, _degree(stages[s])
+        if d < 1 or problem.batch % d:
+            raise PlanError(f"{d} replicas do not divide the batch of {problem.batch}")
+        chosen = {
+            v: _chosen(problem, v, t, stages[s].details["variants"])
+            for v, at in stage_of.items()
+            if at == s
+        }
+        later += d
+        y = -(-later // d)
+        held = math.fsum(c.moving_bytes * y + c.fixed_bytes for c in chosen.values())
+        if held > allowed(problem):
+            raise PlanError(
+                f"{held:.0f} bytes exceed the limit of {problem.memory_bytes:.0f}",
+                where=f"stages[{s}]",
+            )
+        cut = [
+            2 * (edge.bytes + chosen[edge.target].sync_forward.get(edge.source, 0.0))
+            for edge in problem.edges
+            if edge.target in chosen and edge.source not in chosen
+        ] + [
+            2 * (edge.bytes + chosen[edge.source].sync_backward.get(edge.target, 0.0))
+            for edge in problem.edges
+            if edge.source in chosen and edge.target not in chosen
+        ]
+        weights = math.fsum(c.parameter_bytes for c in chosen.values())
+        moved = math.fsum(cut) / d + 4 * (d - 1) / d * weights / problem.batch
+        busy = math.fsum(c.seconds for c in chosen.values()) / d
+        seconds.append(moved / problem.bytes_per_second + busy)
+        memory.append(held)
+        in_flight.append(y)
+    return Evaluation(
+        max(seconds), tuple(seconds[::-1]), tuple(memory[::-1]), tuple(in_flight[::-1])
+    )
+
+
+def allowed(problem: MenuProblem) -> float:
+    """The limit on one device's bytes, with room for rounding where there are fractions."""
+    whole = all(
+        variant.moving_bytes.is_integer() and variant.fixed_bytes.is_integer()
+        for node in problem.nodes
+        for variants in node.variants.values()
+        for variant in variants
+    )
+    return problem.memory_bytes if whole else problem.memory_bytes * (1 + SLACK)
+
+
+def _degree(stage: StageAnswer) -> int:
+    return int(stage.details["tensor_parallel"])
+
+
+def _chosen(problem: MenuProblem, v: int, degree: int, names: Mapping[str, object]) -> Variant:
+    node = problem.nodes[v]
+    for variant in node.variants.get(degree, ()):
+        if variant.id == names.get(str(node.id)):
+            return variant
+    raise PlanError(
+        f"node {node.id!r} has no variant {names.get(str(node.id))!r} on {degree} devices"
+    )
