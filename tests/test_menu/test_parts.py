@@ -12,11 +12,24 @@ import pytest
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.chain_program import Choices, cheapest_chain
-from pdcompile.passes.published.piper import exact, frontier, quick, solve, states
-from pdcompile.passes.published.piper.bounds import device_seconds
-from pdcompile.passes.published.piper.model import divisors, menus
-from pdcompile.passes.published.piper.pairs import pairs
-from pdcompile.passes.published.piper.segments import Space, alive
+from pdcompile.passes.published.piper import solve
+from pdcompile.passes.published.piper.menus import (
+    EMPTY,
+    device_seconds,
+    divisors,
+    extend,
+    menus,
+    pareto,
+)
+from pdcompile.passes.published.piper.stage_tables import (
+    Space,
+    achievable_table,
+    alive,
+    all_ideals,
+    exact_table,
+    pairs,
+    relaxed_table,
+)
 from pdcompile.passes.published.piper_model import (
     MenuEdge,
     MenuNode,
@@ -80,18 +93,18 @@ def test_relaxed_below_exact_below_achievable() -> None:
     compared = 0
     for seed in range(60):
         problem = random_menu(seed, nodes=5)
-        masks = states.all_ideals(problem, 1000)
+        masks = all_ideals(problem, 1000)
         assert masks is not None
         space = Space(problem, masks)
         for menu in menus(problem):
             part = pairs(space, menu, math.inf, 10**6)
             assert part is not None
-            relaxed = quick.relaxed(space, part)
-            real, hoped = exact.exact_table(
+            relaxed = relaxed_table(space, part)
+            real, hoped = exact_table(
                 space, relaxed, alive(relaxed, math.inf), math.inf, 10**6, lambda: False
             )
             assert hoped is None
-            tables = (relaxed, real, quick.achievable(space, part))
+            tables = (relaxed, real, achievable_table(space, part))
             for threshold in (0.5, 3.0, 10.0, 40.0):
                 reaches = []
                 for table in tables:
@@ -107,7 +120,7 @@ def test_relaxed_below_exact_below_achievable() -> None:
 
 
 def test_thinned_choices_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "POINTS", 1)
+    monkeypatch.setattr("pdcompile.passes.published.piper.POINTS", 1)
     open_ones = 0
     for seed in range(200, 320):
         problem = random_menu(seed, even=seed % 2 == 0)
@@ -123,7 +136,7 @@ def test_thinned_choices_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_some_ideals_leave_the_bound_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = importlib.import_module("pdcompile.passes.published.piper.solve")
+    solver = importlib.import_module("pdcompile.passes.published.piper")
     monkeypatch.setattr(solver, "IDEALS", 0)
     for seed in range(400, 500):
         problem = random_menu(seed)
@@ -142,7 +155,7 @@ def test_a_filter_by_threshold_keeps_every_stage_of_a_better_plan() -> None:
         answer = solve(problem)
         if answer.objective is None or answer.objective == 0:
             continue
-        masks = states.all_ideals(problem, 1000)
+        masks = all_ideals(problem, 1000)
         assert masks is not None
         space = Space(problem, masks)
         index = {node.id: v for v, node in enumerate(problem.nodes)}
@@ -176,9 +189,9 @@ def test_frontiers_agree_with_all_sums() -> None:
     rng = np.random.default_rng(3)
     for _ in range(30):
         options = [rng.integers(0, 6, (3, rng.integers(1, 4))).astype(float) for _ in range(5)]
-        points = frontier.EMPTY
+        points = EMPTY
         for option in options:
-            points = frontier.extend(points, option, math.inf, math.inf)
+            points = extend(points, option, math.inf, math.inf)
         sums = {
             tuple(np.sum(columns, axis=0))
             for columns in itertools.product(*(option.T for option in options))
@@ -189,7 +202,7 @@ def test_frontiers_agree_with_all_sums() -> None:
 
 def test_many_points_are_swept_like_few() -> None:
     points = np.random.default_rng(1).integers(0, 30, (3, 2000)).astype(float)
-    found = {tuple(point) for point in frontier.pareto(points).T}
+    found = {tuple(point) for point in pareto(points).T}
     columns = np.unique(points.T, axis=0)
     beaten = (columns[:, None] <= columns).all(axis=2).sum(axis=0) > 1
     assert found == {tuple(point) for point in columns[~beaten]}

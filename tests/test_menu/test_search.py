@@ -127,7 +127,7 @@ def test_the_least_memory_is_named_where_the_sum_is_too_large() -> None:
 def test_where_not_all_cuts_are_looked_at_nothing_is_proved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(import_module("pdcompile.passes.published.piper.solve"), "IDEALS", 0)
+    monkeypatch.setattr(import_module("pdcompile.passes.published.piper"), "IDEALS", 0)
     answer = solve(chain(4, devices=2, memory_bytes=41.0))
     assert answer.status == "unknown"
     assert "cannot hold" not in answer.reason
