@@ -15,9 +15,9 @@ from torch import nn
 from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Attr, Op, Slice, TorchLiteral
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.codegen.expressions import Scope, literal, plain, tensor_attribute
-from pdcompile.passes.codegen.imports import Imports
+from pdcompile.passes.codegen.safety import Imports
 from pdcompile.passes.codegen.safety import check as check_text
+from pdcompile.passes.form.expressions import Scope, literal, plain, tensor_attribute
 from tests.helpers import models
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured, check, mean_square
@@ -220,7 +220,7 @@ def test_the_last_look_lets_ordinary_stages_pass():
 
 def test_an_unknown_class_is_refused():
     found = with_first_op(kind="module", target="torch.nn.Nothing", module_path="layers.0")
-    with pytest.raises(SourceError, match="no module"):
+    with pytest.raises(SourceError, match="not a module"):
         generate(found, cut(found, [3]))
 
 

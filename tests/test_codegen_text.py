@@ -7,8 +7,8 @@ import ast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.passes.codegen.expressions import atom, plain, quote
-from pdcompile.passes.codegen.text import Line, clean, fold, render
+from pdcompile.passes.codegen.source_text import Line, clean, fold, render
+from pdcompile.passes.form.expressions import atom, plain, quote
 
 names = st.sampled_from(["x", "self.blocks[0].attention", "hidden_states", "torch.zeros", "y"])
 literals = st.one_of(

@@ -20,8 +20,8 @@ from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.graph_module import Lookup, execute, materialise
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.codegen.expressions import Scope, literal, quote
-from pdcompile.passes.codegen.load import module_of
+from pdcompile.passes.codegen.folder import module_of
+from pdcompile.passes.form.expressions import Scope, literal, quote
 from tests.helpers.cuts import cut
 from tests.helpers.wild_graphs import B, Wild, captures
 from tests.helpers.wild_literals import arguments, names

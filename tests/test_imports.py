@@ -153,6 +153,20 @@ def test_one_name_for_one_module() -> None:
         assert not tops & {"passes", "runtime"}, name
 
 
+@pytest.mark.parametrize("room", ["pdcompile.passes.costs", "pdcompile.passes.form"])
+def test_costs_know_nothing_of_codegen(room: str) -> None:
+    """Nor by a detour: when a value dies is decided in the form, which both of them read."""
+    known = {name: path for name, path in modules().items() if below(name, "pdcompile.passes")}
+    reached = {name for name in known if below(name, room)}
+    waiting = list(reached)
+    while waiting:
+        name = waiting.pop()
+        found = {other for other in imported(known[name], name) if other in known} - reached
+        reached |= found
+        waiting += found
+    assert not [name for name in reached if below(name, "pdcompile.passes.codegen")]
+
+
 def test_no_file_is_longer_than_700_lines() -> None:
     lengths = {n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in modules().items()}
     assert {name: length for name, length in lengths.items() if length > 700} == {}

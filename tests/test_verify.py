@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 from functools import cache
@@ -15,13 +14,12 @@ from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes import codegen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import steps, verify
 from tests.helpers import models
 from tests.helpers.cuts import cut
-
-generate_module = importlib.import_module("pdcompile.passes.codegen.generate")
 
 MODELS = {
     "gpt": lambda: models.gpt(dropout=0.1, layers=2),
@@ -167,15 +165,15 @@ def test_a_wrong_gradient_is_named_where_it_begins_on_the_way_back():
 def test_generated_stages_that_are_wrong_name_the_op_in_the_error(monkeypatch):
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
-    plain = generate_module.generate
+    plain = codegen.generate
 
     def broken(capture, plan):
         sources = plain(capture, plan)
         text = sources.files["stage_1.py"].replace("torch.relu(x)", "torch.sigmoid(x)")
         return dataclasses.replace(sources, files={**sources.files, "stage_1.py": text})
 
-    monkeypatch.setattr(generate_module, "generate", broken)
-    sources = generate_module.generate(found, plan)
+    monkeypatch.setattr(codegen, "generate", broken)
+    sources = codegen.generate(found, plan)
     with pytest.raises(VerifyError, match=r"first at relu_2 \(torch.relu\) at \S*models.py:\d+"):
         verify(found, plan, sources, model, flat, layout, models.square_loss)
 

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk
-from pdcompile.passes.codegen import access
-from pdcompile.passes.codegen.expressions import (
+from pdcompile.passes.codegen.block_calls import BlockCall, Pair, below, is_container, relative
+from pdcompile.passes.codegen.block_classes import name_below
+from pdcompile.passes.codegen.header import FileContext, gathered
+from pdcompile.passes.codegen.pieces import (
+    Loop,
+    Piece,
+    Region,
+    Unpack,
+    Variables,
+    item_of,
+    makes,
+    pieces_of,
+    reads,
+    region_of,
+    rereads,
+    with_line,
+)
+from pdcompile.passes.codegen.source_text import Line, clean, value_text
+from pdcompile.passes.form.expressions import (
     IN_PLACE,
     Scope,
     atom,
@@ -19,38 +37,9 @@ from pdcompile.passes.codegen.expressions import (
     rough,
     subscript,
 )
-from pdcompile.passes.codegen.header import gathered
-from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.inline import Inliner, may_draw
-from pdcompile.passes.codegen.layout import Layout, name_below
-from pdcompile.passes.codegen.pairs import Pair
-from pdcompile.passes.codegen.pieces import (
-    Loop,
-    Piece,
-    Unpack,
-    item_of,
-    makes,
-    pieces_of,
-    reads,
-    rereads,
-)
-from pdcompile.passes.codegen.regions import Region, region_of, with_line
-from pdcompile.passes.codegen.text import Line, Locations, clean, value_text
-from pdcompile.passes.codegen.tree import Call, below, is_container, relative
-from pdcompile.passes.codegen.variables import Variables, lifetimes
+from pdcompile.passes.form.lifetimes import Statement, draws, nameless, operands, spans
+from pdcompile.passes.form.module_tree import module_expression, tensor_expression
 from pdcompile.passes.stages.naming import identifier, scope_of
-
-
-@dataclass(slots=True)
-class Place:
-    """What every body of a file shares."""
-
-    layout: Layout
-    names: Mapping[str, str]  # tensor name on the stage -> canonical FQN
-    class_names: list[str]
-    imports: Imports
-    classes: Mapping[str, tuple[str, str]]
-    locations: Locations
 
 
 @dataclass(slots=True)
@@ -61,8 +50,8 @@ class Body:
     `results` are the names of what is returned, taken where nothing alive has them.
     """
 
-    place: Place
-    call: Call
+    context: FileContext
+    call: BlockCall
     pairs: Sequence[Pair]
     graph: OpGraph
     wishes: Mapping[str, tuple[str, bool]]
@@ -73,14 +62,14 @@ class Body:
     variables: Variables = field(default_factory=Variables)
     shapes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # for comments
     size_name: str = "b"
-    unnamed: set[str] = field(default_factory=set)  # values that go into the next expression
+    nameless: set[str] = field(default_factory=set)  # values that go into the next expression
     inlined: dict[str, str] = field(default_factory=dict)  # their expressions
 
     def lines(self) -> list[Line]:
         """The statements, without the return."""
-        pieces = pieces_of(self.pairs, self.place.layout, self.graph, self.call.outputs)
-        inliner = Inliner(self.wishes, self.call.outputs, self._share, self._rough, may_draw)
-        self.unnamed = inliner.unnamed(pieces)
+        pieces = pieces_of(self.pairs, self.context.layout, self.graph, self.call.outputs)
+        statements = [self._statement(piece) for piece in pieces]
+        self.nameless = nameless(statements, self.wishes, self.call.outputs)
         self._name(pieces)
         done = self._size_line()
         # A caller opens the region that all ops of a block share; nobody calls the stage in one.
@@ -112,51 +101,52 @@ class Body:
     # Names
 
     def _name(self, pieces: Sequence[Piece]) -> None:
-        spans = lifetimes(
-            [(reads(piece), makes(piece), rereads(piece)) for piece in pieces],
-            self.call.inputs,
-            self.call.outputs,
-        )
+        used = [(reads(piece), makes(piece), rereads(piece)) for piece in pieces]
+        alive = spans(used, self.call.inputs, self.call.outputs)
         taken = {*self.arguments, *self.results.values()}
         wished = {identifier(self.wishes[name][0]) for p in pieces for name in makes(p)}
         options = ("b", "batch_size", "batch", "num_samples")
-        others = {*taken, *wished, *self.place.class_names}
+        others = {*taken, *wished, *self.context.class_names}
         self.size_name = next(name for name in options if name not in others)
         extra = self.arguments[len(self.call.inputs) :]
-        self.variables = Variables(avoid={self.size_name, *self.place.class_names, *extra})
+        self.variables = Variables(avoid={self.size_name, *self.context.class_names, *extra})
         for value, name in zip(self.call.inputs, self.arguments, strict=False):
-            self.variables.fix(value, name, spans[value])
+            self.variables.fix(value, name, alive[value])
         for value, name in self.results.items():
-            if value not in self.variables.names and self.variables.free(name, True, spans[value]):
-                self.variables.fix(value, name, spans[value])
+            if value not in self.variables.names and self.variables.free(name, True, alive[value]):
+                self.variables.fix(value, name, alive[value])
         for piece in pieces:
             for value in makes(piece):
-                if value in self.variables.names or value in self.unnamed:
+                if value in self.variables.names or value in self.nameless:
                     continue
                 same = _in_place_on(piece)
                 if same is not None and same in self.variables.names:
-                    self.variables.fix(value, self.variables.names[same], spans[value])
+                    self.variables.fix(value, self.variables.names[same], alive[value])
                 else:
-                    self.variables.give(value, *self.wishes[value], spans[value])
+                    self.variables.give(value, *self.wishes[value], alive[value])
 
-    def _share(self, piece: Piece) -> tuple[str, Region]:
-        """What pieces of one expression have in common."""
-        return self._section(piece), region_of(item_of(piece))
+    def _statement(self, piece: Piece) -> Statement:
+        item = item_of(piece)
+        place = self._section(piece), region_of(item)
+        if isinstance(piece, Loop):
+            return Statement(reads(piece), None, place, None)
+        twin = None if isinstance(item, BlockCall) else piece.twin
+        text = partial(self._rough, item, twin if isinstance(twin, Op) else None)
+        if isinstance(item, BlockCall):
+            return Statement(item.inputs, None, place, text)
+        return Statement(operands(item), item, place, text, not isinstance(piece, Unpack))
 
-    def _rough(self, piece: Piece, inner: Mapping[str, str]) -> str:
-        """The expression of a piece before its variables have their final names."""
+    def _rough(self, item: Op | BlockCall, twin: Op | None, inner: Mapping[str, str]) -> str:
+        """The expression of an item before its variables have their final names."""
 
         def value(name: str) -> str:
             name = self.match.get(name, name)
             return inner.get(name) or identifier(self.wishes[name][0])
 
-        item = item_of(piece)
+        if isinstance(item, BlockCall):
+            return f"{self._module(item.path)}({', '.join(map(value, item.inputs))})"
         scope = replace(self._scope(), value=value, device=lambda: "value.device")
-        if isinstance(item, Call):
-            head = access.module(self.place.layout.root, self.call.path, item.path)
-            return f"{head}({', '.join(map(value, item.inputs))})"
-        twin = piece.twin if isinstance(piece, Pair | Unpack) else None
-        return rough(item, twin if isinstance(twin, Op) else None, scope)
+        return rough(item, twin, scope)
 
     # Pieces
 
@@ -165,13 +155,13 @@ class Body:
             return self._loop(piece)
         if isinstance(piece, Unpack):
             return self._op(piece.op, piece.twin, piece.items)
-        if isinstance(piece.item, Call):
+        if isinstance(piece.item, BlockCall):
             return [self._call(piece.item)]
         return self._op(piece.item, piece.twin if isinstance(piece.twin, Op) else None)
 
     def _op(self, op: Op, twin: Op | None, items: Sequence[str] = ()) -> list[Line]:
         done = []
-        if may_draw(op) or (twin is not None and may_draw(twin)):
+        if draws(op) or (twin is not None and draws(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
         scope = self._scope(copied=copied_buffers(op, self.graph))
         scope_eval = replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
@@ -189,7 +179,7 @@ class Body:
             done.append(Line(f"{name} {IN_PLACE[target]} {value}", comment))
             return done
         text = expression(op, twin, scope, scope_eval)
-        if op.name in self.unnamed:
+        if op.name in self.nameless:
             self.inlined[op.name] = text
             return done
         if op.target == CHECK:
@@ -203,14 +193,10 @@ class Body:
             done.append(Line(f"{name} = {text}", comment))
         return done
 
-    def _call(self, call: Call) -> Line:
-        head = access.module(self.place.layout.root, self.call.path, call.path)
-        return self._assignment(call, head)
-
-    def _assignment(self, call: Call, head: str) -> Line:
+    def _call(self, call: BlockCall) -> Line:
         arguments = [self._value(name) for name in call.inputs]
         arguments += [self._tensor(fqn) for fqn in call.tensors]
-        text = f"{head}({', '.join(arguments)})"
+        text = f"{self._module(call.path)}({', '.join(arguments)})"
         if not call.outputs:
             return Line(text)
         names = ", ".join(self.variables.names[name] for name in call.outputs)
@@ -222,12 +208,12 @@ class Body:
         result = self.variables.names[last.outputs[0]]
         start = self.variables.names[first.inputs[loop.thread]]
         done = [] if result == start else [Line(f"{result} = {start}")]
-        container = self.place.layout.root.find(loop.container)
+        container = self.context.layout.root.find(loop.container)
         assert container is not None
-        over = access.module(self.place.layout.root, self.call.path, loop.container)
+        over = self._module(loop.container)
         over = over if container.is_list else f"{over}.values()"
-        wish = identifier(self.place.class_names[loop.block].lower())
-        taken = {*self.variables.spans, *self.place.class_names}
+        wish = identifier(self.context.class_names[loop.block].lower())
+        taken = {*self.variables.spans, *self.context.class_names}
         item = next(n for n in (wish, f"{wish}_module", f"{wish}_item") if n not in taken)
         arguments = [
             result if i == loop.thread else self.variables.names[name]
@@ -251,18 +237,24 @@ class Body:
             tensor=lambda fqn: self._tensor(fqn) + (".clone()" if fqn in copied else ""),
             size=self._size,
             device=self._device,
-            module=lambda path: access.module(self.place.layout.root, self.call.path, path),
-            function=self.place.imports.function,
+            module=self._module,
+            function=self.context.imports.function,
         )
 
     def _value(self, name: str) -> str:
         return self.inlined.get(name) or self.variables.names[name]
 
+    def _module(self, path: str) -> str:
+        return module_expression(self.context.layout.root, self.call.path, path)
+
+    def _named_tensor(self, name: str) -> str:
+        return tensor_expression(self.context.layout.root, self.call.path, name)
+
     def _tensor(self, fqn: str) -> str:
         if fqn in self.call.tensors:
             return self.arguments[len(self.call.inputs) + self.call.tensors.index(fqn)]
-        name = name_below(fqn, self.call.path, self.place.names)
-        return access.tensor(self.place.layout.root, self.call.path, name)
+        name = name_below(fqn, self.call.path, self.context.names)
+        return self._named_tensor(name)
 
     def _size(self, size: Affine) -> str:
         text = self.size_name if size.scale == 1 else f"{size.scale} * {self.size_name}"
@@ -294,8 +286,8 @@ class Body:
     def _device(self) -> str:
         if self.arguments:
             return f"{self.arguments[0]}.device"
-        for name in self.place.names:
-            return f"{access.tensor(self.place.layout.root, self.call.path, name)}.device"
+        for name in self.context.names:
+            return f"{self._named_tensor(name)}.device"
         return "torch.get_default_device()"
 
     def _where(self, op: Op) -> str:
@@ -304,7 +296,7 @@ class Body:
             return "self"
         if self.path_known or op.region == "loss":
             return quote(path)
-        return access.module(self.place.layout.root, self.call.path, path)
+        return self._module(path)
 
     # Sections
 
@@ -315,8 +307,8 @@ class Body:
             return ""
         scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
         while scope and below(scope, self.call.path) and scope != self.call.path:
-            node = self.place.layout.root.find(scope)
-            name = self.place.classes.get(scope, ("", ""))[0]
+            node = self.context.layout.root.find(scope)
+            name = self.context.classes.get(scope, ("", ""))[0]
             if not is_container(name) and (node is None or node.leaf is None):
                 return scope
             scope = scope.rpartition(".")[0]
@@ -325,11 +317,11 @@ class Body:
     def _heading(self, scope: str) -> list[Line]:
         if not scope:
             return [Line()]
-        name, source = self.place.classes.get(scope, ("", ""))
+        name, source = self.context.classes.get(scope, ("", ""))
         about = [clean(name.rpartition(".")[2], 40)] if name else []
         if source:
-            about.append(self.place.locations.short(source))
-        if scope in self.place.layout.partial:
+            about.append(self.context.locations.short(source))
+        if scope in self.context.layout.partial:
             about.append("a part of it")
         path = clean(relative(scope, self.call.path), 88)
         text = f"{path} ({', '.join(about)})" if about else path

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Port, StageInterface
-from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.layout import Block, Layout
-from pdcompile.passes.codegen.skeleton import Node
-from pdcompile.passes.codegen.text import WIDTH, Line, Locations, clean, shape_text
+from pdcompile.passes.codegen.block_classes import Block, CodeLayout
+from pdcompile.passes.codegen.safety import Imports
+from pdcompile.passes.codegen.source_text import WIDTH, Line, Locations, clean, shape_text
+from pdcompile.passes.form.module_tree import Node
 
 NOTE = (
     "Comments give dtype[shape]: b is the microbatch size{letters}. Names are the model's, also in "
@@ -19,6 +19,18 @@ NOTE = (
     "`python pipeline.py` runs all stages."
 )
 LETTERS = ", other letters differ between instances of a class"
+
+
+@dataclass(slots=True)
+class FileContext:
+    """What all parts of one file share."""
+
+    layout: CodeLayout
+    names: Mapping[str, str]  # tensor name on the stage -> canonical FQN
+    classes: Mapping[str, tuple[str, str]]  # module path -> the model's class and its source
+    class_names: list[str] = field(default_factory=list)
+    imports: Imports = field(default_factory=Imports)
+    locations: Locations = field(default_factory=Locations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +49,10 @@ def model_name(capture: Capture) -> str:
 
 
 def docstring(
-    capture: Capture,
-    interface: StageInterface,
-    route: Route,
-    layout: Layout,
-    imports: Imports,
-    locations: Locations,
+    capture: Capture, interface: StageInterface, route: Route, context: FileContext
 ) -> str:
     """The module docstring of a stage, and its ``# needs:`` lines."""
+    layout, locations = context.layout, context.locations
     source = capture.train.classes.get("", ("", ""))[1]
     where = f" ({locations.short(source)})" if source else ""
     title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
@@ -62,8 +70,8 @@ def docstring(
     note = NOTE.format(letters=LETTERS if differ else "")
     text += _wrap(f"{note} Source lines are those of {', '.join(files)}." if files else note)
     lines = [*text, '"""']
-    if imports.needs:
-        lines += ["", *(f"# needs: {clean(name, 90)}" for name in imports.needs)]
+    if needs := context.imports.needs:
+        lines += ["", *(f"# needs: {clean(name, 90)}" for name in needs)]
     return "\n".join(lines) + "\n"
 
 
@@ -135,7 +143,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 _MOST = 9
 
 
-def contents(layout: Layout) -> list[str]:
+def contents(layout: CodeLayout) -> list[str]:
     """Modules and tensors of the model on this stage, as deep as few names can tell them."""
     nodes = [layout.root]
     while True:

@@ -1,17 +1,27 @@
-"""What a body writes: an op or call, a loop over equal blocks, or a tuple taken apart."""
+"""What a body writes: an op or call, a loop over equal blocks, or a tuple taken apart.
+
+And what decides how it is written: the region that it runs in, and the variables that are free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
-from pdcompile.ir.graph import Op, OpGraph, Ref, Value, size_at
-from pdcompile.passes.codegen.layout import Layout
-from pdcompile.passes.codegen.pairs import Pair
-from pdcompile.passes.codegen.tree import Call, Item
+import torch
+
+from pdcompile.errors import SourceError
+from pdcompile.ir.graph import Op, OpGraph, Ref, TorchLiteral, Value, size_at
+from pdcompile.ir.targets import from_literal
+from pdcompile.passes.codegen.block_calls import BlockCall, Item, Pair, ops_of
+from pdcompile.passes.codegen.block_classes import CodeLayout
+from pdcompile.passes.codegen.source_text import Line
+from pdcompile.passes.form.expressions import quote
+from pdcompile.passes.stages.naming import RESERVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,7 @@ class Loop:
 
     container: str
     block: int
-    calls: tuple[Call, ...]
+    calls: tuple[BlockCall, ...]
     thread: int
 
 
@@ -40,7 +50,7 @@ Piece: TypeAlias = Pair | Loop | Unpack
 
 
 def pieces_of(
-    pairs: Sequence[Pair], layout: Layout, graph: OpGraph, outputs: Collection[str]
+    pairs: Sequence[Pair], layout: CodeLayout, graph: OpGraph, outputs: Collection[str]
 ) -> list[Piece]:
     """The pairs of a body, with loops rolled up and tuples taken apart where made."""
     return _unpack(_roll(pairs, layout, outputs), graph)
@@ -75,7 +85,7 @@ def makes(piece: Piece) -> Sequence[str]:
     return piece.items if isinstance(piece, Unpack) else piece.item.outputs
 
 
-def _roll(pairs: Sequence[Pair], layout: Layout, outputs: Collection[str]) -> list[Pair | Loop]:
+def _roll(pairs: Sequence[Pair], layout: CodeLayout, outputs: Collection[str]) -> list[Pair | Loop]:
     done: list[Pair | Loop] = []
     read_by: dict[str, int] = dict.fromkeys(outputs, 2)  # returned: not to be overwritten
     for each in pairs:
@@ -94,10 +104,10 @@ def _roll(pairs: Sequence[Pair], layout: Layout, outputs: Collection[str]) -> li
 
 
 def _loop_at(
-    pairs: Sequence[Pair], position: int, layout: Layout, read_by: Mapping[str, int]
+    pairs: Sequence[Pair], position: int, layout: CodeLayout, read_by: Mapping[str, int]
 ) -> Loop | None:
     first = pairs[position].item
-    if not isinstance(first, Call) or len(first.outputs) != 1:
+    if not isinstance(first, BlockCall) or len(first.outputs) != 1:
         return None
     container, _, name = first.path.rpartition(".")
     node = layout.root.find(container)
@@ -105,9 +115,9 @@ def _loop_at(
         return None
     paths = [f"{container}.{child}" for child in node.children]
     calls = [pair.item for pair in pairs[position : position + len(paths)]]
-    if len(calls) < 2 or [c.path for c in calls if isinstance(c, Call)] != paths:
+    if len(calls) < 2 or [c.path for c in calls if isinstance(c, BlockCall)] != paths:
         return None
-    chain = [call for call in calls if isinstance(call, Call)]
+    chain = [call for call in calls if isinstance(call, BlockCall)]
     if len({layout.block_of[call.path] for call in chain}) != 1:
         return None
     if any(read_by.get(call.outputs[0], 0) != 1 for call in chain[:-1]):
@@ -119,7 +129,7 @@ def _loop_at(
     return Loop(container, layout.block_of[first.path], tuple(chain), thread)
 
 
-def _thread(one: Call, other: Call) -> int | None:
+def _thread(one: BlockCall, other: BlockCall) -> int | None:
     """The one argument of `other` that is the result of `one`, when all others are the same."""
     if one.tensors != other.tensors or len(one.inputs) != len(other.inputs):
         return None
@@ -185,3 +195,74 @@ def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
 
 def _numel(value: Value, b: int) -> int:
     return prod(size_at(size, b) for size in value.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    grad_enabled: bool = True
+    autocast: str | None = None
+    enables_grad: bool = False
+
+
+def region_of(item: Item) -> Region:
+    """The region that all ops below share; the plain one when they differ."""
+    if isinstance(item, Op):
+        return Region(item.grad_enabled, item.autocast, item.enables_grad)
+    found = {region_of(op) for op in ops_of(item)}
+    return found.pop() if len(found) == 1 else Region()
+
+
+def with_line(region: Region) -> Line:
+    """The ``with`` statement that opens a region."""
+    contexts = [] if region.grad_enabled else ["torch.no_grad()"]
+    if region.enables_grad:
+        contexts = ["torch.enable_grad()"]
+    if region.autocast is not None:
+        contexts.append(_autocast(region.autocast))
+    return Line(f"with {', '.join(contexts)}:")
+
+
+def _autocast(text: str) -> str:
+    device, _, dtype = text.partition(":")
+    if not re.fullmatch(r"[a-z]+", device):
+        raise SourceError(f"{text!r} is no autocast region", remedy="cpu:bfloat16")
+    if dtype in ("", "off", "disabled", "none"):
+        return f"torch.autocast({quote(device)}, enabled=False)"
+    from_literal(TorchLiteral("dtype", dtype), torch.device("cpu"))  # raises if there is none
+    return f"torch.autocast({quote(device)}, dtype=torch.{dtype})"
+
+
+@dataclass(slots=True)
+class Variables:
+    """Assigns names to values by their spans of life (position made, position last read).
+
+    A name may be bound again once the value that it held is not read any more, as in
+    ``x = self.ln(x)``.  Names derived from an op are used once, so that they stay telling.
+    """
+
+    avoid: Iterable[str] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def fix(self, value: str, name: str, span: tuple[int, int]) -> None:
+        """The value has this name, come what may (arguments)."""
+        self.names[value] = name
+        self.spans.setdefault(name, []).append(span)
+
+    def give(self, value: str, wish: str, rebind: bool, span: tuple[int, int]) -> str:
+        """A name for the value: its wish, or the wish with a number."""
+        name, count = wish, 0
+        while not self.free(name, rebind, span):
+            count += 1
+            name = f"{wish}_{count}"
+        self.fix(value, name, span)
+        return name
+
+    def free(self, name: str, rebind: bool, span: tuple[int, int]) -> bool:
+        """Whether no value that lives in this span has the name."""
+        if name in RESERVED or name in self.avoid:
+            return False
+        others = self.spans.get(name, [])
+        if not rebind:
+            return not others
+        return all(span[0] >= end or start >= span[1] for start, end in others)

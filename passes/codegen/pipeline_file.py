@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from pdcompile.ir.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
 from pdcompile.ir.stage_interface import Port, StageInterface
-from pdcompile.passes.codegen.access import reach
-from pdcompile.passes.codegen.expressions import quote
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.text import Line, fold, render, shape_text
+from pdcompile.passes.codegen.source_text import Line, fold, render, shape_text
+from pdcompile.passes.form.expressions import quote
+from pdcompile.passes.form.module_tree import reach
 from pdcompile.passes.stages.naming import unique
 from pdcompile.plan import Plan
 

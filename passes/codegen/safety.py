@@ -1,4 +1,4 @@
-"""The last look at generated text: only statements and names that a stage needs.
+"""What a generated file imports, and the last look at its text: only what a stage needs.
 
 Names of a model can hold anything, so the writer never uses them as code; here the result is
 parsed and every node held against an allow-list, so that a mistake in the writer cannot become
@@ -8,13 +8,93 @@ an execution of text from a model, a profile or a plan.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
-from pdcompile.passes.codegen.imports import Imports
+from pdcompile.ir.targets import resolve
+
+
+@dataclass(slots=True)
+class Imports:
+    """Collects modules and classes while the bodies are written."""
+
+    modules: set[str] = field(default_factory=set)  # math, operator
+    functional: bool = False
+    classes: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, name) -> here
+    opaque: set[str] = field(default_factory=set)  # classes of modules that run as they are
+
+    def function(self, target: str) -> str:
+        """The expression of a function target; raises SourceError unless it resolves."""
+        resolve(target)
+        if target.startswith("torch.nn.functional."):
+            self.functional = True
+            return f"F.{target.removeprefix('torch.nn.functional.')}"
+        if target.startswith("torch."):
+            return target
+        if target.startswith(("math.", "operator.")):
+            self.modules.add(target.partition(".")[0])
+            return target
+        return f"{self.cls(target.removesuffix('.apply'))}.apply"
+
+    def cls(self, qualified: str) -> str:
+        """The expression of a class of the user's, imported by its qualified name."""
+        module, name = _split(qualified)
+        outer, _, inner = name.partition(".")
+        here = self.classes.get((module, outer))
+        if here is None:
+            used = set(self.classes.values())
+            here, count = outer, 0
+            while here in used or here in ("torch", "nn", "F", "math", "operator", "draw"):
+                count += 1
+                here = f"{outer}_{count}"
+            self.classes[module, outer] = here
+        return f"{here}.{inner}" if inner else here
+
+    @property
+    def names(self) -> set[str]:
+        """Names that the imports bind."""
+        return {"torch", "nn", *self.modules, *self.classes.values()} | (
+            {"F"} if self.functional else set()
+        )
+
+    @property
+    def needs(self) -> list[str]:
+        """Qualified names of what does not come with torch."""
+        return sorted({f"{module}.{name}" for module, name in self.classes} | self.opaque)
+
+    def lines(self, *, torch_used: bool = True) -> list[str]:
+        """Import statements, sorted: standard library, torch, the user's."""
+        blocks = [
+            [f"import {name}" for name in sorted(self.modules)],
+            (["import torch"] if torch_used else [])
+            + (["import torch.nn.functional as F"] if self.functional else [])
+            + ["from torch import nn"],
+            [
+                f"from {module} import {name}" + (f" as {here}" if here != name else "")
+                for (module, name), here in sorted(self.classes.items())
+            ],
+        ]
+        return "\n\n".join("\n".join(block) for block in blocks if block).split("\n")
+
+
+def _split(qualified: str) -> tuple[str, str]:
+    """Module and qualified name within it.  Raises SourceError when it cannot be imported."""
+    parts = qualified.split(".")
+    if all(part.isidentifier() for part in parts):
+        for cut in range(len(parts) - 1, 0, -1):
+            module = ".".join(parts[:cut])
+            if module in sys.modules and hasattr(sys.modules[module], parts[cut]):
+                return module, ".".join(parts[cut:])
+    raise SourceError(
+        f"{qualified!r} cannot be imported by its name",
+        remedy="define the class at the top level of an importable module",
+    )
+
 
 _NODES = (
     ast.Module, ast.Expr, ast.Constant, ast.Import, ast.ImportFrom, ast.alias, ast.ClassDef,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
-from pdcompile.passes.costs.lifetimes import Written, releases
 from pdcompile.passes.costs.resident import Resident, residents
+from pdcompile.passes.form.lifetimes import Lifetimes, Step
 
 if TYPE_CHECKING:
     from pdcompile.passes.costs.rehearse import Ports, Rehearsal
@@ -45,8 +45,8 @@ def forecast(
     members: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
         members[stage].append(op)
-    written = Written.of(graph)
-    found = [_rehearsed(graph, written, members[s], ports[s], b) for s in range(num_stages)]
+    lifetimes = Lifetimes.of(graph)
+    found = [_rehearsed(graph, lifetimes, members[s], ports[s], b) for s in range(num_stages)]
     ruled = residents(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(
         ruled[s]
@@ -118,15 +118,15 @@ def _tied(graph: OpGraph, stage_of: Sequence[int]) -> list[tuple[str, set[int]]]
 
 
 def _rehearsed(
-    graph: OpGraph, written: Written, ops: Sequence[Op], ports: Ports, b: int
+    graph: OpGraph, lifetimes: Lifetimes, ops: Sequence[Op], ports: Ports, b: int
 ) -> Rehearsal | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
-    freed = releases(written, ops, set(ports.results))
-    key = _Key(graph, b).of(ops, ports, freed)
+    steps = lifetimes.steps(ops, set(ports.results))
+    key = _Key(graph, b).of(steps, ports)
     if key not in _known:
         try:
-            found = rehearse(graph, ops, ports, b, freed)
+            found = rehearse(graph, steps, ports, b)
         except Exception as error:  # ops are anyone's: whatever they raise, the rules remain
             _LOG.info("a stage is added up by rules, it cannot be rehearsed: %s", error)
             found = None
@@ -144,7 +144,8 @@ class _Key:
     b: int
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def of(self, ops: Sequence[Op], ports: Ports, freed: Sequence[Sequence[str]]) -> str:
+    def of(self, steps: Sequence[Step], ports: Ports) -> str:
+        ops = [step.op for step in steps]
         names = (*(name for op in ops for name in (*op.inputs, op.name)), *ports.received)
         lines = [f"{self.graph.training} {self.b}"]
         lines += [self._value(name) for name in dict.fromkeys(names)]
@@ -153,7 +154,7 @@ class _Key:
         lines += [self._names(part) for part in given]
         lines.append(self._names(sorted(ports.roots, key=self._number)))
         lines.append(self._names([self.graph.loss or ""]))
-        lines += [self._names(part) for part in freed]
+        lines += [self._names(step.ends) for step in steps]
         lines += [" ".join(map(self._tensor, part)) for part in (ports.summed, ports.passed)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -26,6 +26,7 @@ from pdcompile.ir.graph_module import materialise, run_op
 from pdcompile.passes.costs.call import Call, Index
 from pdcompile.passes.costs.live import LiveStorages
 from pdcompile.passes.costs.standins import RECURRENT, Role, by_rule, by_running, play
+from pdcompile.passes.form.lifetimes import Step
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
@@ -116,17 +117,14 @@ class Fakes:
                             setattr(part, name, self.tensor(prefix + name))
 
 
-def rehearse(
-    graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int, freed: Sequence[Sequence[str]]
-) -> Rehearsal:
-    """Run the ops of a stage, forward and backward, at microbatch size b.
+def rehearse(graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int) -> Rehearsal:
+    """Run the steps of a stage, forward and backward, at microbatch size b.
 
-    `freed`: for each op the values that nobody holds any more once it has run (`releases`).
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor has a stand-in.
     """
-    with _staged(graph, ops, ports, b) as (stage, arguments):
-        return stage.run(arguments, freed)
+    with _staged(graph, steps, ports, b) as (stage, arguments):
+        return stage.run(arguments)
 
 
 def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
@@ -135,15 +133,16 @@ def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
     Parameters, views of them and the caller's inputs are never counted.
     """
     ports = Ports((), (), (), (), frozenset())
-    with _staged(graph, graph.ops, ports, b) as (stage, arguments):
+    with _staged(graph, [Step(op) for op in graph.ops], ports, b) as (stage, arguments):
         return stage.kept(arguments)
 
 
 @contextmanager
 def _staged(
-    graph: OpGraph, ops: Sequence[Op], ports: Ports, b: int
+    graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int
 ) -> Iterator[tuple[_Stage, dict[str, Tensor]]]:
     """The stage on fake tensors, and its arguments."""
+    ops = [step.op for step in steps]
     fakes = Fakes(graph, b, torch.device("cpu"))
     index = Index.of(graph, b)
     roles: dict[str, Role] = {}
@@ -168,7 +167,7 @@ def _staged(
                 fakes.tensor(fqn).grad = None
             given = [*fakes.tensors.values(), *arguments.values()]
             given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-            yield _Stage(index, ops, ports, fakes, _Meter(given), roles), arguments
+            yield _Stage(index, steps, ports, fakes, _Meter(given), roles), arguments
 
 
 def _recurrent(call: Call, fakes: Fakes) -> Role:
@@ -226,16 +225,16 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
 @dataclass
 class _Stage:
     index: Index
-    ops: Sequence[Op]
+    steps: Sequence[Step]
     ports: Ports
     fakes: Fakes
     meter: _Meter
     roles: Mapping[str, Role]
 
-    def run(self, arguments: Mapping[str, Tensor], freed: Sequence[Sequence[str]]) -> Rehearsal:
+    def run(self, arguments: Mapping[str, Tensor]) -> Rehearsal:
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
-            results = self._forward(arguments, entered, freed)
+            results = self._forward(arguments, entered)
         resident = self.meter.now_bytes
         self._backward(entered, results)
         # What is still held here is alive until the end, as it is for whoever calls a stage.
@@ -257,7 +256,7 @@ class _Stage:
                 found[name] += storage.nbytes()
             return tensor
 
-        for op in self.ops:
+        for op in (step.op for step in self.steps):
             name = op.name
             found[name] = 0
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -265,18 +264,15 @@ class _Stage:
         return found
 
     def _forward(
-        self,
-        arguments: Mapping[str, Tensor],
-        entered: Mapping[str, Entrance],
-        freed: Sequence[Sequence[str]],
+        self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
     ) -> dict[str, Any]:
         env: dict[str, Any] = dict(arguments)
         env.update({name: entrance.value for name, entrance in entered.items()})
         for name in self._written(tuple(arguments)):
             env[name] = env[name].clone()
-        for op, names in zip(self.ops, freed, strict=True):
-            env[op.name] = self._checked(op, self._result(op, env))
-            for name in names:
+        for step in self.steps:
+            env[step.op.name] = self._checked(step.op, self._result(step.op, env))
+            for name in step.ends:
                 del env[name]
         return {name: env[name] for name in self.ports.results}
 
@@ -307,7 +303,7 @@ class _Stage:
     def _written(self, arguments: Sequence[str]) -> list[str]:
         """Arguments that ops of the stage write into: it works on copies of them."""
         values = self.index.graph.values
-        written = {values[name].storage for op in self.ops for name in op.mutates}
+        written = {values[name].storage for step in self.steps for name in step.op.mutates}
         return [name for name in arguments if values[name].storage in written]
 
     def _backward(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from pdcompile.eager.randomness import DrawScope, preserved_rng, reseed
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
-from pdcompile.passes.codegen.load import set_draw, stage_classes
+from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.passes.costs import Call, Index
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.clock import timed

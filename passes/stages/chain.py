@@ -21,7 +21,7 @@ from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
-from pdcompile.passes.codegen.load import set_draw, stage_classes
+from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
 
 

@@ -19,11 +19,10 @@ from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import Capture, Op
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.codegen.blocks import divide
-from pdcompile.passes.codegen.layout import Layout
-from pdcompile.passes.codegen.load import stage_classes
-from pdcompile.passes.codegen.skeleton import skeleton
-from pdcompile.passes.codegen.tree import Call, below, ops_of
+from pdcompile.passes.codegen.block_calls import BlockCall, below, ops_of
+from pdcompile.passes.codegen.block_classes import CodeLayout, divide
+from pdcompile.passes.codegen.folder import stage_classes
+from pdcompile.passes.form.module_tree import skeleton
 from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
 from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
 from pdcompile.passes.untouched import untouched
@@ -42,8 +41,8 @@ class Found:
 
     kind: str  # the model's class
     stage: int
-    train: Call | None
-    eval: Call | None
+    train: BlockCall | None
+    eval: BlockCall | None
     paths: list[str] = field(default_factory=list)
     reason: str = ""  # why it was not compared
 
@@ -132,7 +131,7 @@ def verify_blocks(
     )
 
 
-def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[Layout]:
+def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[CodeLayout]:
     """How the code of each stage is divided into classes, as the generator divides it."""
     train_of = stage_of_ops(capture.train, plan)
     eval_of = place_eval(capture, train_of)
@@ -151,10 +150,10 @@ def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[Layout]
         yield divide(capture, ops[0], ops[1], (wanted[0], wanted[1]), names[k], root)
 
 
-def _distinct(capture: Capture, sources: Sources, layouts: Sequence[Layout]) -> list[Found]:
+def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[Found]:
     """One for each class text, in the order of the model; a block of a class that the model has
     once gives way to repeated ones in it."""
-    uses: list[tuple[Hashable, int, Call | None, Call | None]] = []
+    uses: list[tuple[Hashable, int, BlockCall | None, BlockCall | None]] = []
     counts: dict[Hashable, int] = {}
     for k, layout in enumerate(layouts):
         text = _texts(sources.files[f"stage_{k}.py"])
@@ -182,18 +181,18 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[Layout]) -> 
 
 
 def _keys(
-    capture: Capture, sources: Sources, k: int, layout: Layout, text: dict[str, str]
-) -> Callable[[Call | None, Call | None], Hashable]:
+    capture: Capture, sources: Sources, k: int, layout: CodeLayout, text: dict[str, str]
+) -> Callable[[BlockCall | None, BlockCall | None], Hashable]:
     with torch.device("meta"):
         stage = stage_classes(sources)[k]()
 
-    def facts(call: Call | None, training: bool) -> Hashable:
+    def facts(call: BlockCall | None, training: bool) -> Hashable:
         if call is None:
             return None
         values = (capture.train if training else capture.eval).values
         return tuple((values[n].shape, values[n].dtype) for n in (*call.inputs, *call.outputs))
 
-    def key_of(train: Call | None, evaluation: Call | None) -> Hashable:
+    def key_of(train: BlockCall | None, evaluation: BlockCall | None) -> Hashable:
         path = _path(train, evaluation)
         name = type(stage.get_submodule(path)).__name__
         return (
@@ -217,14 +216,14 @@ def _texts(source: str) -> dict[str, str]:
     return found
 
 
-def _below(call: Call) -> Iterator[Call]:
+def _below(call: BlockCall) -> Iterator[BlockCall]:
     for item in call.items:
-        if isinstance(item, Call):
+        if isinstance(item, BlockCall):
             yield item
             yield from _below(item)
 
 
-def _path(train: Call | None, evaluation: Call | None) -> str:
+def _path(train: BlockCall | None, evaluation: BlockCall | None) -> str:
     call = train or evaluation
     assert call is not None
     return call.path
@@ -260,7 +259,7 @@ def _left_out(found: Sequence[Found]) -> list[str]:
     ]
 
 
-def _outside(capture: Capture, plan: Plan, layouts: Sequence[Layout]) -> list[str]:
+def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> list[str]:
     """What no block holds: modules that a cut goes through, single ops, the loss, the wiring."""
     partial = sorted({path for layout in layouts for path in layout.partial if path})
     inside = {op.name for layout in layouts for c in _below(layout.train) for op in ops_of(c)}

@@ -16,7 +16,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref, size_at
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.passes.codegen.tree import Call
+from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.stages.chain import announce
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.verify.differences import distance
@@ -98,7 +98,7 @@ def compare_block(
     interface: StageInterface,
     graph: OpGraph,
     path: str,
-    call: Call,
+    call: BlockCall,
     eager_call: ModuleCall,
     given: Given,
     plan: Plan,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import keyword
 import math
 import re
@@ -19,8 +20,7 @@ import torch
 
 from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, Ref, Slice, TorchLiteral
-from pdcompile.ir.targets import from_literal
-from pdcompile.passes.codegen.defaults import says_nothing
+from pdcompile.ir.targets import from_literal, resolve
 
 BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",
@@ -35,6 +35,7 @@ IN_PLACE = {
 }  # fmt: skip
 
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def torch_literal(value: TorchLiteral, scope: Scope) -> str:
         try:
             return f"torch.device({quote(str(torch.device(value.text)))})"
         except RuntimeError as error:
-            raise SourceError(f"there is no device {value.text!r}") from error
+            raise SourceError(f"{value.text!r} is not a device") from error
     from_literal(value, torch.device("cpu"))  # it exists and is of its kind
     return f"torch.{value.text}"
 
@@ -183,7 +184,7 @@ def arguments(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope, skip: in
         for a, b in zip(op.args[skip:], other.args[skip:], strict=True)
     ]
     for (key, a), (_, b) in zip(op.kwargs, other.kwargs, strict=True):
-        if says_nothing(op, key, a) and says_nothing(op, key, b):
+        if _is_default(op, key, a) and _is_default(op, key, b):
             continue
         text = dual(a, b, scope, scope_eval if twin else scope)
         if key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
@@ -255,3 +256,45 @@ def rough(op: Op, twin: Op | None, scope: Scope) -> str:
     if op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
         return ", ".join(literal(argument, scope) for argument in op.args)
     return expression(op, twin, scope, scope)
+
+
+def _is_default(op: Op, key: str, value: Any) -> bool:
+    """Whether ``key=value`` is what the function assumes without it."""
+    if value is not None and type(value) not in (bool, int, float, str):
+        return False
+    default = _default(op.kind, op.target, key)
+    return type(default) is type(value) and bool(default == value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _default(kind: str, target: str, key: str) -> Any:
+    if kind == "method":
+        return _of_schema(target, key)
+    if kind != "function" or not target.startswith("torch."):
+        return _MISSING
+    try:
+        function: Any = resolve(target)
+    except SourceError:
+        return _MISSING  # whoever writes the call says so
+    # max_pool2d and its like choose between two functions by `return_indices`.
+    closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    function = closure.get("if_false", function)
+    if not inspect.isfunction(function):
+        return _of_schema(target.rpartition(".")[2], key)
+    parameter = inspect.signature(function).parameters.get(key)
+    return parameter.default if parameter is not None else _MISSING
+
+
+def _of_schema(name: str, key: str) -> Any:
+    """The default that all overloads of an ATen op with such an argument agree on."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return _MISSING
+    found = []
+    for overload in packet.overloads():
+        for argument in getattr(packet, overload)._schema.arguments:
+            if argument.name == key:
+                found.append(argument.default_value if argument.has_default_value() else _MISSING)
+    if not found or any(type(each) is not type(found[0]) or each != found[0] for each in found):
+        return _MISSING
+    return found[0]

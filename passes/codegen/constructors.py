@@ -11,11 +11,17 @@ from torch import nn
 
 from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Affine, TensorInfo
-from pdcompile.passes.codegen import access
-from pdcompile.passes.codegen.expressions import Scope, literal, quote
-from pdcompile.passes.codegen.imports import Imports
-from pdcompile.passes.codegen.skeleton import Node
-from pdcompile.passes.codegen.text import Line
+from pdcompile.passes.codegen.safety import Imports
+from pdcompile.passes.codegen.source_text import Line
+from pdcompile.passes.form.expressions import Scope, literal, quote
+from pdcompile.passes.form.module_tree import (
+    TAKEN,
+    Node,
+    child_expression,
+    is_plain,
+    reach,
+    tensor_expression,
+)
 
 
 def _nowhere(name: object) -> str:
@@ -47,7 +53,7 @@ class Constructors:
             expression, finished = self._make(child)
             done.append(_assign(owner, name, expression))
             if not finished:
-                done += self._finish(child, access.reach(owner, name))
+                done += self._finish(child, reach(owner, name))
         return done
 
     def _make(self, node: Node) -> tuple[str, bool]:
@@ -63,14 +69,14 @@ class Constructors:
 
     def _finish(self, node: Node, owner: str) -> list[Line]:
         if node.leaf is not None:
-            frozen = [access.reach(owner, name, "_parameters") for name in node.frozen]
+            frozen = [reach(owner, name, "_parameters") for name in node.frozen]
             return [Line(f"{each}.requires_grad_(False)") for each in frozen]
         if not node.is_indexed:
             return self.lines(node, owner)
         done = []
         for name, child in node.children.items():
             if not self._make(child)[1]:
-                done += self._finish(child, access.child(owner, node, name))
+                done += self._finish(child, child_expression(owner, node, name))
         return done
 
     def _container(self, node: Node) -> tuple[str, bool]:
@@ -89,12 +95,12 @@ class Constructors:
         assert node.leaf is not None
         target, given = node.leaf.target, dict(node.leaf.constructor)
         if node.leaf.opaque:
-            self.imports.kept.add(target)
+            self.imports.opaque.add(target)
             return f"KeptWhole({quote(target)})", True
         name = target.rpartition(".")[2]
         cls = getattr(nn, name, None)
         if not target.startswith("torch.nn.") or not _is_module_class(cls) or cls is None:
-            raise SourceError(f"torch.nn has no module {target!r}", where=node.path)
+            raise SourceError(f"{target!r} is not a module of torch.nn", where=node.path)
         text = f"nn.{name}({', '.join(_arguments(cls, given))})"
         if node.dtype is not None:
             text += f".to(torch.{node.dtype})"
@@ -107,12 +113,12 @@ class Constructors:
         if info.kind == "parameter":
             grad = "" if info.requires_grad else ", requires_grad=False"
             made = f"nn.Parameter({value}{grad})"
-            if access.is_plain(name):
+            if is_plain(name):
                 return Line(f"{owner}.{name} = {made}")
-            if name in access.TAKEN:
+            if name in TAKEN:
                 return Line(f"{owner}._parameters[{quote(name)}] = {made}")
             return Line(f"{owner}.register_parameter({quote(name)}, {made})")
-        if name in access.TAKEN:
+        if name in TAKEN:
             return Line(f"{owner}._buffers[{quote(name)}] = {value}")
         persistent = info.persistent and info.kind == "buffer"
         extra = "" if persistent else ", persistent=False"
@@ -122,16 +128,16 @@ class Constructors:
 def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
     """Statements that make all names of one tensor the same object.
 
-    Names in modules that are kept whole are left out: those bring their tensors with them.
+    Names in opaque modules are left out: those bring their tensors with them.
     """
     first: dict[str, str] = {}
     done = []
-    whole = [node.path for node in root.walk() if node.leaf is not None and node.leaf.opaque]
+    opaque = [node.path for node in root.walk() if node.leaf is not None and node.leaf.opaque]
     for name, fqn in names.items():
-        if any(name.startswith(f"{path}.") for path in whole):
+        if any(name.startswith(f"{path}.") for path in opaque):
             continue
         if fqn in first:
-            target, source = (access.tensor(root, "", each) for each in (name, first[fqn]))
+            target, source = (tensor_expression(root, "", each) for each in (name, first[fqn]))
             done.append(Line(f"{target} = {source}", "tied"))
         else:
             first[fqn] = name
@@ -176,9 +182,9 @@ def _joined(parts: Sequence[tuple[str, bool]], brackets: str, star: str) -> str:
 
 
 def _assign(owner: str, name: str, expression: str) -> Line:
-    if access.is_plain(name):
+    if is_plain(name):
         return Line(f"{owner}.{name} = {expression}")
-    if name in access.TAKEN:
+    if name in TAKEN:
         return Line(f"{owner}._modules[{quote(name)}] = {expression}")
     return Line(f"{owner}.add_module({quote(name)}, {expression})")
 

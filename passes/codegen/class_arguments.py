@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from pdcompile.ir.graph import DictOf, ListOf, Op, OpGraph, Slice
-from pdcompile.passes.codegen.access import TAKEN
-from pdcompile.passes.codegen.expressions import Named
-from pdcompile.passes.codegen.skeleton import Node
-from pdcompile.passes.codegen.tree import Call
+from pdcompile.passes.codegen.block_calls import BlockCall
+from pdcompile.passes.form.expressions import Named
+from pdcompile.passes.form.module_tree import TAKEN, Node
 from pdcompile.passes.stages.naming import identifier, unique
 
 MOST = 6  # arguments of a class; blocks that differ in more have classes of their own
@@ -41,7 +40,7 @@ def in_argument(value: Any, change: Change, hint: str) -> Any:
     return value
 
 
-def in_call(call: Call | None, change: Change) -> Call | None:
+def in_call(call: BlockCall | None, change: Change) -> BlockCall | None:
     """The call with the numbers of its own ops changed."""
     if call is None:
         return None
@@ -190,7 +189,7 @@ def _name(hint: str, inner: str | None, names: Sequence[str], taken: Sequence[st
 
 
 def shapes(
-    call: Call | None, graph: OpGraph, letters: Mapping[int, str], start: int
+    call: BlockCall | None, graph: OpGraph, letters: Mapping[int, str], start: int
 ) -> dict[str, tuple[Any, ...]]:
     """Value -> shape for comments, sizes that differ between instances as letters."""
     found: dict[str, tuple[Any, ...]] = {}
@@ -208,7 +207,7 @@ def shapes(
     return found
 
 
-def sizes_of(call: Call | None, graph: OpGraph) -> tuple[Number, ...]:
+def sizes_of(call: BlockCall | None, graph: OpGraph) -> tuple[Number, ...]:
     """All fixed sizes of the values that a call takes and makes, in the order of `shapes`."""
     return tuple(
         size
@@ -219,7 +218,7 @@ def sizes_of(call: Call | None, graph: OpGraph) -> tuple[Number, ...]:
     )
 
 
-def values_of(call: Call | None) -> list[str]:
+def values_of(call: BlockCall | None) -> list[str]:
     """Values that a call takes, and those that its items make."""
     if call is None:
         return []

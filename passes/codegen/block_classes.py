@@ -1,13 +1,14 @@
-"""Equal blocks become one class.
+"""The classes of a stage: equal blocks become one class.
 
 Two modules are equal when their forwards run the same ops on the same relative data flow with
 the same literals and dtypes, in training and in evaluation, and when the same leaves, blocks and
-tensors lie in them.  They may differ in a few numbers (`templates`).
+tensors lie in them.  They may differ in a few numbers (`class_arguments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +24,122 @@ from pdcompile.ir.graph import (
     Slice,
     walk,
 )
-from pdcompile.passes.codegen import templates
-from pdcompile.passes.codegen.expressions import Named
-from pdcompile.passes.codegen.layout import Block, Layout, name_below
-from pdcompile.passes.codegen.pairs import same_arity
-from pdcompile.passes.codegen.skeleton import Node
-from pdcompile.passes.codegen.templates import Change, Facts, Template
-from pdcompile.passes.codegen.tree import Call, below, ops_of, relative
+from pdcompile.passes.codegen import class_arguments
+from pdcompile.passes.codegen.block_calls import (
+    BlockCall,
+    below,
+    call_tree,
+    is_container,
+    ops_of,
+    relative,
+    same_arity,
+)
+from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
+from pdcompile.passes.form.expressions import Named
+from pdcompile.passes.form.module_tree import Node
+from pdcompile.passes.stages.naming import scope_of
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One class to write: an example of its calls in each mode, and of its modules."""
+
+    index: int
+    path: str  # of the example
+    train: BlockCall | None
+    eval: BlockCall | None
+    node: Node
+    arguments: tuple[str, ...] = ()  # of its constructor
+    shapes: tuple[dict[str, tuple[Any, ...]], ...] = ({}, {})  # for comments, in each mode
+
+
+@dataclass(slots=True)
+class CodeLayout:
+    """How the code of a stage is divided: its root body and the classes that it uses."""
+
+    train: BlockCall
+    eval: BlockCall
+    root: Node
+    blocks: list[Block] = field(default_factory=list)  # inner ones first
+    block_of: dict[str, int] = field(default_factory=dict)  # module path -> index
+    partial: frozenset[str] = frozenset()  # modules of which other stages run a part
+
+
+def name_below(fqn: str, path: str, names: Mapping[str, str]) -> str:
+    """The name of a tensor that lies below the module at `path`; raises StopIteration if none."""
+    if names.get(fqn) == fqn and below(fqn, path):
+        return fqn
+    return next(name for name, other in names.items() if other == fqn and below(name, path))
+
+
+def divide(
+    capture: Capture,
+    train_ops: Sequence[Op],
+    eval_ops: Sequence[Op],
+    wanted: tuple[Collection[str], Collection[str]],
+    names: Mapping[str, str],
+    root: Node,
+) -> CodeLayout:
+    """Find the blocks of a stage; modules that cannot be one function each stay flat.
+
+    Args:
+        train_ops, eval_ops: this stage's ops of the model (not of the loss).
+        wanted: values that the stage returns, in training and in evaluation.
+        names: every tensor name on the stage, mapped to its canonical FQN.
+        root: the stage's modules; `Node.block` and `Node.arguments` are filled in.
+    """
+    candidates, partial = _candidates(capture, train_ops, eval_ops)
+    reach: dict[str, list[str]] = defaultdict(list)
+    for name, fqn in names.items():
+        reach[fqn].append(name)
+
+    def reachable(fqn: str, path: str) -> bool:
+        return any(below(name, path) for name in reach[fqn])
+
+    apart: set[Hashable] = set()  # blocks that differ in too many numbers for one class
+    while True:
+        calls = tuple(
+            call_tree(ops, keep, candidates.__contains__, reachable)
+            for ops, keep in zip((train_ops, eval_ops), wanted, strict=True)
+        )
+        layout = CodeLayout(calls[0], calls[1], root, partial=partial)
+        classes = Classes(capture, names, layout, apart)
+        flat = classes.assign()
+        candidates -= flat
+        if not flat and classes.finish():
+            return layout
+
+
+def _candidates(
+    capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op]
+) -> tuple[set[str], frozenset[str]]:
+    """Modules that are whole on this stage, in both modes, and no mere containers.
+
+    Second those that are here in part.
+    """
+    whole: dict[str, int] = defaultdict(int)
+    for graph, ops in ((capture.train, train_ops), (capture.eval, eval_ops)):
+        for op in graph.ops:
+            if op.region == "forward":
+                for path in _ancestors(scope_of(op)):
+                    whole[path] += 1
+        for op in ops:
+            for path in _ancestors(scope_of(op)):
+                whole[path] -= 1
+    classes = {**capture.eval.classes, **capture.train.classes}
+    # What takes a leaf's result apart stands in the leaf's scope, and yet is no part of it.
+    leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
+    here = {path for op in (*train_ops, *eval_ops) for path in _ancestors(scope_of(op))}
+    return {
+        path
+        for path, missing in whole.items()
+        if missing == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
+    }, frozenset(path for path in here if whole[path] > 0)
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".") if path else []
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 @dataclass(slots=True)
@@ -38,7 +148,7 @@ class Classes:
 
     capture: Capture
     names: Mapping[str, str]
-    layout: Layout
+    layout: CodeLayout
     apart: set[Hashable]  # keys of classes that are equal only with the same numbers
     index_of: dict[Hashable, int] = field(default_factory=dict)
     keys: list[Hashable] = field(default_factory=list)  # by index, without numbers
@@ -53,7 +163,7 @@ class Classes:
             (self.layout.train, self.capture.train),
             (self.layout.eval, self.capture.eval),
         )
-        found: dict[str, tuple[list[Call], list[Call]]] = {}
+        found: dict[str, tuple[list[BlockCall], list[BlockCall]]] = {}
         for side, (call, _) in enumerate(modes):
             for inner in _calls_below(call):
                 found.setdefault(inner.path, ([], []))[side].append(inner)
@@ -79,7 +189,7 @@ class Classes:
                 keys.append(next(iter(distinct))[0] if distinct else None)
                 if calls:
                     reader.take(read[0])
-                    sizes += templates.sizes_of(calls[0], graph)
+                    sizes += class_arguments.sizes_of(calls[0], graph)
             train, evaluation = (next(iter(calls), None) for calls in found[path])
             if train is not None and evaluation is not None and not same_arity(train, evaluation):
                 flat.add(path)
@@ -90,7 +200,12 @@ class Classes:
         return flat
 
     def _intern(
-        self, path: str, key: Hashable, train: Call | None, evaluation: Call | None, node: Node
+        self,
+        path: str,
+        key: Hashable,
+        train: BlockCall | None,
+        evaluation: BlockCall | None,
+        node: Node,
     ) -> None:
         plain = key
         if key in self.apart:
@@ -114,7 +229,7 @@ class Classes:
                 if number in found[index].at
             }
             taken = (*block.node.children, *block.node.tensors)
-            one = templates.template([self.facts[path] for path in members], taken, inner)
+            one = class_arguments.template([self.facts[path] for path in members], taken, inner)
             if one is None:
                 self.apart.add(self.keys[block.index])
                 complete = False
@@ -137,12 +252,14 @@ class Classes:
             numbers = [put(number, "") for number in self.facts[node.path].numbers]
             return replace(node, arguments=found[node.block].arguments(numbers))
 
-        node = templates.in_node(block.node, change, inner, block.path)
-        train, evaluation = (templates.in_call(call, change) for call in (block.train, block.eval))
-        start = len(templates.sizes_of(block.train, self.capture.train))
+        node = class_arguments.in_node(block.node, change, inner, block.path)
+        train, evaluation = (
+            class_arguments.in_call(call, change) for call in (block.train, block.eval)
+        )
+        start = len(class_arguments.sizes_of(block.train, self.capture.train))
         shapes = (
-            templates.shapes(block.train, self.capture.train, own.letters, 0),
-            templates.shapes(block.eval, self.capture.eval, own.letters, start),
+            class_arguments.shapes(block.train, self.capture.train, own.letters, 0),
+            class_arguments.shapes(block.eval, self.capture.eval, own.letters, start),
         )
         return replace(
             block, node=node, train=train, eval=evaluation, arguments=own.names, shapes=shapes
@@ -152,19 +269,19 @@ class Classes:
         classes = self.capture.train.classes
         return classes.get(path, self.capture.eval.classes.get(path, ("", "")))[0]
 
-    def _body_key(self, call: Call, graph: OpGraph, reader: _Reader) -> Hashable:
+    def _body_key(self, call: BlockCall, graph: OpGraph, reader: _Reader) -> Hashable:
         number: dict[str, int] = {name: i for i, name in enumerate(call.inputs)}
         key: list[Hashable] = [self._class_name(call.path), len(call.inputs)]
         key.extend(_facts(graph, name) for name in call.inputs)
         for item in call.items:
             refs = tuple(number[name] for name in item.inputs)
-            path = item.path if isinstance(item, Call) else item.module_path
+            path = item.path if isinstance(item, BlockCall) else item.module_path
             at = relative(path, call.path) if below(path, call.path) else path
-            if isinstance(item, Call):
+            if isinstance(item, BlockCall):
                 shared = tuple(self._tensor(fqn, call) for fqn in item.tensors)
                 key.append((at, self.layout.block_of.get(item.path), refs, shared))
             else:
-                general = templates.in_op(item, reader.read)
+                general = class_arguments.in_op(item, reader.read)
                 arguments = self._argument((general.args, general.kwargs), number, call)
                 key.append(
                     (at, item.kind, item.target, item.variable, item.draw, item.grad_enabled,
@@ -176,7 +293,7 @@ class Classes:
         key.append(tuple(number[name] for name in call.outputs))
         return tuple(key)
 
-    def _argument(self, value: Any, number: Mapping[str, int], call: Call) -> Hashable:
+    def _argument(self, value: Any, number: Mapping[str, int], call: BlockCall) -> Hashable:
         if isinstance(value, Ref):
             return ("value", number[value.name])
         if isinstance(value, Attr):
@@ -189,7 +306,7 @@ class Classes:
             return ("slice", self._argument((value.start, value.stop, value.step), number, call))
         return (type(value).__name__, repr(value))  # True, 1 and 1.0 are not the same
 
-    def _tensor(self, fqn: str, call: Call) -> Hashable:
+    def _tensor(self, fqn: str, call: BlockCall) -> Hashable:
         if fqn in call.tensors:
             return call.tensors.index(fqn)
         return relative(name_below(fqn, call.path, self.names), call.path)
@@ -205,7 +322,7 @@ class Classes:
                 change(number, hint.rpartition("/")[2])
             return child
 
-        return _node_key(templates.in_node(node, reader.read, inner, path), path)
+        return _node_key(class_arguments.in_node(node, reader.read, inner, path), path)
 
 
 @dataclass(slots=True)
@@ -238,10 +355,10 @@ def _node_key(node: Node, path: str) -> Hashable:
     return (leaf, node.frozen, node.dtype, tensors, children)
 
 
-def _calls_below(call: Call) -> list[Call]:
+def _calls_below(call: BlockCall) -> list[BlockCall]:
     found = []
     for item in call.items:
-        if isinstance(item, Call):
+        if isinstance(item, BlockCall):
             found.append(item)
             found.extend(_calls_below(item))
     return found
@@ -254,7 +371,7 @@ def _facts(graph: OpGraph, name: str) -> Hashable:
     return tuple("n" if type(size) is int else str(size) for size in value.shape), value.dtype
 
 
-def _self_contained(call: Call, graph: OpGraph) -> bool:
+def _self_contained(call: BlockCall, graph: OpGraph) -> bool:
     """Whether its own ops can learn batch size and device from its arguments, if they ask."""
     own = [item for item in call.items if isinstance(item, Op)]
     tells = any(

@@ -1,0 +1,305 @@
+"""The ops of a stage as calls of its blocks, in training and evaluation side by side.
+
+A run of consecutive ops below one module is one call of that module, if the whole of the module
+is on this stage.  Ops of a module that a cut goes through, or that cannot be one function, stay
+in the caller's body ("flat").  Every grouping computes the same thing: a call takes what its ops
+read from outside and returns what others read of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from pdcompile.ir.graph import Attr, DictOf, ListOf, Op, Ref, Slice
+from pdcompile.ir.stage_interface import Port, StageInterface
+from pdcompile.ir.targets import resolve
+from pdcompile.passes.stages.naming import scope_of
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One call of the module at `path`, in one mode.
+
+    inputs: values that it reads from outside, in order of first use.  tensors: FQNs of tensors
+    of the model that lie outside of `path` (shared weights), handed in after the inputs.
+    outputs: values that others read, in order of production.
+    """
+
+    path: str
+    items: tuple[Item, ...]
+    inputs: tuple[str, ...]
+    tensors: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+Item: TypeAlias = Op | BlockCall
+
+
+def below(path: str, ancestor: str) -> bool:
+    """Whether `path` is `ancestor` or lies in it ("" is the root)."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+def relative(path: str, ancestor: str) -> str:
+    """`path` without the prefix `ancestor`."""
+    return path if not ancestor else path[len(ancestor) + 1 :]
+
+
+def is_container(class_name: str) -> bool:
+    """Whether the class only holds modules, so that a forward of its own says nothing."""
+    return class_name in (
+        "torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict",
+        "torch.nn.ParameterList", "torch.nn.ParameterDict",
+    )  # fmt: skip
+
+
+def tensors_of(item: Item) -> tuple[str, ...]:
+    """FQNs of the model's tensors that are arguments of the item."""
+    return item.attributes if isinstance(item, Op) else item.tensors
+
+
+def ops_of(item: Item) -> list[Op]:
+    """All ops below an item, in order."""
+    return [item] if isinstance(item, Op) else [op for part in item.items for op in ops_of(part)]
+
+
+def call_tree(
+    ops: Sequence[Op],
+    wanted: Collection[str],
+    is_block: Callable[[str], bool],
+    reachable: Callable[[str, str], bool],
+) -> BlockCall:
+    """The call tree of one stage's ops.
+
+    Args:
+        ops: in topological order.
+        wanted: values that the stage returns.
+        is_block: whether the module at a path becomes a call (rather than flat).
+        reachable: (fqn, path) whether the tensor has a name below the module at path.
+    """
+    return _TreeBuilder(is_block, reachable).call("", list(ops), set(wanted))
+
+
+@dataclass(slots=True)
+class _TreeBuilder:
+    is_block: Callable[[str], bool]
+    reachable: Callable[[str, str], bool]
+
+    def call(self, path: str, ops: list[Op], wanted: set[str]) -> BlockCall:
+        last_use = {name: i for i, op in enumerate(ops) for name in op.inputs}
+        items: list[Item] = []
+        start = 0
+        for block, run in groupby(ops, key=lambda op: self.next_block(scope_of(op), path)):
+            members = list(run)
+            for part in _calls(members, block) if block is not None else ():
+                start += len(part)
+                needed = {
+                    op.name for op in part
+                    if op.name in wanted or last_use.get(op.name, -1) >= start
+                }  # fmt: skip
+                assert block is not None
+                items.append(self.call(block, part, needed))
+            if block is None:
+                start += len(members)
+                items.extend(members)
+        made = {op.name for op in ops}
+        return BlockCall(
+            path=path,
+            items=tuple(items),
+            inputs=tuple(dict.fromkeys(n for item in items for n in item.inputs if n not in made)),
+            tensors=tuple(
+                dict.fromkeys(
+                    fqn
+                    for item in items
+                    for fqn in tensors_of(item)
+                    if path and not self.reachable(fqn, path)
+                )
+            ),
+            outputs=tuple(op.name for op in ops if op.name in wanted),
+        )
+
+    def next_block(self, scope: str, path: str) -> str | None:
+        """The outermost block strictly below `path` that contains `scope`."""
+        parts = relative(scope, path).split(".") if scope != path else []
+        at = path
+        for part in parts:
+            at = f"{at}.{part}" if at else part
+            if self.is_block(at):
+                return at
+        return None
+
+
+def _calls(run: list[Op], path: str) -> list[list[Op]]:
+    """One list of ops for each call of the module, when consecutive calls look alike."""
+    own = {op.module_call for op in run if op.module_path == path}
+    count = len(own)
+    if count < 2 or len(run) % count:
+        return [run]
+    size = len(run) // count
+    parts = [run[i : i + size] for i in range(0, len(run), size)]
+    looks = {tuple((op.module_path, op.kind, op.target) for op in part) for part in parts}
+    calls = [{op.module_call for op in part if op.module_path == path} for part in parts]
+    return parts if len(looks) == 1 and all(len(each) == 1 for each in calls) else [run]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An item of a body, with its twin in evaluation (None where a body is of one mode)."""
+
+    item: Item
+    twin: Item | None = None
+
+
+def pair(train: BlockCall, evaluation: BlockCall) -> tuple[Pair, ...] | None:
+    """The items of both calls in pairs; None when they need two bodies.
+
+    They agree when op for op kind, target, module, region and data flow are the same; literals
+    may differ.
+    """
+    if len(train.items) != len(evaluation.items) or not same_arity(train, evaluation):
+        return None
+    if train.tensors != evaluation.tensors:
+        return None
+    match = dict(zip(evaluation.inputs, train.inputs, strict=True))
+    found = []
+    for item, twin in zip(train.items, evaluation.items, strict=True):
+        if isinstance(item, Op) and isinstance(twin, Op):
+            item, twin = _same_keywords(item, twin)
+        if not _alike(item, twin, match):
+            return None
+        match.update(zip(twin.outputs, item.outputs, strict=True))
+        found.append(Pair(item, twin))
+    if tuple(match.get(name) for name in evaluation.outputs) != train.outputs:
+        return None
+    return tuple(found)
+
+
+def same_arity(one: BlockCall, other: BlockCall) -> bool:
+    """Whether both take and return equally many values and tensors."""
+    return (len(one.inputs), len(one.tensors), len(one.outputs)) == (
+        len(other.inputs),
+        len(other.tensors),
+        len(other.outputs),
+    )
+
+
+def _alike(item: Item, twin: Item, match: dict[str, str]) -> bool:
+    if isinstance(item, BlockCall) and isinstance(twin, BlockCall):
+        return (
+            item.path == twin.path
+            and same_arity(item, twin)
+            and item.tensors == twin.tensors
+            and tuple(match.get(name) for name in twin.inputs) == item.inputs
+        )
+    if isinstance(item, Op) and isinstance(twin, Op):
+        return _facts(item) == _facts(twin) and _same_shape(
+            (item.args, item.kwargs), (twin.args, twin.kwargs), match
+        )
+    return False
+
+
+def _same_keywords(op: Op, twin: Op) -> tuple[Op, Op]:
+    """Both with the same keyword arguments: one given in one mode only is its default elsewhere."""
+    ours, theirs = dict(op.kwargs), dict(twin.kwargs)
+    if ours.keys() == theirs.keys() or op.target != twin.target or op.kind != "function":
+        return op, twin
+    try:
+        parameters = inspect.signature(resolve(op.target)).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return op, twin
+    for one, other in ((ours, theirs), (theirs, ours)):
+        for key in other.keys() - one.keys():
+            default = parameters[key].default if key in parameters else inspect.Parameter.empty
+            if default is inspect.Parameter.empty:
+                return op, twin
+            one[key] = default
+    order = tuple(dict.fromkeys((*dict(op.kwargs), *dict(twin.kwargs))))
+    return (
+        replace(op, kwargs=tuple((key, ours[key]) for key in order)),
+        replace(twin, kwargs=tuple((key, theirs[key]) for key in order)),
+    )
+
+
+def _facts(op: Op) -> tuple[Any, ...]:
+    return (
+        op.kind, op.target, op.module_path, op.draw, op.grad_enabled, op.enables_grad, op.autocast,
+        op.region,
+        repr(op.constructor), tuple(key for key, _ in op.kwargs),
+    )  # fmt: skip
+
+
+def _same_shape(a: Any, b: Any, match: dict[str, str]) -> bool:
+    """Whether two arguments have the same structure and data flow; literals may differ."""
+    if isinstance(a, Ref) or isinstance(b, Ref):
+        return isinstance(a, Ref) and isinstance(b, Ref) and match.get(b.name) == a.name
+    if isinstance(a, Attr) or isinstance(b, Attr):
+        return bool(a == b)
+    if type(a) is not type(b):
+        return not _is_container(a) and not _is_container(b)
+    if isinstance(a, Slice):
+        return _same_shape((a.start, a.stop, a.step), (b.start, b.stop, b.step), match)
+    if isinstance(a, DictOf):
+        keys = [key for key, _ in a.items] == [key for key, _ in b.items]
+        return keys and _same_shape(
+            tuple(v for _, v in a.items), tuple(v for _, v in b.items), match
+        )
+    items = a.items if isinstance(a, ListOf) else a
+    others = b.items if isinstance(b, ListOf) else b
+    if isinstance(items, tuple):
+        return len(items) == len(others) and all(
+            _same_shape(x, y, match) for x, y in zip(items, others, strict=True)
+        )
+    return True
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, tuple | ListOf | DictOf | Slice)
+
+
+def wider_twins(
+    train: Sequence[Op], evaluation: Sequence[Op], interface: StageInterface
+) -> dict[str, str] | None:
+    """Value of evaluation -> value of training, if evaluation returns more and may do so alike.
+
+    Training of which only the loss is wanted (``outputs="none"``) leaves out results that it
+    computes anyway: caches, logits, hidden states.  Blocks return them in both modes then, and
+    the stage returns fewer of them in training.  None where both return the same, and where one
+    mode has other ops or inputs.
+    """
+    ours, theirs = interface.train, interface.eval
+    if len(train) != len(evaluation) or len(ours.inputs) != len(theirs.inputs):
+        return None
+    found = {b.value: a.value for a, b in zip(ours.inputs, theirs.inputs, strict=True)}
+    found |= {b.name: a.name for a, b in zip(train, evaluation, strict=True)}
+    returned = [found.get(port.value) for port in theirs.outputs]
+    mine = [port.value for port in ours.outputs]
+    if None in returned or mine == returned or not set(mine) < set(returned):
+        return None
+    return found
+
+
+def wider_ports(ports: Sequence[Port], twin: dict[str, str]) -> tuple[Port, ...]:
+    """What evaluation returns, as values of training."""
+    return tuple(replace(port, value=twin[port.value]) for port in ports)
+
+
+def is_one_body(
+    train: BlockCall, evaluation: BlockCall, interface: StageInterface, twin: dict[str, str]
+) -> bool:
+    """Whether both modes' calls of the stage are one body, but for what training returns."""
+    ours, theirs = interface.train, interface.eval
+    one = replace(
+        train,
+        inputs=tuple(port.value for port in ours.inputs),
+        outputs=tuple(port.value for port in wider_ports(theirs.outputs, twin)),
+    )
+    other = replace(
+        evaluation,
+        inputs=tuple(port.value for port in theirs.inputs),
+        outputs=tuple(port.value for port in theirs.outputs),
+    )
+    return pair(one, other) is not None
