@@ -24,7 +24,7 @@ from pdcompile.options import Options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.costs.devices import relative
+from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.fit import fit
 from pdcompile.passes.planning.optimizer_state import optimizer_memory

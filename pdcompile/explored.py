@@ -11,7 +11,7 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes.planning.explore import Explored, explore
 from pdcompile.passes.planning.optimizer_state import optimizer_memory
-from pdcompile.passes.profile.sizes import Sizes
+from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.plan import Plan, Training, check
 from pdcompile.problem.searching import Open, search_space
 from pdcompile.steps import Steps

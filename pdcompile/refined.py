@@ -16,7 +16,7 @@ from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import codegen
 from pdcompile.passes.planning.refine import refine
-from pdcompile.passes.profile.stages import MIN_RUNS, WARMUPS, StageTimes, measure_stages
+from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
 from pdcompile.plan import Plan
 
 if TYPE_CHECKING:

@@ -17,9 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs import Call, Index, calibrate, estimate, formula, residents, saved
+from pdcompile.passes.costs import (
+    CostedOp,
+    GraphIndex,
+    calibrate,
+    estimate,
+    formula,
+    residents,
+    saved,
+)
 from pdcompile.passes.costs.flops import is_product
-from pdcompile.passes.profile.bench import measure
+from pdcompile.passes.profile.op_bench import measure
 from tests.helpers import models
 from tests.helpers.graphs import B, GraphBuilder, random_graphs
 
@@ -77,10 +85,10 @@ def test_flops_equal_the_flop_counter(name: str) -> None:
     inputs, target = models.batch_for(model, 4)
     with FlopCounterMode(display=False) as counter:
         models.loss_for(model)(model(inputs), target)
-    index = Index.of(graph, 4)
+    index = GraphIndex.of(graph, 4)
     # The counter does not know flash attention on the CPU, which runs where nothing is dropped.
     unknown = ("scaleddotproductattention",) if name == "gpt" else ()
-    calls = [Call(op, index) for op in graph.ops]
+    calls = [CostedOp(op, index) for op in graph.ops]
     costs = estimate(graph, microbatch_size=4)
     counted = sum(
         cost.flops
@@ -214,11 +222,11 @@ def test_rules_for_what_is_saved_equal_autograd_for_every_function() -> None:
     torch.set_default_dtype(torch.float32)
     model = Functions()
     graph = trace.trace(model, torch.rand(4, 6, 8))
-    index = Index.of(graph, 4)
+    index = GraphIndex.of(graph, 4)
     wrong = {}
     compared = 0
     for op in graph.ops:
-        call = Call(op, index)
+        call = CostedOp(op, index)
         if not call.requires_grad or (call.is_view and call.name == "getitem"):
             continue
         measured = measure(call, "key", model, 4, 1e-4, keeps=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.passes.costs import Call, Index
+from pdcompile.passes.costs import CostedOp, GraphIndex
 from pdcompile.passes.costs.rehearse import kept_by_op
 from pdcompile.passes.costs.symbolic import SymbolicCosts
 from pdcompile.passes.costs.workspaces import Workspace, workspace
@@ -89,5 +89,5 @@ def test_pages_are_whole_and_only_plain_lstms_have_them() -> None:
     model = nn.GRU(4, 4)
     flat = example_call(model, torch.randn(3, 2, 4), None)
     graph = capture(model, flat, resolve_batch(flat, 1), lambda out, _: out[0].sum()).train
-    index = Index.of(graph, 2)
-    assert [workspace(Call(op, index)) for op in graph.ops] == [None] * len(graph.ops)
+    index = GraphIndex.of(graph, 2)
+    assert [workspace(CostedOp(op, index)) for op in graph.ops] == [None] * len(graph.ops)

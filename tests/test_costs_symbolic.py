@@ -17,8 +17,8 @@ import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError, InputError
-from pdcompile.passes.costs import Call, Index, forward_flops
-from pdcompile.passes.costs.polynomial import fit
+from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
+from pdcompile.passes.costs.closed_forms import fit
 from pdcompile.passes.costs.rehearse import kept_by_op
 from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic
 from pdcompile.passes.trace import capture
@@ -58,7 +58,7 @@ def numbers(model: nn.Module, inputs: Any, target: Any, loss_fn: Any) -> Numbers
     """(shape, FLOPs, output bytes, saved bytes) of each op, captured at this very size."""
     flat = example_call(model, inputs, target)
     graph = capture(model, flat, resolve_batch(flat), loss_fn).train
-    index, b = Index.of(graph, graph.batch_size), graph.batch_size
+    index, b = GraphIndex.of(graph, graph.batch_size), graph.batch_size
     kept = kept_by_op(graph, b)
     return [
         (
@@ -67,7 +67,7 @@ def numbers(model: nn.Module, inputs: Any, target: Any, loss_fn: Any) -> Numbers
             call.output_bytes,
             kept[op.name],
         )
-        for op, call in ((op, Call(op, index)) for op in graph.ops)
+        for op, call in ((op, CostedOp(op, index)) for op in graph.ops)
     ]
 
 

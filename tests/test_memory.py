@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.costs import Resident, forecast, residents
-from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.live_storages import LiveStorages
 from pdcompile.passes.trace import capture
 from tests.helpers import models
 from tests.helpers.cuts import cut

@@ -16,7 +16,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs import Call, Index
+from pdcompile.passes.costs import CostedOp, GraphIndex
 from pdcompile.passes.profile import Entry, Profile, apply, measure, profile, structural_key
 from tests.helpers import models
 from tests.helpers.graphs import GraphBuilder, chain
@@ -140,8 +140,8 @@ def test_keys_tell_shapes_and_gradients_apart_but_not_names() -> None:
     e = g.op("e", "torch.nn.functional.gelu", (d,))
     f = g.op("f", "torch.nn.functional.gelu", (d,), kwargs=(("approximate", "tanh"),))
     graph = g.build((a, b, c, e, f), loss=e)
-    index = Index.of(graph, 4)
-    keys = {op.name: structural_key(Call(op, index), 4) for op in graph.ops}
+    index = GraphIndex.of(graph, 4)
+    keys = {op.name: structural_key(CostedOp(op, index), 4) for op in graph.ops}
     assert keys["a"] == keys["b"]
     assert len({keys[name] for name in "acdef"}) == 5
 

@@ -17,7 +17,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.profile import cache, profile
-from pdcompile.passes.profile.store import Entry
+from pdcompile.passes.profile.entries import Entry
 from tests.helpers import models
 
 HERE = cache.Environment("2.13", "cpu", "a processor", 1, 4)
@@ -49,7 +49,7 @@ def test_the_second_time_nothing_is_measured(folder: Path, monkeypatch: pytest.M
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("pdcompile.passes.profile.bench.measure", refuse)
+    monkeypatch.setattr("pdcompile.passes.profile.op_bench.measure", refuse)
     again = profile(graph, model, microbatch_size=4, say=said.append)
     assert [op.cost for op in again.ops] == [op.cost for op in first.ops]
     assert "come from the cache, measured 2" in said[0]

@@ -9,7 +9,7 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import build
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
-from pdcompile.passes.costs.devices import KINDS, SHEETS, machine_of, relative
+from pdcompile.passes.costs.machines import KINDS, SHEETS, machine_of, relative
 from pdcompile.passes.profile import profile
 from tests.helpers import models
 from tests.helpers.graphs import GraphBuilder

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from pdcompile.passes.costs import Machine
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
-from pdcompile.passes.profile import fitted as module
-from pdcompile.passes.profile.clock import _timed_by_events
-from pdcompile.passes.profile.fitted import Line, fit_line, fitted
-from pdcompile.passes.profile.sizes import measured_sizes
+from pdcompile.passes.profile import fitted_sizes as module
+from pdcompile.passes.profile.fitted_sizes import Line, fit_line, fitted, measured_sizes
+from pdcompile.passes.profile.op_bench import _timed_by_events
 from tests.helpers.graphs import GraphBuilder
 
 positive = st.floats(1e-6, 1e-1)

@@ -31,7 +31,7 @@ from pdcompile.passes.planning.refine import (
     rescaled,
     two_factors,
 )
-from pdcompile.passes.profile.stages import StageTimes, measure_stages
+from pdcompile.passes.profile.stage_times import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.problem.searching import Open

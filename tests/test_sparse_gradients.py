@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import ContractError
-from pdcompile.passes.coarsen.sparse import makes_sparse
+from pdcompile.passes.coarsen.spans import makes_sparse
 from pdcompile.passes.trace import trace
 from pdcompile.runtime.transport.contract import to_bytes
 from tests.helpers.launch import torchrun

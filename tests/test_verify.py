@@ -17,7 +17,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes import codegen
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
-from pdcompile.passes.verify import steps, verify
+from pdcompile.passes.verify import step_runs, verify
 from tests.helpers import models
 from tests.helpers.cuts import cut
 
@@ -201,7 +201,7 @@ def test_what_a_stage_keeps_from_its_first_step_is_noticed_in_the_second(new):
 
 
 def test_a_large_model_is_compared_in_one_step_unless_all_is_asked_for(monkeypatch):
-    monkeypatch.setattr(steps, "LARGE_FLOPS", 0.0)
+    monkeypatch.setattr(step_runs, "LARGE_FLOPS", 0.0)
     model, flat, layout, found = captured("mlp")
     plan = cut(found, [5])
     given = (found, plan, generate(found, plan), model, flat, layout, models.square_loss)
@@ -238,7 +238,7 @@ def test_the_second_input_is_another_one(rows):
     flat = example_call(model, inputs, target)
     layout = resolve_batch(flat)
     graph = capture(model, flat, layout, models.square_loss, microbatch_size=min(rows, 3)).train
-    first, second = steps.calls(flat, layout, graph, 2)
+    first, second = step_runs.calls(flat, layout, graph, 2)
     path = next(iter(first.leaves))
     one, other = first.leaves[path], second.leaves[path]
     assert one.shape[1:] == other.shape[1:]

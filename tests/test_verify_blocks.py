@@ -15,7 +15,7 @@ from pdcompile.passes import verify as package
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import verify
-from pdcompile.passes.verify.blocks import verify_blocks
+from pdcompile.passes.verify.distinct_blocks import verify_blocks
 from tests.helpers import models
 from tests.helpers.cuts import cut
 

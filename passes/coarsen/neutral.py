@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import OpGraph, Ref, Value, walk
 from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.costs.call import Call, Index
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 
 VIEW = "views moved to the op that reads or makes their bytes"
 CONSTANT = "constants moved to the op that reads them"
@@ -69,7 +69,7 @@ class Neutral:
         return sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
 
     def _prepare(self) -> None:
-        graph, index = self.graph, Index.of(self.graph, self.b)
+        graph, index = self.graph, GraphIndex.of(self.graph, self.b)
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.outputs = {ref.name for ref in walk(graph.output, Ref)}
         members = self.groups.members()
@@ -79,7 +79,7 @@ class Neutral:
         summed = {name for pair in summation_order(graph) for name in pair[:2]}
         views, constants = [False] * len(graph.ops), [False] * len(graph.ops)
         for i, op in enumerate(graph.ops):
-            call = Call(op, index)
+            call = CostedOp(op, index)
             held = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
             free = op.cost is not None and not op.cost.forward_seconds + op.cost.backward_seconds
             views[i] = not held and not op.mutates and (call.is_view or free)

@@ -11,9 +11,7 @@ import networkx as nx  # type: ignore[import-untyped]
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
-from pdcompile.passes.coarsen.casts import join_casts
 from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.coarsen.sparse import join_sparse
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
@@ -22,11 +20,13 @@ CONDITIONAL = "a branch that is not always taken"
 MUTATION = "in-place writes and what reads the same memory before them"
 BUFFER = "readers and writers of a written buffer"
 NO_GRADIENT = "readers of a parameter that may get no gradient"
-OPAQUE = "calls of a module that is kept whole"
+OPAQUE = "calls of an opaque module"
 CHECKED = "a check and what it checks"
 HOOK = "a hook or flag and the op that makes its tensor"
 GRAD = "a gradient taken inside forward"
 OUTPUT = "the loss and the model's output"
+SPARSE = "a sparse gradient and what it belongs to"
+CAST = "uses of one weight that autocast casts once"
 CYCLE = "ops between others that stay together"
 
 _FLAGS = ("register_hook", "retain_grad", "requires_grad_")
@@ -281,3 +281,88 @@ def _join_output(graph: OpGraph, groups: Groups, position: dict[str, int]) -> No
         made = [position[r.name] for r in walk(graph.output, Ref) if r.name in position]
         ends = [max(made)] if made else ([end - 1] if end else [])
     groups.join([end, *ends], OUTPUT)
+
+
+_LOOKUPS = ("torch.nn.Embedding", "torch.nn.EmbeddingBag")
+_ASKED = {  # the argument of a function or method that asks for it: its position and name
+    "torch.nn.functional.embedding": (6, "sparse"),
+    "torch.nn.functional.embedding_bag": (7, "sparse"),
+    "torch.embedding": (4, "sparse"),
+    "torch.embedding_bag": (5, "sparse"),
+    "torch.gather": (3, "sparse_grad"),
+    "gather": (3, "sparse_grad"),
+}
+
+
+def makes_sparse(op: Op) -> bool:
+    """Whether the gradient for what this op looks rows up in is sparse."""
+    if not op.grad_enabled:
+        return False
+    if op.kind == "module":
+        return op.target in _LOOKUPS and dict(op.constructor).get("sparse") is True
+    position, name = _ASKED.get(op.target, (0, ""))
+    given = op.args[position] if len(op.args) > position else dict(op.kwargs).get(name)
+    return bool(name) and given is True
+
+
+def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
+    """Keep sparse gradients off the edges between stages.
+
+    What a stage sends of a tied parameter is the sum over its own readers and later ones, which
+    is dense where one of them gives a dense gradient.  So a reader that makes a sparse one stays
+    with another reader, unless it comes before one that makes a dense one.
+    """
+    sparse = [i for i, op in enumerate(graph.ops) if makes_sparse(op)]
+    if not sparse:
+        return
+    arrows = nx.DiGraph()
+    for i, op in enumerate(graph.ops):
+        arrows.add_node(i)
+        arrows.add_edges_from((position[name], i) for name in op.inputs if name in position)
+    for i in sparse:
+        made = [position[n] for n in graph.ops[i].inputs if n in position and _returns(graph, n)]
+        groups.join([i, *made], SPARSE)
+    trained = (fqn for fqn, info in graph.tensors.items() if info.requires_grad)
+    for fqn in trained:
+        readers = [
+            i
+            for i, op in enumerate(graph.ops)
+            if fqn in (*op.parameters, *op.attributes) and _returns(graph, op.name)
+        ]
+        dense = [i for i in readers if i not in sparse]
+        for i in readers:
+            if i in sparse and not any(nx.has_path(arrows, i, other) for other in dense):
+                groups.join([i, dense[-1] if dense else readers[0]], SPARSE)
+
+
+def _returns(graph: OpGraph, name: str) -> bool:
+    return graph.values[name].needs_gradient
+
+
+# Ops that run in the lower precision; views of a weight are cast anew each time.
+_CASTING = frozenset((
+    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "einsum",
+    "bilinear", "conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d",
+    "convtranspose3d", "convtbc", "chainmatmul", "multidot", "scaleddotproductattention",
+    "multiheadattention", "multiheadattentionforward", "lstm", "gru", "rnn", "lstmcell",
+    "grucell", "rnncell", "rnntanhcell", "rnnrelucell", "prelu", "vecdot", "tensordot",
+))  # fmt: skip
+
+
+def join_casts(graph: OpGraph, groups: Groups) -> None:
+    """Join the ops that share a weight's cast: its gradients are summed in the lower precision
+    before they are cast back, which two stages, each with a cast of its own, would not do."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        if op.autocast is None or op.autocast.endswith(":off") or not _casts(op):
+            continue
+        for fqn in dict.fromkeys((*op.parameters, *op.attributes)):
+            info = graph.tensors.get(fqn)
+            if info is not None and info.requires_grad and info.dtype == "float32":
+                users.setdefault((op.autocast, fqn), []).append(i)
+    for members in users.values():
+        groups.join(members, CAST)
+
+
+def _casts(op: Op) -> bool:
+    return op.opaque or op.target.rpartition(".")[2].lower().replace("_", "") in _CASTING

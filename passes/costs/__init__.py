@@ -12,19 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcompile.ir.graph import OpCost, OpGraph
-from pdcompile.passes.costs.call import Call, Index, Number, Operand, product
-from pdcompile.passes.costs.flops import forward_flops, is_product
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Number, Operand, product
+from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.forecast import forecast
-from pdcompile.passes.costs.resident import Resident, residents
-from pdcompile.passes.costs.roofline import REFERENCE, Machine, calibrate
+from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
+from pdcompile.passes.costs.resident import Resident, newly_saved, residents
 from pdcompile.passes.costs.saved import Saved, has_rule, saved
-from pdcompile.passes.costs.storages import newly_saved
 
 __all__ = [
     "REFERENCE",
-    "Call",
+    "CostedOp",
     "Formula",
-    "Index",
+    "GraphIndex",
     "Machine",
     "Operand",
     "Resident",
@@ -59,10 +58,10 @@ def formula(graph: OpGraph) -> dict[str, Formula]:
     import sympy  # type: ignore[import-untyped]
 
     b = sympy.Symbol("b", positive=True, integer=True)
-    index = Index.of(graph, b)
+    index = GraphIndex.of(graph, b)
     found = {}
     for op in graph.ops:
-        call = Call(op, index)
+        call = CostedOp(op, index)
         flops = sympy.expand(forward_flops(call))
         found[op.name] = Formula(flops, sympy.expand(call.output_bytes))
     return found
@@ -81,8 +80,8 @@ def estimate(
     grad) have no backward and save nothing.  Views take no time.  `kept` replaces, by op name,
     the rule for what autograd keeps.
     """
-    index = Index.of(graph, microbatch_size)
-    calls = [Call(op, index) for op in graph.ops]
+    index = GraphIndex.of(graph, microbatch_size)
+    calls = [CostedOp(op, index) for op in graph.ops]
     known = kept or {}
     rules = [known.get(call.op.name) or saved(call) for call in calls]
     return tuple(
@@ -91,7 +90,7 @@ def estimate(
     )
 
 
-def _cost(call: Call, saved_bytes: int, microbatch_size: int, machine: Machine) -> OpCost:
+def _cost(call: CostedOp, saved_bytes: int, microbatch_size: int, machine: Machine) -> OpCost:
     flops = int(forward_flops(call))
     forward, backward = seconds(call, machine)
     return OpCost(
@@ -107,37 +106,9 @@ def _cost(call: Call, saved_bytes: int, microbatch_size: int, machine: Machine) 
     )
 
 
-def seconds(call: Call, machine: Machine) -> tuple[float, float]:
-    """Forward and backward seconds of one op by the roofline."""
-    if call.is_view:
-        return 0.0, 0.0
-    machine = machine.of(call.out.dtype)
-    flops = forward_flops(call)
-    read = sum(operand.bytes for operand in call.inputs)
-    written = sum(output.bytes for output in call.outputs)
-    if call.name in _READS_ROWS:
-        read = written  # only the rows that are looked up
-    forward = machine.seconds(flops, read + written)
-    if not call.differentiated:
-        return forward, 0.0
-    factors = sum(operand.requires_grad for operand in call.inputs[:2]) or 1
-    if call.name == "scaleddotproductattention":
-        times = 2.5  # five products to the forward's two: it computes the scores again
-    elif is_product(call):
-        times = float(factors)
-    else:
-        times = 1.0
-    gradients = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
-    backward = machine.seconds(times * flops, read + written + gradients, calls=max(factors, 1))
-    return forward, backward
-
-
-def workspace_bytes(call: Call) -> int:
+def workspace_bytes(call: CostedOp) -> int:
     """The largest transient: gradients of results and inputs while the backward runs."""
     if not call.differentiated or call.is_view:
         return 0
     outgoing = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
     return int(sum(output.bytes for output in call.outputs if output.requires_grad) + outgoing)
-
-
-_READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcompile.passes.costs.call import Call, Number, Operand, product, words
+from pdcompile.passes.costs.costed_op import CostedOp, Number, Operand, product, words
 
-Formula = Callable[[Call], Number]
+Formula = Callable[[CostedOp], Number]
 
 # Operations per element of the output; a transcendental function is some ten of them.
 _PER_ELEMENT = {
@@ -34,7 +34,7 @@ MOVES = words(
 )  # fmt: skip
 
 
-def forward_flops(call: Call) -> Number:
+def forward_flops(call: CostedOp) -> Number:
     """Floating-point operations of the forward; 0 for views and for ops that only move data."""
     if call.is_view:
         return 0
@@ -48,14 +48,14 @@ def forward_flops(call: Call) -> Number:
     return pointwise(call)
 
 
-def is_product(call: Call) -> bool:
+def is_product(call: CostedOp) -> bool:
     """Whether the op is of the matmul family, whose backward is products of the same size."""
     if call.op.opaque or call.is_view:
         return False
     return call.name in _FORMULAS and call.name not in _REDUCTIONS
 
 
-def pointwise(call: Call) -> Number:
+def pointwise(call: CostedOp) -> Number:
     """Elements of the largest tensor that the op touches, times the price of the function."""
     reduced = call.name in _READS_MORE
     tensors = (call.first,) if reduced else (call.out,)
@@ -69,27 +69,27 @@ _READS_MORE = words(
 )  # fmt: skip
 
 
-def _matmul(call: Call) -> Number:
+def _matmul(call: CostedOp) -> Number:
     """(…, n, k) @ (…, k, m): 2·k for every element of the result."""
     left = call.tensor(0, "input") or call.first
     return 2 * left.shape[-1] * call.out.elements if left.shape else 0
 
 
-def _addmm(call: Call) -> Number:
+def _addmm(call: CostedOp) -> Number:
     left = call.tensor(1, "mat1") or call.tensor(1, "batch1") or call.first
     return 2 * left.shape[-1] * call.out.elements
 
 
-def _addbmm(call: Call) -> Number:
+def _addbmm(call: CostedOp) -> Number:
     left = call.tensor(1, "batch1") or call.first
     return 2 * left.shape[0] * left.shape[-1] * call.out.elements
 
 
-def _outer_product(call: Call) -> Number:
+def _outer_product(call: CostedOp) -> Number:
     return call.out.elements
 
 
-def _bilinear(call: Call) -> Number:
+def _bilinear(call: CostedOp) -> Number:
     weight = call.tensor(2, "weight")
     if weight is None:
         return pointwise(call)
@@ -97,7 +97,7 @@ def _bilinear(call: Call) -> Number:
     return 2 * rows * weight.elements
 
 
-def _convolution(call: Call) -> Number:
+def _convolution(call: CostedOp) -> Number:
     """Every output element is a product over one kernel window of one group's channels."""
     weight = call.tensor(1, "weight")
     if weight is None or len(weight.shape) < 3:
@@ -117,14 +117,14 @@ def attention_flops(query: Operand, key: Operand, value: Operand) -> Number:
     return 2 * heads * length * key.shape[-2] * (size + value.shape[-1])
 
 
-def _attention(call: Call) -> Number:
+def _attention(call: CostedOp) -> Number:
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
         return pointwise(call)
     return attention_flops(query, key, value)
 
 
-def _multihead(call: Call) -> Number:
+def _multihead(call: CostedOp) -> Number:
     """torch.nn.MultiheadAttention: three input projections, attention, one output projection."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None or len(query.shape) < 2:
@@ -143,14 +143,14 @@ def _multihead(call: Call) -> Number:
     return projections + 4 * rows * length * source * embed
 
 
-def _recurrent(call: Call) -> Number:
+def _recurrent(call: CostedOp) -> Number:
     """Every weight matrix meets every time step of every sequence once."""
     steps = product(call.first.shape[:-1])
     matrices = [o for o in call.inputs if o.held and len(o.shape) == 2]
     return 2 * steps * sum(matrix.elements for matrix in matrices)
 
 
-def _einsum(call: Call) -> Number:
+def _einsum(call: CostedOp) -> Number:
     """Twice the product of all index sizes for each contraction of two operands."""
     equation = next((a for a in call.op.args if isinstance(a, str)), None)
     if equation is None:
@@ -165,17 +165,17 @@ def _einsum(call: Call) -> Number:
     return 2 * (len(terms) - 1) * product(tuple(sizes.values()))
 
 
-def _pool(call: Call) -> Number:
+def _pool(call: CostedOp) -> Number:
     """Every input element is looked at once (kernels rarely overlap by much)."""
     return call.first.elements
 
 
-def _interpolate(call: Call) -> Number:
+def _interpolate(call: CostedOp) -> Number:
     mode = call.argument(3, "mode", "nearest")
     return call.out.elements * (8 if mode != "nearest" else 0)
 
 
-def _opaque(call: Call) -> Number:
+def _opaque(call: CostedOp) -> Number:
     """A module kept whole: its parameters as matrices that meet every row of the first input."""
     rows = product(call.first.shape[:-1])
     weights = [o for o in call.inputs if o.held]

@@ -23,9 +23,9 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
 from pdcompile.ir.graph_module import materialise, run_op
-from pdcompile.passes.costs.call import Call, Index
-from pdcompile.passes.costs.live import LiveStorages
-from pdcompile.passes.costs.standins import RECURRENT, Role, by_rule, by_running, play
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
+from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_rule, by_running, play
 from pdcompile.passes.form.lifetimes import Step
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
@@ -144,17 +144,17 @@ def _staged(
     """The stage on fake tensors, and its arguments."""
     ops = [step.op for step in steps]
     fakes = Fakes(graph, b, torch.device("cpu"))
-    index = Index.of(graph, b)
+    index = GraphIndex.of(graph, b)
     roles: dict[str, Role] = {}
     with _quiet():
         for op in ops:
             if op.kind == "opaque" or op.target.endswith(".apply"):
                 # Code of the user's, which may do more than compute, does not run here.
-                roles[op.name] = by_rule(Call(op, index))
+                roles[op.name] = by_rule(CostedOp(op, index))
             elif op.kind == "module" and op.module_path not in fakes.modules:
                 fakes.modules[op.module_path] = fakes.build(op)
         for op in ops:
-            if (call := Call(op, index)).name in RECURRENT and op.kind == "module":
+            if (call := CostedOp(op, index)).name in RECURRENT and op.kind == "module":
                 roles[op.name] = _recurrent(call, fakes)
         with FakeTensorMode(), torch.enable_grad():
             for op in ops:
@@ -170,15 +170,15 @@ def _staged(
             yield _Stage(index, steps, ports, fakes, _Meter(given), roles), arguments
 
 
-def _recurrent(call: Call, fakes: Fakes) -> Role:
+def _recurrent(call: CostedOp, fakes: Fakes) -> Role:
     def real() -> nn.Module:
         module = fakes.build(call.op).to_empty(device="cpu")
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.zero_()
         return module
 
-    def at(b: int) -> Call:
-        return Call(call.op, Index.of(fakes.graph, b))
+    def at(b: int) -> CostedOp:
+        return CostedOp(call.op, GraphIndex.of(fakes.graph, b))
 
     with preserved_rng():
         return by_running(call, real, at)
@@ -224,7 +224,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _Stage:
-    index: Index
+    index: GraphIndex
     steps: Sequence[Step]
     ports: Ports
     fakes: Fakes
@@ -293,7 +293,7 @@ class _Stage:
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # no stand-in writes
-        call = Call(op, self.index)
+        call = CostedOp(op, self.index)
         tensors = [
             self.fakes.tensor(one.name) if one.held else env[one.name] for one in call.inputs
         ]

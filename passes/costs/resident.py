@@ -5,17 +5,21 @@ The planner adds up items, which overcounts at cuts: a tensor that is received l
 slot, and is not saved a second time.  Once the stages are known their bytes are counted exactly:
 the union, by storage, of what the stage's ops save, without what it receives, with the results
 that it has to keep as roots of its backward.
+
+Every storage counts once, over the whole graph: an activation that two ops save, or a view and
+its base, is one piece of memory.  Numbers of isolated ops, added up, exceed the truth by up to
+one half where activations work in place, so the capture's storage keys decide: a storage belongs
+to the first op that saves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import OpGraph, Ref, walk
-from pdcompile.passes.costs.call import Call, Index
-from pdcompile.passes.costs.saved import has_rule, saved
-from pdcompile.passes.costs.storages import Key, Storages, key_of
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand
+from pdcompile.passes.costs.saved import Saved, has_rule, saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ def residents(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
 ) -> tuple[Resident, ...]:
     """For every stage, given the stage of each op of the graph."""
-    index = Index.of(graph, b)
-    calls = [Call(op, index) for op in graph.ops]
+    index = GraphIndex.of(graph, b)
+    calls = [CostedOp(op, index) for op in graph.ops]
     if not calls:
         return (Resident(0, 0),) * num_stages
     storages = Storages.of(calls)
@@ -57,14 +61,14 @@ def residents(
                 received[target].add(key_of(operand))
         if targets and value.needs_gradient:
             roots[stage_of[i]].append(op.name)
-    members: list[list[Call]] = [[] for _ in range(num_stages)]
+    members: list[list[CostedOp]] = [[] for _ in range(num_stages)]
     for i, call in enumerate(calls):
         members[stage_of[i]].append(call)
     return tuple(_resident(members[s], storages, received[s], roots[s]) for s in range(num_stages))
 
 
 def _resident(
-    calls: list[Call], storages: Storages, received: set[Key], roots: list[str]
+    calls: list[CostedOp], storages: Storages, received: set[Key], roots: list[str]
 ) -> Resident:
     seen = set(received)
     kept = []
@@ -80,7 +84,7 @@ def _resident(
     return Resident(sum(kept) + results, _backward_peak(calls, kept))
 
 
-def _backward_peak(calls: list[Call], kept: list[int]) -> int:
+def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
     """Walk the ops backwards: live gradients, plus what an op adds, minus what is released."""
     gradients: dict[str, int] = {}  # value -> bytes of its gradient while that is alive
     released = peak = 0
@@ -110,3 +114,61 @@ def _backward_peak(calls: list[Call], kept: list[int]) -> int:
                 gradients[name] = max(gradients.get(name, 0), size)
         released += kept_bytes
     return max(peak, 0)
+
+
+Key = tuple[str, int | str]
+
+
+@dataclass
+class Storages:
+    """Size of every storage of the graph, and which of them are never counted."""
+
+    index: GraphIndex
+    sizes: dict[Key, int] = field(default_factory=dict)
+    free: set[Key] = field(default_factory=set)  # graph inputs, parameters and their views
+
+    @staticmethod
+    def of(calls: Sequence[CostedOp]) -> Storages:
+        index = calls[0].index
+        found = Storages(index)
+        for given in index.graph.inputs:
+            operand = index.value(index.graph.values[given.name])
+            found.free.add(key_of(operand))
+        for call in calls:
+            # The base of a storage is the first value that has it: views come later.
+            for output in call.outputs:
+                key = key_of(output)
+                if key not in found.sizes:
+                    found.sizes[key] = int(output.bytes)
+                    if call.is_view and not _reads_values(call):
+                        found.free.add(key)
+        return found
+
+    def new(self, kept: Iterable[Operand], seen: set[Key]) -> int:
+        """Bytes of the storages among `kept` that are not in `seen`, which grows by them."""
+        total = 0
+        for operand in kept:
+            key = key_of(operand)
+            if operand.held or key in self.free or key in seen:
+                continue
+            seen.add(key)
+            total += self.sizes.get(key, int(operand.bytes))
+        return total
+
+
+def key_of(operand: Operand) -> Key:
+    """The storage of an operand; a value with an unknown storage (−1) is one of its own."""
+    return ("value", operand.name) if operand.storage < 0 else ("storage", operand.storage)
+
+
+def newly_saved(calls: Sequence[CostedOp], kept: Sequence[Saved]) -> list[int]:
+    """For each op the bytes that it saves and no earlier op has saved."""
+    if not calls:
+        return []
+    storages = Storages.of(calls)
+    seen: set[Key] = set()
+    return [storages.new(one.operands, seen) + int(one.extra_bytes) for one in kept]
+
+
+def _reads_values(call: CostedOp) -> bool:
+    return bool(call.op.inputs)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcompile.ir.graph import DTYPE_BYTES, Attr, Ref, walk
-from pdcompile.passes.costs.call import Call, Number, Operand, product, words
+from pdcompile.passes.costs.costed_op import CostedOp, Number, Operand, product, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Saved:
     extra_bytes: Number = 0
 
 
-Rule = Callable[[Call], Saved]
+Rule = Callable[[CostedOp], Saved]
 NOTHING = Saved()
 INDEX_BYTES = 8
 
 
-def saved(call: Call) -> Saved:
+def saved(call: CostedOp) -> Saved:
     """What the op keeps; nothing when autograd does not record it."""
     if not call.requires_grad or call.is_view:
         return NOTHING
@@ -46,7 +46,7 @@ def saved(call: Call) -> Saved:
     )
 
 
-def has_rule(call: Call) -> bool:
+def has_rule(call: CostedOp) -> bool:
     """Whether the answer follows torch's derivative, rather than a guess that is on the safe side.
 
     Fused recurrent and attention modules pick their kernels by rules of their own.
@@ -59,32 +59,32 @@ def has_rule(call: Call) -> bool:
 _GUESSES = words("lstm gru rnn lstmcell grucell rnncell multiheadattention")
 
 
-def _nothing(call: Call) -> Saved:
+def _nothing(call: CostedOp) -> Saved:
     return NOTHING
 
 
-def _input(call: Call) -> Saved:
+def _input(call: CostedOp) -> Saved:
     return Saved((call.first,))
 
 
-def _output(call: Call) -> Saved:
+def _output(call: CostedOp) -> Saved:
     return Saved((call.out,))
 
 
-def _both(call: Call) -> Saved:
+def _both(call: CostedOp) -> Saved:
     return Saved((call.first, call.out))
 
 
-def _input_or_output(call: Call) -> Saved:
+def _input_or_output(call: CostedOp) -> Saved:
     """In-place activations overwrite their input and differentiate through their output."""
     return _output(call) if call.in_place else _input(call)
 
 
-def _operands(call: Call) -> Saved:
+def _operands(call: CostedOp) -> Saved:
     return Saved(call.inputs)
 
 
-def _product(call: Call) -> Saved:
+def _product(call: CostedOp) -> Saved:
     """Each factor is kept for the gradient of the other one."""
     factors = call.inputs[:2]
     if len(factors) < 2:
@@ -103,7 +103,7 @@ def _folded(kept: list[Operand], dims: int | None) -> Saved:
     return Saved(rest, sum(operand.bytes for operand in copied))
 
 
-def _linear(call: Call) -> Saved:
+def _linear(call: CostedOp) -> Saved:
     weight = call.tensor(1, "weight")
     if weight is None:
         return _input(call)
@@ -112,7 +112,7 @@ def _linear(call: Call) -> Saved:
     return Saved((*rows.operands, *kept), rows.extra_bytes)
 
 
-def _addmm(call: Call) -> Saved:
+def _addmm(call: CostedOp) -> Saved:
     factors = [o for o in (call.tensor(1, "mat1"), call.tensor(2, "mat2")) if o is not None]
     if len(factors) < 2:
         return NOTHING
@@ -121,12 +121,12 @@ def _addmm(call: Call) -> Saved:
     return Saved(tuple(kept))
 
 
-def _convolution(call: Call) -> Saved:
+def _convolution(call: CostedOp) -> Saved:
     weight = call.tensor(1, "weight")
     return Saved((call.first,) if weight is None else (call.first, weight))
 
 
-def _divide(call: Call) -> Saved:
+def _divide(call: CostedOp) -> Saved:
     operands = call.inputs
     if len(operands) < 2:
         return NOTHING
@@ -134,18 +134,18 @@ def _divide(call: Call) -> Saved:
     return Saved((top, bottom) if bottom.requires_grad else (bottom,))
 
 
-def _power(call: Call) -> Saved:
+def _power(call: CostedOp) -> Saved:
     if len(call.inputs) < 2:
         return _input(call)
     return Saved((*call.inputs[:2], call.out) if call.inputs[1].requires_grad else call.inputs[:2])
 
 
-def _indices(call: Call) -> Saved:
+def _indices(call: CostedOp) -> Saved:
     """Integer and boolean operands: where the gradient goes."""
     return Saved(tuple(o for o in call.inputs if not _floating(o)))
 
 
-def _chosen(call: Call) -> Saved:
+def _chosen(call: CostedOp) -> Saved:
     """max, min, sort, topk over a dim: their indices; over everything: input and result."""
     chosen = tuple(o for o in call.outputs if not _floating(o))
     if chosen:
@@ -155,7 +155,7 @@ def _chosen(call: Call) -> Saved:
     return _both(call)
 
 
-def _dropout(call: Call) -> Saved:
+def _dropout(call: CostedOp) -> Saved:
     """The scaled mask, in the input's dtype; nothing is drawn in eval mode or at p = 0."""
     inactive = call.op.kind == "module" and not call.index.graph.training
     inactive = inactive or call.argument(2, "training", True) is False
@@ -164,14 +164,14 @@ def _dropout(call: Call) -> Saved:
     return Saved((), call.first.bytes)
 
 
-def _channel_dropout(call: Call) -> Saved:
+def _channel_dropout(call: CostedOp) -> Saved:
     """One mask entry a channel."""
     mask = _dropout(call)
     shape = call.first.shape
     return Saved((), mask.extra_bytes and product(shape[:2]) * DTYPE_BYTES[call.first.dtype])
 
 
-def _layer_norm(call: Call) -> Saved:
+def _layer_norm(call: CostedOp) -> Saved:
     """The input, and mean and reciprocal deviation of every row."""
     shape = call.argument(1, "normalized_shape")
     dims = len(shape) if isinstance(shape, tuple) else len(getattr(shape, "items", (0,)))
@@ -179,12 +179,12 @@ def _layer_norm(call: Call) -> Saved:
     return Saved((call.first,), 2 * rows * DTYPE_BYTES[call.first.dtype])
 
 
-def _group_norm(call: Call) -> Saved:
+def _group_norm(call: CostedOp) -> Saved:
     groups = call.argument(1, "num_groups", 1)
     return Saved((call.first,), 2 * call.first.shape[0] * groups * DTYPE_BYTES[call.first.dtype])
 
 
-def _batch_norm(call: Call) -> Saved:
+def _batch_norm(call: CostedOp) -> Saved:
     """The input, and mean and reciprocal deviation of every channel when it is training."""
     shape = call.first.shape
     training = call.argument(5, "training", call.op.kind == "module" and call.index.graph.training)
@@ -194,13 +194,13 @@ def _batch_norm(call: Call) -> Saved:
     return Saved((call.first,), statistics if training or not tracked else 0)
 
 
-def _instance_norm(call: Call) -> Saved:
+def _instance_norm(call: CostedOp) -> Saved:
     """The input, and two statistics of every channel of every sample."""
     channels = product(call.first.shape[:2])
     return Saved((call.first,), 2 * channels * DTYPE_BYTES[call.first.dtype])
 
 
-def _rms_norm(call: Call) -> Saved:
+def _rms_norm(call: CostedOp) -> Saved:
     """The input and its reciprocal root mean square; with a weight the normalised input too."""
     shape = call.argument(1, "normalized_shape")
     dims = len(shape) if isinstance(shape, tuple) else len(getattr(shape, "items", (0,)))
@@ -209,42 +209,42 @@ def _rms_norm(call: Call) -> Saved:
     return Saved((call.first,), rows * DTYPE_BYTES[call.first.dtype] + scaled)
 
 
-def _input_and_buffer(call: Call) -> Saved:
+def _input_and_buffer(call: CostedOp) -> Saved:
     return Saved((call.first,), call.first.bytes)
 
 
-def _difference(call: Call) -> Saved:
+def _difference(call: CostedOp) -> Saved:
     """The mean of absolute differences keeps the differences."""
     return Saved((), call.first.bytes)
 
 
-def _target(call: Call) -> Saved:
+def _target(call: CostedOp) -> Saved:
     return Saved(tuple(o for o in call.inputs[1:2]))
 
 
-def _max_pool(call: Call) -> Saved:
+def _max_pool(call: CostedOp) -> Saved:
     return Saved((call.first,), call.out.elements * INDEX_BYTES)
 
 
-def _adaptive_average(call: Call) -> Saved:
+def _adaptive_average(call: CostedOp) -> Saved:
     """To size 1 it is a mean, which keeps nothing."""
     size = call.argument(1, "output_size")
     sizes = size if isinstance(size, tuple) else getattr(size, "items", (size,))
     return NOTHING if all(s == 1 for s in sizes) else _input(call)
 
 
-def _cross_entropy(call: Call) -> Saved:
+def _cross_entropy(call: CostedOp) -> Saved:
     """Log-probabilities (a new tensor), the target, and the weight of all rows."""
     target = call.tensor(1, "target")
     kept = (target,) if target is not None else ()
     return Saved(kept, call.first.bytes + DTYPE_BYTES[call.first.dtype])
 
 
-def _nll_loss(call: Call) -> Saved:
+def _nll_loss(call: CostedOp) -> Saved:
     return Saved(call.inputs, DTYPE_BYTES[call.first.dtype])
 
 
-def _attention(call: Call) -> Saved:
+def _attention(call: CostedOp) -> Saved:
     """Flash attention keeps q, k, v, the result and one number a row; the other path its scores."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
@@ -264,7 +264,7 @@ def _attention(call: Call) -> Saved:
     return Saved(rows_of_v.operands, extra)
 
 
-def _recurrent(call: Call) -> Saved:
+def _recurrent(call: CostedOp) -> Saved:
     """Gates and states of every step; each layer's result is the next one's input.
 
     The workspace of an LSTM's CPU kernel also has room for gradients of the states.
@@ -278,7 +278,7 @@ def _recurrent(call: Call) -> Saved:
     return Saved((call.first,), steps * gates * DTYPE_BYTES[call.first.dtype])
 
 
-def _multihead(call: Call) -> Saved:
+def _multihead(call: CostedOp) -> Saved:
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
         return _operands(call)

@@ -19,10 +19,17 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import ConfigError, TraceError
 from pdcompile.ir.graph import Op, OpGraph, size_at
-from pdcompile.passes.costs.call import Call, Index
+from pdcompile.passes.costs.closed_forms import (
+    Dims,
+    Point,
+    fit,
+    probe_lengths,
+    sequence_dims,
+    symbols,
+    with_length,
+)
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.lengths import Dims, probe_lengths, sequence_dims, with_length
-from pdcompile.passes.costs.polynomial import Point, fit, symbols
 from pdcompile.passes.costs.rehearse import kept_by_op
 from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.units import format_bytes, format_flops
@@ -315,7 +322,7 @@ class _Numbers:
 
 
 def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
-    index = Index.of(graph, b)
+    index = GraphIndex.of(graph, b)
     kept = kept_by_op(graph, b)
     return [
         _Numbers(
@@ -326,7 +333,7 @@ def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
             op.opaque,
             workspace(call),
         )
-        for op, call in ((op, Call(op, index)) for op in graph.ops)
+        for op, call in ((op, CostedOp(op, index)) for op in graph.ops)
     ]
 
 

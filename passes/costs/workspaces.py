@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pdcompile.passes.costs.call import Call, Number
+from pdcompile.passes.costs.costed_op import CostedOp, Number
 
 PAGE = 4096  # bytes
 FLOAT = 4  # bytes
@@ -32,7 +32,7 @@ class Workspace:
         return sum(_kernel(*sizes, self.steps, self.rows) for sizes in self.kernels)
 
 
-def workspace(call: Call) -> Workspace | None:
+def workspace(call: CostedOp) -> Workspace | None:
     """None for every op but a float32 nn.LSTM without projections on a plain tensor."""
     made: dict[str, Any] = dict(call.op.constructor)
     if call.op.target != "torch.nn.LSTM" or call.op.kind != "module" or not call.inputs:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager.optimizers import NamedParameters
-from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.live_storages import LiveStorages
 
 PROBE_SHAPE = (32, 32)
 SCALAR_BYTES = 64  # at most this much is a count or a coefficient, which do not grow

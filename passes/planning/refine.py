@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pdcompile.ir.graph import Op, OpGraph
-from pdcompile.passes.profile.stages import StageTimes
+from pdcompile.passes.profile.stage_times import StageTimes
 from pdcompile.plan import Plan
 
 SMALL_SECONDS = 50e-6  # of one op, forward and backward

@@ -17,18 +17,17 @@ from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
-    Call,
-    Index,
+    CostedOp,
+    GraphIndex,
     Saved,
     calibrate,
     estimate,
     has_rule,
     seconds,
 )
-from pdcompile.passes.costs.devices import machine_of
+from pdcompile.passes.costs.machines import machine_of
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.keys import structural_key
-from pdcompile.passes.profile.store import Entry, Profile
+from pdcompile.passes.profile.entries import Entry, Profile, structural_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +61,7 @@ def profile(
         model: its leaf modules are copied to be measured; never run as a whole, never changed.
         costs: ``"measured"``; ``"estimated"``: from shapes alone, nothing is executed; a
             `Profile` or the path of a saved one.
-        device_kind: what estimates are for, of `costs.devices.KINDS`; others count as a CPU.
+        device_kind: what estimates are for, of `costs.machines.KINDS`; others count as a CPU.
         say: told where measured costs come from, when that is not this process.
 
     Raises:
@@ -138,7 +137,7 @@ def measure(
     import torch
 
     from pdcompile.eager.randomness import preserved_rng
-    from pdcompile.passes.profile.bench import measure as measure_one
+    from pdcompile.passes.profile.op_bench import measure as measure_one
 
     distinct = distinct_calls(graph, microbatch_size)
     machine = calibrate()
@@ -168,12 +167,12 @@ def measure(
     return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries))
 
 
-def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, Call]:
+def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:
     """Ops that do work, one of each structural key."""
-    index = Index.of(graph, microbatch_size)
-    distinct: dict[str, Call] = {}
+    index = GraphIndex.of(graph, microbatch_size)
+    distinct: dict[str, CostedOp] = {}
     for op in graph.ops:
-        call = Call(op, index)
+        call = CostedOp(op, index)
         if not (call.name == "getitem" and call.is_view):
             distinct.setdefault(structural_key(call, microbatch_size), call)
     return distinct
@@ -187,8 +186,8 @@ def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
     """
     b = found.microbatch_size
     entries = {entry.key: entry for entry in found.entries}
-    index = Index.of(graph, b)
-    calls = [Call(op, index) for op in graph.ops]
+    index = GraphIndex.of(graph, b)
+    calls = [CostedOp(op, index) for op in graph.ops]
     known = [entries.get(structural_key(call, b)) for call in calls]
     if complete and calls and not any(known):
         raise CostError(
@@ -215,13 +214,13 @@ def _measured(cost: OpCost, entry: Entry | None) -> OpCost:
     )
 
 
-def _saved(call: Call, entry: Entry) -> Saved:
+def _saved(call: CostedOp, entry: Entry) -> Saved:
     inputs = call.inputs
     chosen = tuple(inputs[i] for i in entry.saved_inputs if i < len(inputs))
     return Saved(chosen, entry.extra_bytes or 0)
 
 
-def _operand_bytes(call: Call) -> int:
+def _operand_bytes(call: CostedOp) -> int:
     return sum(int(operand.bytes) for operand in (*call.inputs, *call.outputs))
 
 

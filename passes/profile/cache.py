@@ -21,7 +21,7 @@ from pathlib import Path
 from pdcompile import jsonio
 from pdcompile.errors import CostError
 from pdcompile.ir.graph import Op
-from pdcompile.passes.profile.store import Entry, Profile
+from pdcompile.passes.profile.entries import Entry, Profile
 
 VARIABLE = "PDCOMPILE_CACHE"
 OFF = ("off", "0", "")

@@ -19,13 +19,11 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.meta import unverifiable
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.verify.blocks import verify_blocks
-from pdcompile.passes.verify.causes import unlike
+from pdcompile.passes.verify.comparison import Comparison, unlike
+from pdcompile.passes.verify.distinct_blocks import verify_blocks
 from pdcompile.passes.verify.full_batch import Reduction, intended
-from pdcompile.passes.verify.report import Compared, Difference, Verification
-from pdcompile.passes.verify.room import fits, room
-from pdcompile.passes.verify.steps import calls, is_large
-from pdcompile.passes.verify.whole import Comparison
+from pdcompile.passes.verify.step_runs import calls, fits, is_large, room
+from pdcompile.passes.verify.verification import Compared, Difference, Verification
 from pdcompile.plan import Plan
 from pdcompile.warn import warn
 

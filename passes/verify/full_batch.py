@@ -23,7 +23,7 @@ from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.untouched import same_buffers, untouched
-from pdcompile.passes.verify.runs import copied_leaves
+from pdcompile.passes.verify.step_runs import copied_leaves
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
 

@@ -1,32 +1,45 @@
 """Where a difference begins: the first op whose value the stages do not have, by source line.
 
-The captured graph and the stages run once more under `Watch`.  Only a comparison that failed
-pays for this.
+The captured graph runs once more, op by op, and so do the stages, under `Watch`.  Only a
+comparison that failed pays for this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.graph import Capture, Op, OpGraph
+from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
+from pdcompile.ir.graph_module import execute
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.fidelity import AsksForGradients, compare
-from pdcompile.passes.verify.differences import differences
-from pdcompile.passes.verify.replay import Replay, replay
-from pdcompile.passes.verify.report import Difference
-from pdcompile.passes.verify.runs import Loss, Outcome, Values, autocast, outcome_of, stages
-from pdcompile.passes.verify.watch import Watch
+from pdcompile.passes.trace.session import device_of
+from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
+from pdcompile.passes.verify.step_runs import (
+    Loss,
+    StepResult,
+    Values,
+    copied_leaves,
+    result_of,
+    stages,
+)
+from pdcompile.passes.verify.verification import Difference, differences
+from pdcompile.passes.verify.watch import Watch, digest
 from pdcompile.plan import Plan
 
 
 def located(
     found: Sequence[Difference],
-    expected: Outcome,
+    expected: StepResult,
     model: nn.Module,
     plan: Plan,
     chain: Chain,
@@ -48,16 +61,16 @@ def located(
             return stages(chain, call, plan)
 
     try:
-        with autocast(plan):
+        with autocast_region(plan.training.autocast):
             right = replay(model, graph, call, layout, plan.training.seed, step)
         chain.begin(step)
-        outcome_of(model, graph, watched)
+        result_of(model, graph, watched)
     except PdcompileError:
         return list(found)  # nothing more can be said of it
     if differences("", "", {}, 0, expected, right.outcome, exact=True):
         where = _of_the_capture(model, graph, call, layout)
     else:
-        search = _Search(graph, right, seen)
+        search = _Locator(graph, right, seen)
         return [replace(one, first=search.place(one)) for one in found]
     return [replace(one, first=where) for one in found]
 
@@ -77,7 +90,7 @@ def _of_the_capture(model: nn.Module, graph: OpGraph, call: FlatCall, layout: Ba
     return "an op of the captured graph whose random draws are not the model's"
 
 
-class _Search:
+class _Locator:
     def __init__(self, graph: OpGraph, right: Replay, seen: Watch) -> None:
         self._graph, self._right, self._seen = graph, right, seen
         self._ops = {op.name: op for op in graph.ops}
@@ -155,3 +168,90 @@ class _Search:
         return (
             f"; {instead[0].where} ({instead[0].function}) is not in the model" if instead else ""
         )
+
+
+@dataclass(slots=True)
+class Replay:
+    """What each op made, by content: of values and gradients those that a `Watch` on the same
+    run saw, since others would be missed in the stages as well."""
+
+    outcome: StepResult
+    values: dict[str, str]
+    gradients: dict[str, str]
+    inputs: dict[str, frozenset[str]]  # of what each op read
+    everything: set[str]  # what the ops made inside, too
+
+
+@dataclass(slots=True)
+class _Recorder:
+    graph: OpGraph
+    seeds: tuple[int, int]  # seed, minibatch
+    watch: Watch
+    contents: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    done: int = 0
+
+    def announce(self) -> None:
+        """Seed the op that comes next."""
+        if self.done < len(self.graph.ops):
+            announce(self.graph.ops[self.done], *self.seeds)
+
+    def ran(self, name: str, value: Any) -> None:
+        """An op has run."""
+        op: Op = self.graph.ops[self.done]
+        self.inputs[name] = frozenset(self.contents[i] for i in op.inputs if i in self.contents)
+        if isinstance(value, Tensor):
+            found = self.contents[name] = digest(value)
+            if found in self.watch.values:
+                self.values[name] = found
+            if value.requires_grad and value.grad_fn is not None:
+                value.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+        self.done += 1
+        self.announce()
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        found = digest(gradient)
+        if found in self.watch.gradients:
+            self.gradients[name] = found
+
+
+def replay(
+    model: nn.Module,
+    graph: OpGraph,
+    call: FlatCall,
+    layout: BatchLayout,
+    seed: int,
+    minibatch: int,
+) -> Replay:
+    """Run the graph on the model's tensors; the model's buffers are as before afterwards.
+
+    Args:
+        call, layout: one microbatch.
+        seed, minibatch: name the random streams.
+    """
+    watch = Watch()
+    recorder = _Recorder(graph, (seed, minibatch), watch)
+    scope = DrawScope(model, seed, minibatch, 0)
+    lookup = StreamLookup(
+        model, layout.size, device_of(model, call), graph.tensor_values, scope, whole_modules(graph)
+    )
+
+    def run() -> tuple[Values, Loss]:
+        given = copied_leaves(call)
+        entered = {entry.name: given[entry.path] for entry in graph.inputs}
+        recorder.contents.update((name, digest(tensor)) for name, tensor in entered.items())
+        reseed(seed_of(seed, minibatch, 0, "", -1))
+        recorder.announce()
+        with watch:
+            env = execute(graph, entered, lookup, watch=recorder.ran)
+        loss = env[graph.loss] if graph.loss is not None else None
+        if graph.training and loss is not None and loss.requires_grad:
+            back = scope.backward_of if scope.draws else torch.autograd.backward
+            back([loss], [None])
+        names = [leaf.name for leaf in leaves(graph.output) if isinstance(leaf, Ref)]
+        return {name: env[name] for name in names}, loss
+
+    outcome = result_of(model, graph, run)
+    return Replay(outcome, recorder.values, recorder.gradients, recorder.inputs, watch.values)

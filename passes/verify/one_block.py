@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import output_leaves
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.ir import opaque
@@ -19,10 +20,8 @@ from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.stages.chain import announce
 from pdcompile.passes.trace.facts import source_of_class
-from pdcompile.passes.verify.differences import distance
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
-from pdcompile.passes.verify.report import Difference
-from pdcompile.passes.verify.runs import autocast
+from pdcompile.passes.verify.verification import Difference, distance
 from pdcompile.passes.verify.watch import line_of_traceback
 from pdcompile.plan import Plan
 
@@ -168,7 +167,7 @@ def compare_block(
         scope = DrawScope(eager, seed, 0, 0)
         scope._names = {id(m): f"{path}.{n}" if n else path for n, m in eager.named_modules()}
         with scope:
-            with autocast(plan):
+            with autocast_region(plan.training.autocast):
                 result = eager(*args, **kwargs)
             named = {
                 place.name: leaf
@@ -182,7 +181,7 @@ def compare_block(
         handles = announce(stage, signature, seed)
         opaque.announce(stage, interface, lambda: DrawScope(stage, seed, 0, 0))
         try:
-            with autocast(plan):
+            with autocast_region(plan.training.autocast):
                 arguments = [tensor.view_as(tensor) for tensor in entered.values()]
                 result = generated(*arguments, *(held_or(fqn) for fqn in call.tensors))
         finally:

@@ -36,7 +36,7 @@ def digest(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class WatchedCall:
     """One torch function that ran; `where` is "stage_1.py:34", "" outside of generated files."""
 
     function: str
@@ -51,7 +51,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[WatchedCall] = []
         self.values: set[str] = set()  # the content of everything that was made
         self.gradients: set[str] = set()
 
@@ -67,7 +67,7 @@ class Watch(TorchFunctionMode):
             made = [args[0]]
         if made and name != "__get__":
             outputs = frozenset(digest(tensor) for tensor in made)
-            self.events.append(Event(name, before, outputs, stage_line()))
+            self.events.append(WatchedCall(name, before, outputs, stage_line()))
             self.values |= outputs
             for tensor in made:
                 if tensor.requires_grad and tensor.grad_fn is not None:

@@ -16,7 +16,7 @@ from pdcompile.ir import opaque
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Signature
 from pdcompile.passes import codegen
-from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.live_storages import LiveStorages
 from pdcompile.passes.stages.chain import announce, build
 from pdcompile.plan import Plan, TiedParameter
 

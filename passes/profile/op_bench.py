@@ -1,7 +1,9 @@
 """Measuring one op: forward and backward seconds on synthetic operands.
 
 Everything runs on copies: the model's parameters, buffers, hooks and random state stay as they
-are.
+are.  Seconds are those of events on a CUDA device, CPU time of one thread, else wall time: with
+one thread an op's CPU time is what it would take on an idle machine, whatever else runs here;
+with several threads only the wall tells.
 """
 
 from __future__ import annotations
@@ -12,19 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from time import perf_counter
-from typing import Any
+from time import perf_counter, thread_time
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.autocast import autocast_region
+from pdcompile.ir.graph import Ref
 from pdcompile.ir.graph_module import Lookup, materialise
 from pdcompile.ir.targets import resolve
-from pdcompile.passes.costs import Call
-from pdcompile.passes.profile.clock import timed
-from pdcompile.passes.profile.store import Entry
-from pdcompile.passes.profile.synthetic import Synthesis
+from pdcompile.passes.costs import CostedOp, Operand
+from pdcompile.passes.profile.entries import Entry
 
 MIN_RUNS, MAX_RUNS = 3, 50
 
@@ -45,7 +46,7 @@ class Bench:
 
 
 def measure(
-    call: Call, key: str, model: nn.Module | None, b: int, seconds: float, *, keeps: bool
+    call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: float, *, keeps: bool
 ) -> Entry:
     """Time one op for about `seconds` in all; `keeps`: also see what autograd keeps."""
     bench = _bench(call, model, b)
@@ -57,13 +58,13 @@ def measure(
 
 
 @contextmanager
-def grad_mode(call: Call) -> Iterator[None]:
+def grad_mode(call: CostedOp) -> Iterator[None]:
     """Grad mode and autocast as they were around the op."""
     with torch.set_grad_enabled(call.op.grad_enabled), autocast_region(call.op.autocast):
         yield
 
 
-def _bench(call: Call, model: nn.Module | None, b: int) -> Bench:
+def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
     op, index = call.op, call.index
     device = torch.device("cpu")
     generator = torch.Generator(device).manual_seed(0)
@@ -210,3 +211,97 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for part in value.values() for tensor in _tensors(part)]
     return []
+
+
+_CLASS_INDICES = frozenset(("crossentropy", "nllloss"))
+
+
+@dataclass
+class Synthesis:
+    """Makes the operands of one op.  Draws from its own generator, never from the default one."""
+
+    call: CostedOp
+    device: torch.device
+    generator: torch.Generator
+
+    def value(self, name: str) -> Any:
+        """What the graph's value would be: a tensor, or the items of a container in order."""
+        value = self.call.index.graph.values[name]
+        if not value.is_tensor:
+            return tuple(self.tensor(leaf) for leaf in self.call.index.leaves(name))
+        return self.tensor(self.call.index.value(value))
+
+    def tensor(self, operand: Operand) -> torch.Tensor:
+        """Floating-point values lie in (0.1, 1), where every function is defined and normal."""
+        dtype = getattr(torch, operand.dtype)
+        order = operand.stride_order or tuple(range(len(operand.shape)))
+        shape = [operand.shape[dim] for dim in order]
+        if dtype.is_floating_point or dtype.is_complex:
+            real = torch.empty(shape, dtype=torch.float32, device=self.device)
+            made = real.uniform_(0.1, 1.0, generator=self.generator).to(dtype)
+        elif dtype == torch.bool:
+            made = torch.ones(shape, dtype=dtype, device=self.device)
+        elif self._is_offsets(operand):
+            rows, count = int(self.call.first.shape[0]), int(operand.shape[0])
+            ends = [rows * (i + 1) // count for i in range(count)]
+            made = torch.tensor(ends, dtype=dtype, device=self.device)
+        else:
+            high = max(1, min(self._bound(operand), torch.iinfo(dtype).max))
+            made = torch.randint(high, shape, generator=self.generator, device=self.device).to(
+                dtype
+            )
+        # Back to the order of dims that the graph names them in, in the recorded layout.
+        made = made.permute([order.index(dim) for dim in range(len(order))])
+        if operand.requires_grad and (dtype.is_floating_point or dtype.is_complex):
+            made.requires_grad_()
+        return made
+
+    def _is_offsets(self, operand: Operand) -> bool:
+        """Whether it says where each group of rows ends: zeros would leave nothing to do."""
+        offsets = self.call.tensor(2, "offs")
+        return self.call.name == "groupedmm" and offsets is not None and operand == offsets
+
+    def _bound(self, operand: Operand) -> int:
+        """One more than the largest integer that is valid here; 1 where nothing is known."""
+        call = self.call
+        if call.name in ("embedding", "embeddingbag"):
+            weight = call.tensor(1, "weight")
+            return int(weight.shape[0]) if weight is not None else 1
+        if (
+            call.name == "getitem"
+            and len(call.op.args) > 1
+            and call.op.args[1] == Ref(operand.name)
+        ):
+            return int(call.first.shape[0])  # picks rows
+        if call.name in _CLASS_INDICES and operand.name != call.first.name:
+            scores = call.first.shape
+            return int(scores[1] if len(scores) > 1 else scores[0])
+        return 1
+
+
+Result = TypeVar("Result")
+
+
+def clock() -> Callable[[], float]:
+    """A clock in seconds for work on the CPU by this thread and torch's own threads."""
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
+
+
+def timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Seconds that `run` takes on the device, and what it returns."""
+    if device.type == "cuda":
+        return _timed_by_events(run, torch.cuda.Event)
+    now = clock()
+    began = now()
+    result = run()
+    return now() - began, result
+
+
+def _timed_by_events(run: Callable[[], Result], event: Callable[..., Any]) -> tuple[float, Result]:
+    """Kernels are queued, not done, when `run` returns: the device stamps begin and end."""
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin.record()
+    result = run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3, result  # of milliseconds

@@ -1,4 +1,4 @@
-"""Op times at any microbatch size from measurements at two or three: seconds = α + β·work.
+"""Costs at any microbatch size from measurements at two or three: seconds = α + β·work.
 
 Work is what the roofline says of the op at that size, so that a product of matrices, a copy and
 an op that does not depend on the microbatch each follow a straight line.  One line is fitted for
@@ -10,11 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import Call, Index, Machine, calibrate, seconds
-from pdcompile.passes.profile.keys import structural_key
-from pdcompile.passes.profile.store import Entry, Profile
+from pdcompile.passes.costs import CostedOp, GraphIndex, Machine, calibrate, seconds
+from pdcompile.passes.profile import Progress, Say, apply, profile, recalled
+from pdcompile.passes.profile.entries import Entry, Profile, structural_key
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 LEAST_SECONDS = 1e-9  # what counts as no time at all, so that errors can be relative
 
@@ -65,16 +70,16 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
     machine = calibrate()
     sizes = [profile.microbatch_size for profile in profiles]
     known = [{entry.key: entry for entry in profile.entries} for profile in profiles]
-    indices = [Index.of(graph, size) for size in sizes]
-    index = Index.of(graph, microbatch_size)
+    indices = [GraphIndex.of(graph, size) for size in sizes]
+    index = GraphIndex.of(graph, microbatch_size)
     lines: dict[tuple[str, ...], tuple[Line, Line]] = {}
     found: dict[str, Entry] = {}
     for op in graph.ops:
-        call = Call(op, index)
+        call = CostedOp(op, index)
         key = structural_key(call, microbatch_size)
         if key in found:
             continue
-        calls = [Call(op, one) for one in indices]
+        calls = [CostedOp(op, one) for one in indices]
         keys = tuple(structural_key(c, size) for c, size in zip(calls, sizes, strict=True))
         entries = {i: known[i][k] for i, k in enumerate(keys) if k in known[i]}
         if not entries:
@@ -97,7 +102,7 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
 
 
 def _lines(
-    calls: Sequence[Call], entries: Mapping[int, Entry], machine: Machine
+    calls: Sequence[CostedOp], entries: Mapping[int, Entry], machine: Machine
 ) -> tuple[Line, Line]:
     work = {i: seconds(calls[i], machine) for i in entries}
     return (
@@ -116,3 +121,73 @@ def _bytes(measured: Mapping[int, int | None], size: int) -> int | None:
         return known[low] * size // low
     slope = (known[high] - known[low]) / (high - low)
     return max(0, round(known[low] + slope * (size - low)))
+
+
+MIDDLE_FROM = 8  # times the smallest size: the largest one from which a third is measured
+
+
+def measured_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Which of the sizes to measure: the ends, and one in the middle where they are far apart."""
+    ordered = sorted(set(sizes))
+    if len(ordered) <= 2:
+        return tuple(ordered)
+    low, high = ordered[0], ordered[-1]
+    ends = (low, high)
+    if high < MIDDLE_FROM * low:
+        return ends
+    middle = (low * high) ** 0.5
+    return (low, min(ordered[1:-1], key=lambda size: abs(size / middle - middle / size)), high)
+
+
+class Sizes:
+    """The graph with costs of one microbatch, at every size of a search.
+
+    Args:
+        costs, device_kind: as for `profile`; only measured ones are fitted.
+        sizes: microbatch sizes that will be asked for; others are fitted as well.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        model: nn.Module | None,
+        sizes: Sequence[int],
+        *,
+        costs: Any = "measured",
+        device_kind: str = "cpu",
+        progress: Progress | None = None,
+        say: Say | None = None,
+    ) -> None:
+        self._graph, self._model, self._costs = graph, model, costs
+        self._device_kind = device_kind
+        self._progress = progress
+        self._say = say or (lambda _: None)
+        self._profiles: list[Profile] = []
+        self._wanted = measured_sizes(sizes)
+        others = sorted(set(sizes) - set(self._wanted))
+        if costs == "measured" and others:
+            self._say(
+                f"costs at microbatch sizes {', '.join(map(str, others))} follow from those "
+                f"measured at {', '.join(map(str, self._wanted))}: alpha + beta x work for each "
+                "kind of op"
+            )
+
+    def at(self, size: int) -> OpGraph:
+        """The graph with costs at this size.  Raises what `profile` raises."""
+        if self._costs != "measured":
+            return profile(
+                self._graph, self._model, microbatch_size=size, costs=self._costs,
+                device_kind=self._device_kind, progress=self._progress, say=self._say,
+            )  # fmt: skip
+        if not self._profiles:
+            self._profiles = [
+                recalled(
+                    self._graph, self._model, microbatch_size=one,
+                    progress=self._progress, say=self._say,
+                )
+                for one in self._wanted
+            ]  # fmt: skip
+        for known in self._profiles:
+            if known.microbatch_size == size:
+                return apply(self._graph, known)
+        return apply(self._graph, fitted(self._graph, self._profiles, size))

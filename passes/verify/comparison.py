@@ -1,8 +1,8 @@
-"""Stages against eager with the whole model in memory: step after step, both modes."""
+"""Stages against eager with the model in memory: step after step, both modes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,28 +11,29 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.codegen.body import copied_buffers
 from pdcompile.passes.stages.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.untouched import untouched
-from pdcompile.passes.verify.differences import differences
 from pdcompile.passes.verify.locate import located
-from pdcompile.passes.verify.report import Compared, Difference
-from pdcompile.passes.verify.runs import (
+from pdcompile.passes.verify.step_runs import (
     ModelFails,
-    Outcome,
-    autocast,
+    StepResult,
+    advance,
     eager,
     needs_gradients,
-    outcome_of,
+    own_weights,
+    result_of,
     stages,
 )
-from pdcompile.passes.verify.steps import advance, own_weights
+from pdcompile.passes.verify.verification import Compared, Difference, differences
 from pdcompile.plan import Plan
 
 
@@ -76,7 +77,7 @@ class Comparison:
                     break  # further inputs may be made up, and not such as the model takes
                 done += 1
                 if graph and not self.found and not self.rounded:
-                    with autocast(self.plan):
+                    with autocast_region(self.plan.training.autocast):
                         compare(self.model, self.capture, call, follow_batch(call, self.layout))
                 if self.found or step + 1 == len(calls):
                     break
@@ -93,7 +94,7 @@ class Comparison:
             made.append(Chain(graph, crossing, self.plan.tied, self.sources, self.model, seed))
         return made
 
-    def _step(self, chain: Chain, call: FlatCall, step: int) -> Outcome:
+    def _step(self, chain: Chain, call: FlatCall, step: int) -> StepResult:
         graph = chain.graph
         try:
             expected, got = self._both(chain, call, step, gradients=graph.training)
@@ -107,18 +108,18 @@ class Comparison:
 
     def _both(
         self, chain: Chain, call: FlatCall, step: int, *, gradients: bool
-    ) -> tuple[Outcome, Outcome]:
+    ) -> tuple[StepResult, StepResult]:
         """What the model and what the stages do; with `gradients` the model records autograd."""
         graph = chain.graph
         alone = partial(eager, self.model, graph, call, self.loss_fn, self.plan, step)
         chain.begin(step)
         with preserved_rng(self.device), untouched(self.model, graph.training):
-            expected = outcome_of(self.model, graph, alone, gradients=gradients)
-            return expected, outcome_of(self.model, graph, partial(stages, chain, call, self.plan))
+            expected = result_of(self.model, graph, alone, gradients=gradients)
+            return expected, result_of(self.model, graph, partial(stages, chain, call, self.plan))
 
     def _with_gradients(
         self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
-    ) -> tuple[Outcome, Outcome]:
+    ) -> tuple[StepResult, StepResult]:
         """Evaluation of a model that cannot be evaluated under no_grad, where `failed` was raised.
 
         Stages record what forward differentiates, in evaluation too; a module that is kept whole
@@ -136,8 +137,8 @@ class Comparison:
         chain: Chain,
         call: FlatCall,
         step: int,
-        expected: Outcome,
-        got: Outcome,
+        expected: StepResult,
+        got: StepResult,
     ) -> list[Difference]:
         graph = chain.graph
         home = {
@@ -168,7 +169,7 @@ class Comparison:
             return located(found, expected, self.model, self.plan, chain, call, own, step)
 
 
-def _counted(graph: OpGraph, expected: Outcome, step: int, samples: int) -> Compared:
+def _counted(graph: OpGraph, expected: StepResult, step: int, samples: int) -> Compared:
     return Compared(
         mode="train" if graph.training else "eval",
         step=step,
@@ -177,3 +178,45 @@ def _counted(graph: OpGraph, expected: Outcome, step: int, samples: int) -> Comp
         gradients=sum(gradient is not None for gradient in expected.gradients.values()),
         buffers=len(expected.buffers),
     )
+
+
+def unlike(found: Sequence[Difference], graph: OpGraph) -> VerifyError:
+    """The error for sources that nobody edited; `graph` is the one of training."""
+    if all(one.what == "gradient" for one in found):
+        cause = _unseen_write(graph)
+        if cause is not None:
+            return cause
+    first = found[0]
+    return VerifyError(
+        f"the generated stages differ from the model: {first}"
+        + (f"; first at {first.first}" if first.first else ""),
+        where=f"stage_{first.stage}.py",
+        remedy="please report this model; verify='off' runs it all the same",
+    )
+
+
+def _unseen_write(graph: OpGraph) -> VerifyError | None:
+    """A write into a buffer through ``.data``, after something used it that may keep it.
+
+    Autograd does not notice: eager's backward computes with what was written later, a stage's
+    with what was used, because in a pipeline further microbatches write before that backward.
+    """
+    aliased = {
+        fqn for op in graph.ops if op.kind == "getattr" and op.target == "data"
+        for fqn in op.attributes
+    }  # fmt: skip
+    for i, op in enumerate(graph.ops):
+        for fqn in sorted(copied_buffers(op, graph) & aliased):
+            later = (other for other in graph.ops[i + 1 :] if fqn in other.buffers_written)
+            write = next(later, None)
+            if write is not None:
+                return VerifyError(
+                    f"forward writes the buffer {fqn!r} through .data after {op.name} "
+                    f"({op.target}, {op.source}) has used it, which autograd does not notice: "
+                    "gradients are then computed with the value that was written later, and no "
+                    "pipeline has that value alone",
+                    where=write.source,
+                    remedy=f"write it before it is used, or use a copy ({fqn}.clone()), whose "
+                    "gradient is that of the value in use",
+                )
+    return None

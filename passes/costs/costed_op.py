@@ -1,4 +1,4 @@
-"""Call: one op as the cost rules see it, with a plain name, operands by role, and sizes in b.
+"""CostedOp: one op as the cost rules see it, with a plain name, operands by role, and sizes in b.
 
 A linear layer may appear as ``torch.nn.functional.linear``, as ``torch._C._nn.linear`` or as a
 ``torch.nn.Linear`` module.  The rules know one name for all of them (`linear`) and ask for
@@ -79,7 +79,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Index:
+class GraphIndex:
     """What the rules look up again and again in one graph; made once a graph."""
 
     graph: OpGraph
@@ -89,7 +89,7 @@ class Index:
     bases: dict[int, Value] = field(default_factory=dict)  # storage -> the first value in it
 
     @staticmethod
-    def of(graph: OpGraph, b: Number) -> Index:
+    def of(graph: OpGraph, b: Number) -> GraphIndex:
         tensors = dict(graph.tensors)
         for info in graph.tensors.values():
             for alias in info.aliases:
@@ -104,7 +104,7 @@ class Index:
         for value in (graph.values[name] for name in made):
             if value.is_tensor:
                 bases.setdefault(value.storage, value)
-        return Index(graph, b, tensors, {k: tuple(v) for k, v in parts.items()}, bases)
+        return GraphIndex(graph, b, tensors, {k: tuple(v) for k, v in parts.items()}, bases)
 
     def size(self, size: Size) -> Number:
         return size.scale * self.b + size.offset if isinstance(size, Affine) else size
@@ -140,11 +140,11 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Call:
+class CostedOp:
     """One op of the indexed graph."""
 
     op: Op
-    index: Index
+    index: GraphIndex
 
     @cached_property
     def name(self) -> str:

@@ -18,19 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, preserved_rng, reseed
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
-from pdcompile.passes.costs import Call, Index
+from pdcompile.passes.costs import CostedOp, GraphIndex
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.clock import timed
-from pdcompile.passes.profile.keys import structural_key
-from pdcompile.passes.profile.store import Entry
+from pdcompile.passes.profile.entries import Entry, structural_key
+from pdcompile.passes.profile.op_bench import timed
 from pdcompile.passes.stages.chain import build
 from pdcompile.passes.untouched import untouched
-from pdcompile.passes.verify.runs import autocast
 from pdcompile.plan import Plan
 
 MIN_RUNS, MAX_RUNS = 3, 30
@@ -93,7 +92,7 @@ def measure_stages(
                 progress(k, len(keys), f"stage {k}")
             bench = _Bench(
                 cls, interface, tensors.__getitem__, model, gradient, leaves, device,
-                partial(autocast, plan),
+                partial(autocast_region, plan.training.autocast),
             )  # fmt: skip
             arguments = bench.arguments(values)
             key = keys[k]
@@ -114,9 +113,11 @@ def _detached(value: Any) -> Any:
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
     """Equal for stages that run equal ops in the same order."""
-    index = Index.of(graph, microbatch_size)
+    index = GraphIndex.of(graph, microbatch_size)
     mine = set(plan.stages[stage].ops)
-    keys = [structural_key(Call(op, index), microbatch_size) for op in graph.ops if op.name in mine]
+    keys = [
+        structural_key(CostedOp(op, index), microbatch_size) for op in graph.ops if op.name in mine
+    ]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompile.passes.costs.call import Call, Operand
-from pdcompile.passes.costs.live import LiveStorages
+from pdcompile.passes.costs.costed_op import CostedOp, Operand
+from pdcompile.passes.costs.live_storages import LiveStorages
 from pdcompile.passes.costs.saved import saved
 from pdcompile.passes.costs.workspaces import workspace
 
@@ -36,7 +36,7 @@ class Role:
     workspace_bytes: int = 0
 
 
-def by_rule(call: Call) -> Role:
+def by_rule(call: CostedOp) -> Role:
     """From what is known of the op's derivative."""
     rule = saved(call)
     kept = {operand.name for operand in rule.operands}
@@ -47,7 +47,9 @@ def by_rule(call: Call) -> Role:
     )
 
 
-def by_running(call: Call, build: Callable[[], nn.Module], at: Callable[[int], Call]) -> Role:
+def by_running(
+    call: CostedOp, build: Callable[[], nn.Module], at: Callable[[int], CostedOp]
+) -> Role:
     """A recurrent layer's, from real runs on zeros; bytes are affine in the batch.
 
     Args:
@@ -73,12 +75,12 @@ def by_running(call: Call, build: Callable[[], nn.Module], at: Callable[[int], C
     )
 
 
-def _paged(call: Call) -> int:
+def _paged(call: CostedOp) -> int:
     found = workspace(call)
     return int(found.bytes) if found else 0
 
 
-def _run(call: Call, module: nn.Module) -> Role:
+def _run(call: CostedOp, module: nn.Module) -> Role:
     given = [_zeros(one) for one in call.inputs if not one.held]
     names = [one.name for one in call.inputs if not one.held]
     weights = list(module.parameters())
@@ -173,7 +175,7 @@ def _empty(operand: Operand, device: torch.device) -> Tensor:
     return made.permute([order.index(dim) for dim in range(len(order))])
 
 
-def play(call: Call, role: Role, tensors: Sequence[Tensor]) -> Any:
+def play(call: CostedOp, role: Role, tensors: Sequence[Tensor]) -> Any:
     """What the op returns: a tensor, or a dict in a container's place, by key.
 
     Args:
@@ -183,7 +185,7 @@ def play(call: Call, role: Role, tensors: Sequence[Tensor]) -> Any:
     return _arranged(call, call.op.name, results)
 
 
-def _arranged(call: Call, name: str, results: Any) -> Any:
+def _arranged(call: CostedOp, name: str, results: Any) -> Any:
     index = call.index
     if index.graph.values[name].is_tensor:
         return next(results)

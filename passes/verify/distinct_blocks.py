@@ -28,15 +28,15 @@ from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stag
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import module_calls
 from pdcompile.passes.verify.one_block import Given, compare_block
-from pdcompile.passes.verify.report import Compared, Difference, Verification
-from pdcompile.passes.verify.runs import copied_leaves
+from pdcompile.passes.verify.step_runs import copied_leaves
+from pdcompile.passes.verify.verification import Compared, Difference, Verification
 from pdcompile.plan import Plan
 
 COPIES = 4  # of a block's weights: the made-up ones, those that run, and gradients of two sides
 
 
 @dataclass(slots=True)
-class Found:
+class BlockUse:
     """A block class of the generated sources: where it is used, and one use to compare."""
 
     kind: str  # the model's class
@@ -150,7 +150,7 @@ def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[CodeLay
         yield divide(capture, ops[0], ops[1], (wanted[0], wanted[1]), names[k], root)
 
 
-def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[Found]:
+def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:
     """One for each class text, in the order of the model; a block of a class that the model has
     once gives way to repeated ones in it."""
     uses: list[tuple[Hashable, int, BlockCall | None, BlockCall | None]] = []
@@ -165,7 +165,7 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout])
             counts[key] = counts.get(key, 0) + 1
             uses.append((key, k, trains.get(path), evals.get(path)))
     repeated = {(k, _path(t, e)) for key, k, t, e in uses if counts[key] > 1}
-    found: dict[Hashable, Found] = {}
+    found: dict[Hashable, BlockUse] = {}
     taken: list[tuple[int, str]] = []
     for key, k, train, evaluation in sorted(uses, key=lambda use: _path(*use[2:]).count(".")):
         path = _path(train, evaluation)
@@ -176,7 +176,7 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout])
         if inner and counts[key] == 1 and len(_of_class(capture, kind)) == 1:
             continue
         taken.append((k, path))
-        found.setdefault(key, Found(kind, k, train, evaluation)).paths.append(path)
+        found.setdefault(key, BlockUse(kind, k, train, evaluation)).paths.append(path)
     return list(found.values())
 
 
@@ -240,11 +240,11 @@ def _of_class(capture: Capture, kind: str) -> list[str]:
     return [path for path in classes if _class_of(capture, path) == kind]
 
 
-def _kinds(found: Sequence[Found]) -> list[Found]:
+def _kinds(found: Sequence[BlockUse]) -> list[BlockUse]:
     return list({one.kind: one for one in found}.values())
 
 
-def _count(kind: str, done: Sequence[Found], capture: Capture) -> str:
+def _count(kind: str, done: Sequence[BlockUse], capture: Capture) -> str:
     """'32 of 32 DecoderLayer as 1 distinct block'."""
     mine = [one for one in done if one.kind == kind]
     count = sum(len(one.paths) for one in mine)
@@ -253,7 +253,7 @@ def _count(kind: str, done: Sequence[Found], capture: Capture) -> str:
     return f"{count} of {every} {kind} as {blocks}"
 
 
-def _left_out(found: Sequence[Found]) -> list[str]:
+def _left_out(found: Sequence[BlockUse]) -> list[str]:
     return [
         f"{len(one.paths)} {one.kind} ({one.path}): {one.reason}" for one in found if one.reason
     ]

@@ -1,0 +1,214 @@
+"""From operations and bytes to seconds: a roofline with a price for every call, by device kind.
+
+Device kinds are those that a cluster may name, for planning without the hardware.  Peak rates are
+those of the makers' data sheets, dense, in units of 1e12 operations a second: float32 without
+tensor cores (what torch does unless told otherwise), half precision with them.  What kernels
+reach of a peak is an assumption, and the same for every kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+from time import perf_counter
+
+from pdcompile.cluster import Cluster
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
+from pdcompile.passes.costs.flops import forward_flops, is_product
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The reference device (speed 1): peak, memory bandwidth, and seconds a call costs.
+
+    `flops_per_second` is that of float32; `by_dtype` lists dtypes that are faster or slower.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    call_seconds: float
+    by_dtype: tuple[tuple[str, float], ...] = ()
+
+    def of(self, dtype: str) -> Machine:
+        """The machine for ops that compute in a dtype."""
+        rate = dict(self.by_dtype).get(dtype)
+        return self if rate is None else replace(self, flops_per_second=rate, by_dtype=())
+
+    def seconds(self, flops: float, moved_bytes: float, calls: int = 1) -> float:
+        """Time of `calls` kernels that do `flops` and move `moved_bytes` between them.
+
+        The terms are added, not maximised: on a CPU arithmetic and cache misses hide each other
+        only in part, and a sum ranks ops the same way.
+        """
+        arithmetic = flops / self.flops_per_second
+        return arithmetic + moved_bytes / self.bytes_per_second + calls * self.call_seconds
+
+
+# One core of a server CPU: 8 fused multiply-adds of fp32 a cycle at 3 GHz, one memory channel's
+# share, and what PyTorch needs to dispatch a call with autograd on.
+REFERENCE = Machine(flops_per_second=50e9, bytes_per_second=10e9, call_seconds=5e-6)
+
+
+@cache
+def calibrate(budget_seconds: float = 0.05) -> Machine:
+    """Measure a matrix product, a copy and a tiny addition on this machine's CPU.
+
+    Takes about `budget_seconds` and draws no random numbers.  The result is kept for the life
+    of the process, so that one compilation compares all ops with one machine.
+    """
+    import torch
+
+    with torch.no_grad():
+        n = 256
+        square, out = torch.ones(n, n), torch.empty(n, n)
+        product = _typical(lambda: torch.mm(square, square, out=out), budget_seconds / 3)
+        source, target = torch.ones(1 << 20), torch.empty(1 << 20)
+        copy = _typical(lambda: target.copy_(source), budget_seconds / 3)
+        tiny = torch.ones(8)
+        call = _typical(lambda: torch.add(tiny, tiny), budget_seconds / 3)
+    return Machine(
+        flops_per_second=2 * n**3 / max(product - call, product / 2),
+        bytes_per_second=2 * source.nbytes / max(copy - call, copy / 2),
+        call_seconds=call,
+    )
+
+
+def _typical(run: Callable[[], object], budget_seconds: float) -> float:
+    run()
+    times: list[float] = []
+    end = perf_counter() + budget_seconds
+    while not times or (perf_counter() < end and len(times) < 1000):
+        began = perf_counter()
+        run()
+        times.append(perf_counter() - began)
+    return median(times)
+
+
+_READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))
+
+
+def seconds(call: CostedOp, machine: Machine) -> tuple[float, float]:
+    """Forward and backward seconds of one op by the roofline."""
+    if call.is_view:
+        return 0.0, 0.0
+    machine = machine.of(call.out.dtype)
+    flops = forward_flops(call)
+    read = sum(operand.bytes for operand in call.inputs)
+    written = sum(output.bytes for output in call.outputs)
+    if call.name in _READS_ROWS:
+        read = written  # only the rows that are looked up
+    forward = machine.seconds(flops, read + written)
+    if not call.differentiated:
+        return forward, 0.0
+    factors = sum(operand.requires_grad for operand in call.inputs[:2]) or 1
+    if call.name == "scaleddotproductattention":
+        times = 2.5  # five products to the forward's two: it computes the scores again
+    elif is_product(call):
+        times = float(factors)
+    else:
+        times = 1.0
+    gradients = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
+    backward = machine.seconds(times * flops, read + written + gradients, calls=max(factors, 1))
+    return forward, backward
+
+
+TERA, GIGA = 1e12, 1e9
+REACHED_FLOPS = 0.6  # of the peak, by large products of matrices
+REACHED_BANDWIDTH = 0.8  # by element-wise kernels on large tensors
+LAUNCH_SECONDS = 5e-6  # from one short kernel to the next, launched one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A device by its data sheet; a rate of 0: the device computes that dtype as float32."""
+
+    float32_tera: float
+    float16_tera: float
+    bfloat16_tera: float
+    float64_tera: float
+    memory_gigabytes_per_second: float
+
+    def machine(self) -> Machine:
+        """The roofline of what kernels reach."""
+        rates = {
+            "float16": self.float16_tera,
+            "bfloat16": self.bfloat16_tera,
+            "float64": self.float64_tera,
+        }
+        return Machine(
+            flops_per_second=self.float32_tera * TERA * REACHED_FLOPS,
+            bytes_per_second=self.memory_gigabytes_per_second * GIGA * REACHED_BANDWIDTH,
+            call_seconds=LAUNCH_SECONDS,
+            by_dtype=tuple(
+                (dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates.items() if tera
+            ),
+        )
+
+
+SHEETS = {  # float32, float16, bfloat16, float64; memory
+    "v100": Sheet(15.7, 125, 0, 7.8, 900),
+    "t4": Sheet(8.1, 65, 0, 0.25, 320),
+    "a10": Sheet(31.2, 125, 125, 0.49, 600),
+    "l4": Sheet(30.3, 121, 121, 0.47, 300),
+    "l40s": Sheet(91.6, 362, 362, 1.4, 864),
+    "rtx-3090": Sheet(35.6, 71, 71, 0.56, 936),
+    "rtx-4090": Sheet(82.6, 165, 165, 1.3, 1008),
+    "a100-40": Sheet(19.5, 312, 312, 9.7, 1555),
+    "a100-80": Sheet(19.5, 312, 312, 9.7, 2039),
+    "h100": Sheet(67, 989, 989, 34, 3350),
+    "h200": Sheet(67, 989, 989, 34, 4800),
+}
+KINDS: dict[str, Machine] = {
+    "cpu": REFERENCE,
+    **{kind: sheet.machine() for kind, sheet in SHEETS.items()},
+}
+
+
+def machine_of(kind: str) -> Machine | None:
+    """The machine of a device kind, None for a kind that is in no table."""
+    return KINDS.get(kind.strip().lower())
+
+
+def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
+    """The cluster with speeds relative to its first device's kind, which estimates are for.
+
+    Speeds that the cluster gives itself are kept.  A note says what was assumed.
+    """
+    kinds = list(dict.fromkeys(device.kind for device in cluster.devices))
+    if kinds == ["cpu"]:
+        return cluster
+    unknown = [kind for kind in kinds if machine_of(kind) is None]
+    if unknown:
+        note = (
+            f"nothing is known of device kind {', '.join(map(repr, unknown))}: costs are "
+            f"estimated for {'one core of a server CPU' if kinds[0] in unknown else kinds[0]}, "
+            f"times each device's speed; known kinds are {', '.join(KINDS)}"
+        )
+        return replace(cluster, notes=(*cluster.notes, note))
+    seconds = {kind: _whole_seconds(graph, kind, microbatch_size) for kind in kinds}
+    note = (
+        f"costs are estimated for {kinds[0]} from its data sheet: {100 * REACHED_FLOPS:.0f} % of "
+        f"the peak, {100 * REACHED_BANDWIDTH:.0f} % of the memory's bandwidth, "
+        f"{LAUNCH_SECONDS * 1e6:.0f} us a kernel"
+    )
+    if len(kinds) > 1:
+        own = any(device.speed != 1.0 for device in cluster.devices)
+        speed = {kind: seconds[kinds[0]] / max(s, 1e-300) for kind, s in seconds.items()}
+        if own:
+            note += "; other kinds by the speeds that the cluster gives"
+        else:
+            devices = tuple(replace(device, speed=speed[device.kind]) for device in cluster.devices)
+            cluster = replace(cluster, devices=devices)
+            others = ", ".join(f"{kind} {speed[kind]:.2f}" for kind in kinds[1:])
+            note += f"; speeds for this model, relative to it: {others}"
+    return replace(cluster, notes=(*cluster.notes, note))
+
+
+def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:
+    machine = machine_of(kind) or REFERENCE
+    index = GraphIndex.of(graph, microbatch_size)
+    return math.fsum(sum(seconds(CostedOp(op, index), machine)) for op in graph.ops)

@@ -1,0 +1,294 @@
+"""One step of the model in plain PyTorch and one of the stages, on the same tensors.
+
+Steps follow each other on different inputs, with an update in between, as far as memory allows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, output_leaves, resize
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.randomness import DrawScope
+from pdcompile.errors import PdcompileError, VerifyError
+from pdcompile.ir.graph import OpGraph, Ref, leaves
+from pdcompile.passes.costs import estimate
+from pdcompile.passes.stages.chain import Chain
+from pdcompile.passes.trace.facts import source_of_traceback
+from pdcompile.passes.untouched import same_buffers, write_buffers
+from pdcompile.passes.verify.watch import line_of_traceback
+from pdcompile.plan import Plan
+
+Values: TypeAlias = dict[str, torch.Tensor]
+Loss: TypeAlias = torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Everything that one step of one mode leaves behind, copied."""
+
+    outputs: Values
+    loss: Loss
+    gradients: dict[str, torch.Tensor | None]
+    buffers: Values
+
+
+def result_of(
+    model: nn.Module,
+    graph: OpGraph,
+    call: Callable[[], tuple[Values, Loss]],
+    *,
+    gradients: bool | None = None,
+) -> StepResult:
+    """Call from the state that the model is in now, and put its buffers back.
+
+    With `gradients` (None: as the graph's mode has it) autograd records the call.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.zero_grad(set_to_none=True)
+
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.detach().clone()
+
+    with same_buffers(model):
+        with torch.set_grad_enabled(graph.training if gradients is None else gradients):
+            outputs, loss = call()
+        outcome = StepResult(
+            outputs={name: value.detach().clone() for name, value in outputs.items()},
+            loss=copied(loss),
+            # Nobody else holds them: the next step makes others.
+            gradients={name: p.grad for name, p in model.named_parameters()},
+            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        )
+        model.zero_grad(set_to_none=True)
+    write_buffers(model, buffers)
+    return outcome
+
+
+def eager(
+    model: nn.Module,
+    graph: OpGraph,
+    flat: FlatCall,
+    loss_fn: Callable[..., Any] | None,
+    plan: Plan,
+    minibatch: int = 0,
+) -> tuple[Values, Loss]:
+    """The model itself: outputs by value name and the loss, gradients left in ``.grad``.
+
+    Raises VerifyError, with the user's line, when the model itself fails.
+    """
+    args, kwargs, target = flat.unflatten(copied_leaves(flat))
+    with DrawScope(model, plan.training.seed, minibatch, 0) as scope:
+        with autocast_region(plan.training.autocast), _model_runs():
+            output = model(*args, **kwargs)
+        named = {
+            place.name: leaf
+            for place, leaf in zip(leaves(graph.output), output_leaves(output), strict=True)
+            if isinstance(place, Ref)
+        }
+        loss = named.get(graph.loss or "")
+        if loss_fn is not None:
+            with scope.loss(), autocast_region(plan.training.autocast):
+                loss = loss_fn(output, target)
+        if graph.training and loss is not None and loss.requires_grad:
+            try:
+                scope.backward(loss)
+            except RuntimeError as error:
+                raise VerifyError(
+                    f"the model's own backward fails without pdcompile: {error}",
+                    where=f"{type(model).__module__}.{type(model).__qualname__}",
+                    remedy="run loss.backward() on the model itself and mend it first",
+                ) from error
+    return named, loss
+
+
+class ModelFails(VerifyError):
+    """The model itself raises, without pdcompile."""
+
+
+@contextmanager
+def _model_runs() -> Iterator[None]:
+    """Raises failures of the user's code as ModelFails, with the user's line."""
+    try:
+        yield
+    except PdcompileError:
+        raise
+    except Exception as error:
+        raise ModelFails(
+            f"the model itself fails on these inputs: {_said(error)}",
+            where=source_of_traceback(error),
+            remedy="run the model once without pdcompile",
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def needs_gradients(failed: ModelFails) -> ModelFails:
+    """What it means that the model can be evaluated with autograd alone."""
+    said = _said(failed.__cause__) if failed.__cause__ is not None else failed.message
+    return ModelFails(
+        f"evaluation runs under torch.no_grad(), where the model fails: {said}",
+        where=failed.where,
+        remedy="in forward, put torch.enable_grad() around what is differentiated, and "
+        "requires_grad_() on what it is differentiated by",
+    )
+
+
+def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
+    """The same by the generated stages.  Raises VerifyError, naming the stage that fails."""
+    try:
+        with autocast_region(plan.training.autocast):
+            outputs, loss = chain.forward(copied_leaves(flat))
+        if chain.graph.training and loss is not None:
+            chain.backward(loss)
+    except PdcompileError:
+        raise
+    except Exception as error:
+        mode = "training" if chain.graph.training else "evaluation"
+        raise VerifyError(
+            f"stage {chain.running} raises in {mode}, where the model does not: {_said(error)}",
+            where=line_of_traceback(error) or f"stage_{chain.running}.py",
+            remedy="undo the last edit of the stage's file"
+            if f"stage_{chain.running}.py" in chain.edited
+            else "please report this model: stages have to do what it does",
+        ) from error
+    return outputs, loss
+
+
+def copied_leaves(flat: FlatCall) -> dict[str, Any]:
+    """The leaves of a call, tensors copied: a model may write into its inputs."""
+    return {
+        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in flat.leaves.items()
+    }
+
+
+STEP = 0.01  # of a parameter's size, so that weights change visibly in any dtype
+LARGE_FLOPS = 2e9  # of one forward: beyond, a second step is what a user would wait for
+
+
+def is_large(graph: OpGraph) -> bool:
+    """Whether one forward takes so long that compile compares one step only."""
+    costs = estimate(graph, microbatch_size=graph.batch_size)
+    return sum(cost.flops for cost in costs) > LARGE_FLOPS
+
+
+def calls(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
+    """The inputs of each step: the first microbatch, then others.
+
+    The second is the last microbatch of the minibatch with the size that it has; where there is
+    one microbatch only, the same samples in another order, or for a single sample the same
+    numbers in another order.  So all values are such as the model knows.
+    """
+    size = graph.batch_size
+    found = [resize(flat, layout, size)]
+    if count > 1:
+        found.append(_other(flat, layout, graph))
+    return found
+
+
+def _other(flat: FlatCall, layout: BatchLayout, graph: OpGraph) -> FlatCall:
+    size, rows = graph.batch_size, layout.size
+    if layout.splits and rows > size:
+        last = microbatch_sizes(rows, -(-rows // size))[-1]
+        if not graph.sizes.holds(last):
+            last = size
+        return resize(_rolled(flat, layout, last), layout, last)
+    if layout.splits and rows > 1:
+        return resize(_rolled(flat, layout, max(rows // 2, 1)), layout, size)
+    leaves = {
+        path: _reordered(leaf) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in flat.leaves.items()
+    }
+    return resize(FlatCall(leaves, flat.spec), layout, size)
+
+
+def _rolled(flat: FlatCall, layout: BatchLayout, rows: int) -> FlatCall:
+    """The minibatch with its last rows first."""
+    leaves = {}
+    for path, leaf in flat.leaves.items():
+        dim = layout.dims[path]
+        leaves[path] = leaf if dim is None else _kept_layout(leaf, leaf.detach().roll(rows, dim))
+    return FlatCall(leaves, flat.spec)
+
+
+def _reordered(leaf: Tensor) -> Tensor:
+    """The same numbers back to front along the last dimension."""
+    return leaf if leaf.ndim == 0 else _kept_layout(leaf, leaf.detach().flip(-1))
+
+
+def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
+    made = torch.empty_like(like, requires_grad=False).copy_(values)
+    return made.requires_grad_(like.requires_grad)
+
+
+@contextmanager
+def own_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be given other data and buffers other values; afterwards the model
+    has its own again.  The original memory of the parameters is never written."""
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for parameter, original in data:
+            parameter.data = original
+        write_buffers(model, buffers)
+
+
+def advance(
+    model: nn.Module, gradients: Mapping[str, Tensor | None], buffers: Mapping[str, Tensor]
+) -> None:
+    """What a training step leaves: buffers as written, parameters one step down the gradient.
+
+    The step is about a hundredth of each parameter, so that a weight that a stage read once and
+    kept is noticed in the next step.
+    """
+    write_buffers(model, buffers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(name)
+            if gradient is None or gradient.layout != torch.strided or gradient.numel() == 0:
+                continue
+            size = parameter.data.abs().mean().clamp(min=1e-3) / gradient.abs().mean()
+            if bool(torch.isfinite(size)) and float(size) > 0:
+                parameter.data = parameter.data - gradient * (STEP * size).to(gradient.dtype)
+
+
+SHARE = 0.5  # of the free memory, for a comparison
+
+
+def room() -> int:
+    """Bytes that a comparison may take: half of what is free."""
+    return int(SHARE * _free())
+
+
+def fits(model: nn.Module, graph: OpGraph) -> bool:
+    """Whether gradients of eager and stages, updated weights, and both sides' activations fit."""
+    tensors = (*model.parameters(), *model.buffers())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    costs = estimate(graph, microbatch_size=graph.batch_size)
+    return 3 * weights + 2 * sum(cost.saved_bytes for cost in costs) <= room()
+
+
+def _free() -> int:
+    """Free memory of this machine, or of the container where that is less."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)
