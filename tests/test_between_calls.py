@@ -101,8 +101,17 @@ def test_a_module_that_was_frozen_by_its_mode_stays_so() -> None:
 CASES = [("1f1b", True), ("2bw", True), ("2bw", False)]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("schedule", "flush"), CASES, ids=["1f1b", "2bw", "2bw in flight"])
+@pytest.mark.parametrize(
+    ("schedule", "flush", "tied"),
+    [
+        pytest.param("1f1b", True, False, id="1f1b-untied", marks=pytest.mark.slow),
+        pytest.param("1f1b", True, True, id="1f1b-tied"),
+        pytest.param("2bw", True, False, id="2bw-untied"),
+        pytest.param("2bw", True, True, id="2bw-tied", marks=pytest.mark.slow),
+        pytest.param("2bw", False, False, id="2bw in flight-untied"),
+        pytest.param("2bw", False, True, id="2bw in flight-tied"),
+    ],
+)
 @pytest.mark.parametrize("change", CHANGES, ids=[change.text for change in CHANGES])
 def test_a_change_in_one_process(change: Change, schedule: str, flush: bool, tied: bool) -> None:
     expected = change.outcome(in_flight=not flush, several_ranks=False, tied=tied)

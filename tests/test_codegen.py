@@ -7,6 +7,7 @@ import difflib
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ from tests.helpers.generated import captured, check, mean_square
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def small_gpt(positions, **options):
+@cache
+def captured_gpt(**options):
     model = models.gpt(**options)
     inputs, target = models.batch_for(model, 4)
-    _, _, found = captured(model, inputs, target, models.token_loss)
+    return model, captured(model, inputs, target, models.token_loss)[2]
+
+
+def small_gpt(positions, **options):
+    model, found = captured_gpt(**options)
     plan = cut(found, positions)
     return model, found, plan, generate(found, plan)
 
@@ -90,7 +96,10 @@ def test_tied_weights_on_one_stage_are_one_parameter():
     assert stage.lm_head.weight is stage.wte.weight
 
 
-@pytest.mark.parametrize("positions", [[], [4], [4, 6]])
+@pytest.mark.parametrize(
+    "positions", [[4], pytest.param([], marks=pytest.mark.slow),
+                  pytest.param([4, 6], marks=pytest.mark.slow)]
+)  # fmt: skip
 def test_pipeline_py_runs_alone(tmp_path, positions):
     model = models.convnet()
     inputs, target = models.batch_for(model, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -290,17 +292,25 @@ CASES = {
 }  # fmt: skip
 
 
+@cache
+def captured_case(name):
+    """Captured once for all cuts."""
+    build, inputs, target, loss_fn, _ = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    return model, *captured(model, inputs, target, loss_fn)
+
+
 @pytest.mark.parametrize(
     ("name", "position"),
     [(name, position) for name, case in CASES.items() for position in [None, *case[-1]]],
 )
 def test_stages_of_awkward_models_equal_eager(name, position):
-    build, inputs, target, loss_fn, _ = CASES[name]
-    torch.manual_seed(0)
-    model = build()
-    positions = [] if position is None else [position]
-    sources, report = check(model, inputs, positions, target, loss_fn)
-    assert report.differences == ()
+    loss_fn = CASES[name][3]
+    model, flat, layout, found = captured_case(name)
+    plan = cut(found, [] if position is None else [position])
+    sources = generate(found, plan)
+    assert verify(found, plan, sources, model, flat, layout, loss_fn).differences == ()
     found = {key for cls in stage_classes(sources) for key in cls().state_dict()}
     assert found == set(model.state_dict())
     for text in sources.files.values():

@@ -71,10 +71,15 @@ def assert_harmless(sources, model, tmp_path, monkeypatch):
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
-def test_hostile_names_are_names(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "names",
+    [HOSTILE[i::5] for i in range(5)]
+    + [pytest.param([name], marks=pytest.mark.slow) for name in HOSTILE],
+    ids=ascii,
+)
+def test_hostile_names_are_names(names, tmp_path, monkeypatch):
     torch.manual_seed(0)
-    model = Named([name])
+    model = Named(names)
     sources, _ = check(model, torch.randn(2, 3), [2], torch.randn(2, 3), mean_square)
     assert_harmless(sources, model, tmp_path, monkeypatch)
     for file, text in sources.files.items():
@@ -90,7 +95,7 @@ def test_all_hostile_names_at_once(tmp_path, monkeypatch):
     assert_harmless(sources, model, tmp_path, monkeypatch)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.text(min_size=1, max_size=20).filter(lambda n: "." not in n))
 def test_any_name_is_a_name(name):
     if hasattr(nn.Module(), name):

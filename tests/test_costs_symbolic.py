@@ -83,7 +83,7 @@ def hold(
 
 
 def test_a_transformer_has_closed_forms_in_b_and_s() -> None:
-    model = models.gpt()
+    model = models.gpt(layers=1)
     loss_fn = models.loss_for(model)
     ids, target = models.batch_for(model, 4)
     length = ids.shape[1]

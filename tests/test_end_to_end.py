@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from tests.helpers import models
+from tests.helpers.captures import capture_once
 
 Build = Callable[[], nn.Module]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -25,6 +26,11 @@ BUILDERS: dict[str, Build] = {
     "convnet": models.convnet,
     "unet": models.unet,
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
 
 
 def pair(build: Build) -> tuple[nn.Module, nn.Module]:
@@ -70,6 +76,7 @@ def compare_training(
     clip: float | None = None,
     schedule_lr: bool = False,
     flush_at: int | None = None,
+    verify: str = "off",  # training itself compares what stages compute
 ) -> None:
     model, twin = pair(build)
     batches = batches_for(model, sizes)
@@ -80,7 +87,8 @@ def compare_training(
         "microbatches": microbatches,
         "max_grad_norm": clip,
     }
-    with pdcompile.compile(model, costs="estimated", stages=stages, **common) as pipe:
+    given = {"costs": "estimated", "stages": stages, "verify": verify}
+    with pdcompile.compile(model, **given, **common) as pipe:
         ours = train(pipe, batches, schedule_lr=schedule_lr, flush_at=flush_at)
         state = pipe.full_state_dict()
     expected = pdcompile.reference(twin, **common)
@@ -100,7 +108,7 @@ def test_flush_schedules_train_as_gradient_accumulation(
 
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_flush_schedule_with_clipping(name: str) -> None:
-    compare_training(BUILDERS[name], "1f1b", 3, sizes=[8, 8], clip=0.1)
+    compare_training(BUILDERS[name], "1f1b", 3, sizes=[8, 8], clip=0.1, verify="auto")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import models
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import Run, processes, torchrun
 
 # Each rank trains through the pipeline; rank 0 then trains the reference on the same minibatches.
 TRAIN = """
@@ -58,10 +58,7 @@ TRAIN = """
 """
 
 
-def assert_equal(
-    tmp_path: Path, num_ranks: int, name: str, schedule: str, clip: str, sizes: str
-) -> None:
-    run = torchrun(TRAIN, num_ranks, tmp_path, name, schedule, clip, sizes)
+def assert_equal(run: Run, num_ranks: int) -> None:
     assert run.code == 0, str(run)
     assert run.output.count("losses equal") == num_ranks, str(run)
     assert "state equal" in run.output, str(run)
@@ -73,14 +70,15 @@ def assert_equal(
     ("schedule", "clip"), [("gpipe", "0"), ("1f1b", "0.1"), ("2bw", "0"), ("2bw", "0.1")]
 )
 def test_two_ranks(tmp_path: Path, name: str, schedule: str, clip: str) -> None:
-    assert_equal(tmp_path, 2, name, schedule, clip, "8,8,3,8,8,8,8")
+    assert_equal(processes(TRAIN, 2, tmp_path, name, schedule, clip, "8,8,3,8,8,8,8"), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "name"), [(3, "unet"), (4, "gpt"), (3, "gpt-dropout")])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_more_ranks(tmp_path: Path, num_ranks: int, name: str, schedule: str) -> None:
-    assert_equal(tmp_path, num_ranks, name, schedule, "0.1", "8,8,3,8,8,8")
+    run = processes(TRAIN, num_ranks, tmp_path, name, schedule, "0.1", "8,8,3,8,8,8")
+    assert_equal(run, num_ranks)
 
 
 GRADIENTS = """
@@ -115,18 +113,18 @@ GRADIENTS = """
 @pytest.mark.parametrize(("name", "schedule"), [("gpt", "1f1b"), ("convnet", "gpipe"),
                                                 ("unet", "1f1b"), ("mlp", "gpipe")])  # fmt: skip
 def test_gradients(tmp_path: Path, name: str, schedule: str, num_ranks: int) -> None:
-    run = torchrun(GRADIENTS, num_ranks, tmp_path, name, schedule)
+    run = processes(GRADIENTS, num_ranks, tmp_path, name, schedule)
     assert run.code == 0, str(run)
     expected = {fqn for fqn, _ in getattr(models, name)().named_parameters()}
     assert set(re.findall(r"<equal (\S+?)>", run.output)) == expected, str(run)
 
 
 def test_a_gpt_with_tied_weights_and_dropout_on_two_ranks(tmp_path: Path) -> None:
-    assert_equal(tmp_path, 2, "gpt-dropout", "2bw", "0.1", "8,8,3,8,8,8")
+    assert_equal(torchrun(TRAIN, 2, tmp_path, "gpt-dropout", "2bw", "0.1", "8,8,3,8,8,8"), 2)
 
 
 def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
-    run = torchrun(
+    run = processes(
         """
         import torch, pdcompile
         from tests.helpers import models
@@ -155,7 +153,7 @@ def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path: Path) -> None:
-    run = torchrun(
+    run = processes(
         """
         import copy, os, torch, pdcompile
         from tests.helpers import models
@@ -180,7 +178,7 @@ def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path:
 
 
 def test_wrong_number_of_processes(tmp_path: Path) -> None:
-    run = torchrun(
+    run = processes(
         """
         import torch, pdcompile
         from tests.helpers import models
@@ -202,7 +200,7 @@ def test_wrong_number_of_processes(tmp_path: Path) -> None:
 
 
 def test_an_error_on_one_rank_reaches_the_other_with_its_cause(tmp_path: Path) -> None:
-    run = torchrun(
+    run = processes(
         """
         import torch, pdcompile
         from tests.helpers import models

@@ -14,6 +14,7 @@ import torch
 
 from pdcompile import load_target
 from pdcompile.batch import example_call, resolve_batch
+from pdcompile.cli import main
 from pdcompile.eager.meta import refuse_mostly_estimated, unverifiable
 from pdcompile.errors import CostError
 from pdcompile.passes.profile import profile
@@ -21,18 +22,6 @@ from pdcompile.passes.trace import capture
 from tests.helpers import models
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
-
-
-def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], int]:
-    """(what `pdcompile plan` gave, the largest resident set of any child so far in bytes)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pdcompile", "plan", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    unit = 1 if sys.platform == "darwin" else 1024
-    return done, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
 
 
 def test_the_example_has_the_published_sizes() -> None:
@@ -43,13 +32,14 @@ def test_the_example_has_the_published_sizes() -> None:
         assert count / 1e9 == pytest.approx(billions, abs=0.1)
 
 
-def test_a_plan_from_shapes_alone_says_what_was_not_verified() -> None:
-    done, _ = run(
-        f"{LLAMA}:build_tiny", "--cluster", "1x2", "--costs", "estimated",
-        "--time-limit", "1", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_a_plan_from_shapes_alone_says_what_was_not_verified(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", f"{LLAMA}:build_tiny", "--cluster", "1x2", "--costs", "estimated",
+              "--time-limit", "1", "--json"])  # fmt: skip
+    assert not stop.value.code
+    found = json.loads(capsys.readouterr().out)
     assert found["verification"]["outputs"] == 0
     assert re.search(r"all \d+ parameters and buffers", found["verification"]["unverified"])
     notes = [note for note in found["plan"]["notes"] if note.startswith("not verified: ")]
@@ -86,11 +76,14 @@ def test_measured_costs_of_what_is_too_large_are_refused_with_the_remedy() -> No
 
 @pytest.mark.slow
 def test_70_billion_parameters_are_planned_in_little_memory() -> None:
-    done, resident = run(
-        f"{LLAMA}:build_70b", "--cluster", "4x8", "--costs", "estimated",
-        "--time-limit", "5", "--json",
-    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "pdcompile", "plan", f"{LLAMA}:build_70b", "--cluster", "4x8",
+        "--costs", "estimated", "--time-limit", "5", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit  # of any child so far
     plan = json.loads(done.stdout)["plan"]
     assert len(plan["stages"]) == 32
     assert sum(stage["parameter_bytes"] for stage in plan["stages"]) == pytest.approx(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pdcompile
+from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import ContractError, TraceError
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.passes.codegen import generate
+from pdcompile.passes.verify import verify
+from tests.helpers import generated
 from tests.helpers.captures import captured, faithful, make, rows
-from tests.helpers.generated import check, mean_square
+from tests.helpers.cuts import cut
+from tests.helpers.generated import mean_square
 
 
 class Router(nn.Module):
@@ -78,11 +84,26 @@ def test_one_op_with_a_warning_that_says_why() -> None:
     assert OpGraph.from_json(graph.to_json()).ops == graph.ops
 
 
-def test_graph_and_stages_equal_eager() -> None:
+@cache
+def verified(position: int) -> Sources:
+    """Stages of one model, cut there and compared with eager."""
+    model, flat, layout, found = captured_routed()
+    plan = cut(found, [position])
+    sources = generate(found, plan)
+    verify(found, plan, sources, model, flat, layout, mean_square)
+    return sources
+
+
+@cache
+def captured_routed() -> tuple[Routed, FlatCall, BatchLayout, Capture]:
     model = routed()
-    faithful(model)
-    for positions in ([1], [7]):
-        check(model, rows(), positions, rows(seed=1), mean_square)
+    return model, *generated.captured(model, rows(), rows(seed=1), mean_square)
+
+
+def test_graph_and_stages_equal_eager() -> None:
+    faithful(routed())
+    verified(1)
+    verified(7)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -108,8 +129,7 @@ def test_trains_as_the_reference(schedule: str) -> None:
 
 
 def test_a_source_alone_says_what_it_needs() -> None:
-    sources, _ = check(routed(), rows(), [1], rows(seed=1), mean_square)
-    text = sources.files["stage_1.py"]
+    text = verified(1).files["stage_1.py"]
     assert "# needs: tests.test_opaque.Router" in text
     namespace: dict[str, Any] = {"__name__": "alone"}
     exec(compile(text, "stage_1.py", "exec"), namespace)

@@ -16,7 +16,7 @@ from pdcompile.errors import InputError
 from pdcompile.position import Position, position_of, with_position
 from pdcompile.reference import reference
 from tests.helpers.changes import Rich, batch
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
 
 
@@ -145,5 +145,5 @@ print(f"rank {rank} goes on")
 
 
 def test_two_ranks_go_on(tmp_path: Path) -> None:
-    run = torchrun(SCRIPT, 2, tmp_path)
+    run = processes(SCRIPT, 2, tmp_path)
     assert run.output.count("goes on") == 2, run

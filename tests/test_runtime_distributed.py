@@ -75,7 +75,7 @@ say("equal")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_train_like_the_reference(tmp_path: Path, num_ranks: int) -> None:
-    run = torchrun(BITWISE, num_ranks, tmp_path)
+    run = processes(BITWISE, num_ranks, tmp_path)
     assert run.code == 0, run
     assert run.output.count("equal") == num_ranks, run
 
@@ -114,7 +114,7 @@ pipe.close()
 
 @pytest.mark.slow
 def test_each_rank_has_its_part_of_the_model(tmp_path: Path) -> None:
-    run = torchrun(OWN_LOOP, 2, tmp_path)
+    run = processes(OWN_LOOP, 2, tmp_path)
     assert run.code == 0, run
     assert "[0] needs ids\n" in run.output, run
     assert "[1] needs target\n" in run.output, run

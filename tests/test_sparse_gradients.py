@@ -17,7 +17,7 @@ from pdcompile.errors import ContractError
 from pdcompile.passes.coarsen.spans import makes_sparse
 from pdcompile.passes.trace import trace
 from pdcompile.runtime.transport.contract import to_bytes
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import processes
 from tests.helpers.pipelines import states_equal
 
 WORDS, WIDTH = 12, 6
@@ -189,6 +189,6 @@ print("equal")
 
 @pytest.mark.slow
 def test_two_ranks_train_like_the_reference(tmp_path: Path) -> None:
-    run = torchrun(RANKS, 2, tmp_path)
+    run = processes(RANKS, 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count("equal") == 2, run

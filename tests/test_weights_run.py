@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile import Cluster, CutBefore
 from pdcompile.errors import ConfigError
-from tests.helpers.launch import ROOT, torchrun
+from tests.helpers.launch import ROOT, processes
 from tests.helpers.llama import batch, llama, on_meta
 
 TRAIN: dict[str, Any] = {
@@ -142,7 +142,7 @@ RANKS = """
 def test_each_rank_reads_its_own_stage_and_no_more(tmp_path: Path, tie: bool) -> None:
     folder = tmp_path / "saved"
     llama(tie=tie).save_pretrained(folder, max_shard_size="20KB")
-    run = torchrun(RANKS, 2, tmp_path, str(folder), "tied" if tie else "apart")
+    run = processes(RANKS, 2, tmp_path, str(folder), "tied" if tie else "apart")
     assert run.code == 0, run
     lines = [line for line in run.output.splitlines() if line.startswith("rank ")]
     named = {tuple(line.split()[1:3]): set(line.split()[3:]) for line in lines if ":" not in line}
@@ -171,7 +171,7 @@ def test_the_example_runs_from_its_function_under_torchrun(tmp_path: Path) -> No
                     "estimated", "--time-limit", "2", "--steps", "2", "--every", "1"]
         main()
     """
-    run = torchrun(script, 2, tmp_path)
+    run = processes(script, 2, tmp_path)
     assert run.code == 0, run
     ranks = [line for line in run.output.splitlines() if line.startswith("step ")]
     assert len(ranks) == 2

@@ -20,7 +20,7 @@ from pdcompile.batch import example_call, output_leaves, resolve_batch
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture, trace
 from pdcompile.passes.trace.fidelity import same as equal
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import processes
 from tests.zoo import check as checking
 from tests.zoo.case import BATCH, build
 from tests.zoo.check import Report, check
@@ -110,7 +110,7 @@ def test_models_of_libraries_between_processes(tmp_path: Path) -> None:
         from tests.zoo.distributed import main
         sys.exit(main({names!r}))
     """
-    run = torchrun(script, 2, tmp_path)
+    run = processes(script, 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count(" tensors, exact") == 2 * len(names)
 

@@ -14,11 +14,11 @@ from pdcompile.options import Options
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.stages import boundaries
-from pdcompile.passes.trace import capture
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.transport.launch import num_ranks
+from tests.helpers.captures import capture_once
 
 
 def by_hand(
@@ -32,7 +32,7 @@ def by_hand(
         layout = resolve_batch(flat, options.batch_dims)
         assert isinstance(options.microbatches, int)
         size = -(-layout.size // options.microbatches)
-        captured = capture(model, flat, layout, options.loss_fn, microbatch_size=size)
+        captured = capture_once(model, flat, layout, options.loss_fn, microbatch_size=size)
         plan = plan_by_hand(captured, stages, options, layout.size)
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))

@@ -1,0 +1,60 @@
+"""Runs scripts in forks of a process that has imported everything: a rank starts at once.
+
+Each line that comes in asks for one run, a JSON list of ranks: {"script", "arguments", "folder",
+"environment", "output"}.  Each line that goes out answers: the process numbers as soon as the
+ranks run, the exit codes when all have ended.  A fork runs its script as the interpreter would: as
+`__main__`, with its own exit code, hooks and last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+# What most ranks need, so that no fork has to read it again.
+from pdcompile import driver, reference  # noqa: F401
+from tests.helpers import models, pipelines  # noqa: F401
+
+
+def rank_to_run() -> dict[str, Any]:
+    """What a fork has to run; the first process stays in here until nobody asks any more."""
+    for line in sys.stdin:
+        started = []
+        for rank in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                return rank
+            started.append(child)
+        print(json.dumps(started), flush=True)
+        # One after the other: how rank 1 ended stays known while rank 0 runs.
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
+        print(json.dumps(codes), flush=True)
+    sys.exit(0)
+
+
+def become(rank: dict[str, Any]) -> None:
+    """Take on the folder, environment, arguments and output of a process of its own."""
+    output = os.open(rank["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for here, there in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(here, there)
+    os.chdir(rank["folder"])
+    os.environ.update(rank["environment"])
+    sys.argv = [rank["script"], *rank["arguments"]]
+    sys.path[0] = os.path.dirname(rank["script"])
+
+
+torch.set_num_threads(1)
+rank = rank_to_run()
+become(rank)
+main = types.ModuleType("__main__")
+main.__file__ = rank["script"]
+sys.modules["__main__"] = main
+with open(rank["script"], encoding="utf-8") as file:
+    code = compile(file.read(), rank["script"], "exec")
+exec(code, main.__dict__)
