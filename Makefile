@@ -49,7 +49,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) $(SELECTION) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SELECTION) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -17,6 +17,14 @@ FEW_EXAMPLES = 25
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given
 
 
+@pytest.fixture
+def one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pdcompile.compile` captures a model of `tests.helpers.models` once for all tests."""
+    from tests.helpers.captures import capture_once  # imports torch, which not all tests need
+
+    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr != "not slow":
         return

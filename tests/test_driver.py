@@ -17,12 +17,8 @@ from pdcompile.options import Options
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.steps import Listener, Steps
 from tests.helpers import models
-from tests.helpers.captures import capture_once
 
-
-@pytest.fixture(autouse=True)
-def _one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 
 def compiled(name: str, **options: Any) -> Any:

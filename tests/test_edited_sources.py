@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import pdcompile
 from pdcompile.errors import SourceError
 from tests.helpers import models
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 
 def compiled(**options: Any) -> Any:
@@ -26,10 +29,17 @@ def losses(pipe: Any, steps: int = 3) -> list[float]:
     return [float(pipe.step(x, target=y).loss) for _ in range(steps)]
 
 
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dumped") / "stages"
+    compiled(verify="off").dump(str(folder))
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    compiled().dump(str(tmp_path / "stages"))
-    return tmp_path / "stages"
+def folder(dumped: Path, tmp_path: Path) -> Path:
+    """Generated source of a test's own."""
+    return Path(shutil.copytree(dumped, tmp_path / "stages"))
 
 
 def test_an_untouched_folder_runs_as_generated(folder: Path) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import pdcompile
 from tests.helpers import models
-from tests.helpers.captures import capture_once
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 Build = Callable[[], nn.Module]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -26,11 +27,6 @@ BUILDERS: dict[str, Build] = {
     "convnet": models.convnet,
     "unet": models.unet,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
 
 
 def pair(build: Build) -> tuple[nn.Module, nn.Module]:

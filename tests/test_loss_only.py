@@ -124,7 +124,7 @@ def test_gradients_and_buffers_are_the_same_with_less_traffic() -> None:
 def test_the_caches_of_a_decoder_are_not_sent() -> None:
     traffic = {}
     for outputs in ("none", "last"):
-        pipe = compiled(llama(layers=1, use_cache=True), outputs)
+        pipe = compiled(llama(use_cache=True), outputs, verify="off")
         pipe.prepare(**batch(0))
         traffic[outputs] = {edge.value: edge.bytes for edge in pipe.plan.edges}
         assert any("outputs too" in note for note in pipe.plan.notes) == (outputs == "last")

@@ -12,8 +12,9 @@ import torch
 import pdcompile
 from pdcompile.cluster import Cluster
 from tests.helpers import models
-from tests.helpers.captures import capture_once
 from tests.helpers.launch import torchrun
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 SCRIPT = """
 import json
@@ -41,11 +42,6 @@ def test_the_forecast_is_within_five_percent_of_what_two_processes_hold(tmp_path
     assert len(rows) == 6
     for case, rank, forecast, peak in rows:
         assert forecast == pytest.approx(peak, rel=0.05), (case, rank)
-
-
-@pytest.fixture(autouse=True)
-def _one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
 
 
 def compiled(**options: object) -> pdcompile.Plan:

@@ -1,4 +1,4 @@
-"""The runtime on several ranks: real processes, torchrun and gloo."""
+"""The runtime on several ranks: real processes and gloo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import processes, torchrun
+from tests.helpers.launch import processes
 
 COMMON = r"""
 import copy, os, signal, sys, time
@@ -175,7 +175,7 @@ except LaunchError as error:
 
 @pytest.mark.slow
 def test_every_rank_raises_the_first_cause(tmp_path: Path) -> None:
-    run = torchrun(FAILURES, 3, tmp_path)
+    run = processes(FAILURES, 3, tmp_path)
     assert run.code == 0, run
     where = "stage 0, forward of minibatch 1, microbatch 2, stage_0.py:"
     assert "[0] input IndexError index out of range" in run.output, run
@@ -242,7 +242,7 @@ except (RankError, ContractError) as error:
 
 @pytest.mark.slow
 def test_a_rank_that_closes_early(tmp_path: Path) -> None:
-    run = torchrun(EARLY, 2, tmp_path)
+    run = processes(EARLY, 2, tmp_path)
     assert "[0] RankError another rank failed first: rank 1: ContractError" in run.output, run
     assert "[1] ContractError rank 0 is in call 2, close" in run.output, run
 
@@ -267,6 +267,6 @@ except (RankError, ConfigError) as error:
 
 @pytest.mark.slow
 def test_a_changed_parameter_that_other_ranks_copied(tmp_path: Path) -> None:
-    run = torchrun(TIED, 2, tmp_path)
+    run = processes(TIED, 2, tmp_path)
     assert "[0] ConfigError a parameter was changed that other ranks hold copies of" in run.output
     assert "[1] RankError another rank failed first: rank 0 refused the call" in run.output, run
