@@ -22,9 +22,10 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.streams import Streams
-from pdcompile.runtime.transport.contract import Kind, check_tensor
+from pdcompile.runtime.transport.contract import check_tensor
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, expected
+from pdcompile.schedule import Kind
 
 
 @dataclass(slots=True)

@@ -16,18 +16,12 @@ from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Handle, Transport
 from pdcompile.runtime.transport.reduce import Norms, clip
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
-from pdcompile.schedule import Action, Instruction
-
-_SUFFIXES = {"": Kind.VALUE, "_GRADIENT": Kind.GRADIENT, "_TIED": Kind.TIED, "_WEIGHT": Kind.WEIGHT}
-_POST = {Action[f"POST_RECV{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
-_WAIT = {Action[f"WAIT_RECV{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
-_SEND = {Action[f"SEND{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
-_WAIT_SEND = {Action[f"WAIT_SEND{suffix}"]: kind for suffix, kind in _SUFFIXES.items()}
+from pdcompile.schedule import Action, Instruction, Kind, Phase
 
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
 
@@ -96,7 +90,13 @@ class Worker:
         self._slots: dict[tuple[int, int], list[Handle]] = {}
         self._outgoing: dict[Key, Tensor] = {}
         self._sending: dict[tuple[Key, int], Handle] = {}
-        self._whole: dict[Action, Callable[[Instruction], None]] = {
+        self._transfers: dict[Phase, Callable[[Instruction], None]] = {
+            Phase.POST_RECV: self._post,
+            Phase.WAIT_RECV: self._wait,
+            Phase.SEND: self._send,
+            Phase.WAIT_SEND: self._wait_send,
+        }
+        self._rest: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
             Action.FREE: self._free,
@@ -138,8 +138,8 @@ class Worker:
         """Whether `execute` would return at once (on a blocking transport: taken for granted)."""
         if self.transport.blocking:
             return True
-        if ins.action in _WAIT:
-            return self._receiving[self._key(_WAIT[ins.action], ins)].ready()
+        if ins.action.phase is Phase.WAIT_RECV:
+            return self._receiving[self._key(ins)].ready()
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
         return True
@@ -147,23 +147,14 @@ class Worker:
     def execute(self, ins: Instruction) -> None:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
-        action = ins.action
-        if action in _POST:
-            self._post(_POST[action], ins)
-        elif action in _WAIT:
-            self._wait(_WAIT[action], ins)
-        elif action in _SEND:
-            self._send(_SEND[action], ins)
-        elif action in _WAIT_SEND:
-            self._sending.pop((self._key(_WAIT_SEND[action], ins), ins.peer)).wait()
-        else:
-            self._whole[action](ins)
+        rule = self._transfers.get(ins.action.phase) or self._rest[ins.action]
+        rule(ins)
         self.current = None
 
     # -- messages ----------------------------------------------------------------------------
 
-    def _key(self, kind: Kind, ins: Instruction) -> Key:
-        minibatch = self.base + ins.minibatch
+    def _key(self, ins: Instruction) -> Key:
+        minibatch, kind = self.base + ins.minibatch, ins.action.kind
         if kind is Kind.VALUE:
             kind = self.feeds[minibatch].wiring.kind
         return kind, ins.edge, minibatch, ins.microbatch
@@ -176,14 +167,14 @@ class Worker:
         feed = self.feeds[minibatch]
         return expected(feed.wiring.ports[edge], feed.sizes[microbatch], minibatch)
 
-    def _post(self, kind: Kind, ins: Instruction) -> None:
-        key = self._key(kind, ins)
+    def _post(self, ins: Instruction) -> None:
+        key = self._key(ins)
         channel = Channel(key[0], ins.edge, ins.peer)
-        pooled = kind is Kind.VALUE
+        pooled = ins.action.kind is Kind.VALUE
         self._receiving[key] = self.transport.receive(channel, self._expected(key), pooled=pooled)
 
-    def _wait(self, kind: Kind, ins: Instruction) -> None:
-        key = self._key(kind, ins)
+    def _wait(self, ins: Instruction) -> None:
+        key, kind = self._key(ins), ins.action.kind
         handle = self._receiving.pop(key)
         tensor = handle.wait()
         assert tensor is not None
@@ -194,8 +185,8 @@ class Worker:
         if kind is Kind.VALUE:
             self._slots.setdefault((key[2], key[3]), []).append(handle)
 
-    def _send(self, kind: Kind, ins: Instruction) -> None:
-        key = self._key(kind, ins)
+    def _send(self, ins: Instruction) -> None:
+        key, kind = self._key(ins), ins.action.kind
         if kind is Kind.WEIGHT:
             tensor: Tensor = self.weights.master(self._tied[ins.edge].fqn)
         elif kind is Kind.VALUE:
@@ -204,6 +195,9 @@ class Worker:
             tensor = self._outgoing.pop(key)
         channel = Channel(key[0], ins.edge, ins.peer)
         self._sending[key, ins.peer] = self.transport.send(channel, tensor, key[2])
+
+    def _wait_send(self, ins: Instruction) -> None:
+        self._sending.pop((self._key(ins), ins.peer)).wait()
 
     def _free(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch

@@ -14,9 +14,10 @@ from pdcompile.ir.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.compute import Feed
-from pdcompile.runtime.transport.contract import Channel, Kind
+from pdcompile.runtime.transport.contract import Channel
 from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.runtime.wiring import expected
+from pdcompile.schedule import Kind
 
 CPU = torch.device("cpu")
 

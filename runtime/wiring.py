@@ -9,7 +9,8 @@ import torch
 from pdcompile.ir.graph import size_at
 from pdcompile.ir.stage_interface import Port, Signature
 from pdcompile.plan import Edge
-from pdcompile.runtime.transport.contract import Expected, Kind
+from pdcompile.runtime.transport.contract import Expected
+from pdcompile.schedule import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check import check, check_evaluation, check_programs
-from pdcompile.passes.layout import FAMILIES
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Phase, Schedule
+from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.schedules import Broken, Meaning, chain, make_plan, mutated, plans
+
+PHASES = (POST_RECV, WAIT_RECV, SEND, WAIT_SEND)
 
 
 def programs_of(plan: Plan, counts: tuple[int, ...]) -> list[Schedule]:
@@ -101,8 +103,8 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
         choices.append(replace(one, peer=pick.choice(others)))
     if one.edge >= 0:
         choices.append(replace(one, edge=one.edge + pick.choice([-1, 1])))
-        family = next(family for family in FAMILIES if one.action in family)
-        others_of = [action for action in family if action is not one.action]
+        kind = one.action.kind
+        others_of = [table[kind] for table in PHASES if table[kind] is not one.action]
         choices.append(replace(one, action=pick.choice(others_of)))
     if one.action in (Action.FORWARD, Action.BACKWARD):
         choices.append(replace(one, lag=1 - one.lag))
@@ -174,17 +176,17 @@ def test_the_other_reader_sees_a_wrong_order() -> None:
 def blocking(program: Schedule) -> Schedule:
     """Every receive posted only where it is waited for, every send waited for at once."""
     columns = []
-    waits = {family.wait_send for family in FAMILIES}
+    waits = set(WAIT_SEND.values())
     for column in program.columns:
         out: list[Instruction] = []
         for one in column:
-            family = next((family for family in FAMILIES if one.action in family), None)
-            if family is None:
+            phase, kind = one.action.phase, one.action.kind
+            if phase is Phase.WAIT_RECV:
+                out += [replace(one, action=POST_RECV[kind]), one]
+            elif phase is Phase.SEND:
+                out += [one, replace(one, action=WAIT_SEND[kind])]
+            elif phase not in (Phase.POST_RECV, Phase.WAIT_SEND):
                 out.append(one)
-            elif one.action is family.wait:
-                out += [replace(one, action=family.post), one]
-            elif one.action is family.send:
-                out += [one, replace(one, action=family.wait_send)]
         assert not waits & {one.action for one in column} or out
         columns.append(tuple(out))
     return replace(program, columns=tuple(columns))

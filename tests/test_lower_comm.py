@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from pdcompile.passes.layout import FAMILIES, GRADIENT, TIED, VALUE
-from pdcompile.passes.lower_comm import gradient_slots, slots, tied_slots
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, StagePlan, TiedParameter
 from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule.instruction import SEND, WAIT_SEND
 from pdcompile.schedule.registry import LOOKAHEAD
+from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import chain, make_plan, plans
 
 
@@ -21,13 +21,10 @@ def column(program: Schedule, rank: int, *actions: Action) -> list[str]:
 
 
 def test_pools() -> None:
-    plan = make_plan("2bw", 3, 8, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True)))
-    assert slots(plan) == {(1, 0): 3, (2, 1): 2, (1, 2): 3, (2, 2): 2}
-    assert gradient_slots(plan) == {(0, 0): 2, (1, 1): 2, (0, 2): 2, (1, 2): 2}
-    assert tied_slots(plan) == {}
-    tied = make_plan("1f1b", 3, 8, tied=(TiedParameter("w", (0, 1, 2), 1),))
-    assert tied_slots(tied) == {(0, 0): 2, (1, 0): 2}
-    assert slots(make_plan("gpipe", 2, 4)) == {(1, 0): 4}
+    """Receive slots of a stage: those in flight, and one that travels meanwhile."""
+    spec = spec_of(make_plan("2bw", 3, 8, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))))
+    assert [spec.pool(stage) for stage in range(3)] == [4, 3, 2]
+    assert spec_of(make_plan("gpipe", 2, 4)).pool(1) == 4
     assert LOOKAHEAD >= 1
 
 
@@ -35,7 +32,7 @@ def test_gradients_of_a_value_are_chained() -> None:
     """Last target → first target → source, so that the sums are eager's."""
     plan = make_plan("1f1b", 3, 1, edges=(Edge("x", 0, (1, 2), 1, True),))
     program, _ = make_stream(plan).step(1)
-    compute = (Action.BACKWARD, GRADIENT.wait, GRADIENT.send)
+    compute = (Action.BACKWARD, Action.WAIT_RECV_GRADIENT, Action.SEND_GRADIENT)
     assert column(program, 2, *compute) == ["B 0", "SEND_GRADIENT 0 e0 >1"]
     assert column(program, 1, *compute) == [
         "WAIT_RECV_GRADIENT 0 e0 <2",
@@ -43,13 +40,13 @@ def test_gradients_of_a_value_are_chained() -> None:
         "SEND_GRADIENT 0 e0 >0",
     ]
     assert column(program, 0, *compute) == ["WAIT_RECV_GRADIENT 0 e0 <1", "B 0"]
-    assert column(program, 0, VALUE.send) == ["SEND 0 e0 >1", "SEND 0 e0 >2"]
+    assert column(program, 0, Action.SEND) == ["SEND 0 e0 >1", "SEND 0 e0 >2"]
 
 
 def test_tied_gradients_and_weights() -> None:
     plan = make_plan("1f1b", 3, 2, tied=(TiedParameter("w", (0, 2), 1),))
     program, _ = make_stream(plan).step(2)
-    assert column(program, 2, Action.BACKWARD, TIED.send) == [
+    assert column(program, 2, Action.BACKWARD, Action.SEND_TIED) == [
         "B 0",
         "SEND_TIED 0 t0 >0",
         "B 1",
@@ -117,13 +114,13 @@ def test_posts_come_before_waits_and_sends_are_waited_for(plan: Plan) -> None:
     program, stream = stream.step(plan.training.num_microbatches)
     for one in program.columns:
         actions = [each.action for each in one]
-        if VALUE.post in actions:
-            assert actions.index(VALUE.post) < actions.index(Action.FORWARD)
+        if Action.POST_RECV in actions:
+            assert actions.index(Action.POST_RECV) < actions.index(Action.FORWARD)
     flush, _ = stream.flush()
-    for family in FAMILIES:
+    for pair in zip(SEND.values(), WAIT_SEND.values(), strict=True):
         sends, waits = (
             sum(each.action is action for p in (program, flush) for c in p.columns for each in c)
-            for action in (family.send, family.wait_send)
+            for action in pair
         )
         assert sends == waits
 

@@ -14,7 +14,6 @@ from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     Channel,
     Expected,
-    Kind,
     from_bytes,
     header_of,
     read_header,
@@ -23,7 +22,7 @@ from pdcompile.runtime.transport.contract import (
 from pdcompile.runtime.transport.in_process import LocalTransport, Wires
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reduce import Norms, clip
-from pdcompile.schedule import Action, Instruction
+from pdcompile.schedule import Action, Instruction, Kind
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check.exchange import ChannelModel
 from pdcompile.passes.check.walk import Walk
-from pdcompile.passes.layout import layout_of, with_edges
 from pdcompile.passes.schedules.stream import Stream, make_stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
+from pdcompile.schedule.spec import spec_of, with_edges
 
 __all__ = ["ChannelModel", "Proof", "check", "check_evaluation", "check_programs"]
 
@@ -60,7 +60,7 @@ def check(plan: Plan, *, channels: ChannelModel = "per_direction") -> Proof:
     """
     begin = time.perf_counter()
     full = plan.training.num_microbatches
-    walk, stream = Walk(layout_of(plan), channels), make_stream(plan)
+    walk, stream = Walk(spec_of(plan), channels), make_stream(plan)
     fresh = walk.state()
     stream, calls = _repeat(walk, stream, full)
     steady = walk.state()
@@ -93,7 +93,7 @@ def check_programs(
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
     """
     begin = time.perf_counter()
-    walk = Walk(layout_of(plan), channels)
+    walk = Walk(spec_of(plan), channels)
     for program in programs:
         walk.run(program)
     return _proof([walk], f"{walk.num_programs} programs in this order", begin)
@@ -108,7 +108,7 @@ def check_evaluation(
 ) -> Proof:
     """Prove a forward-only program over the given edges.  Raises as `check` does."""
     begin = time.perf_counter()
-    walk = Walk(with_edges(layout_of(plan), edges), channels, forward_only=True)
+    walk = Walk(with_edges(spec_of(plan), edges), channels, forward_only=True)
     walk.run(program)
     return _proof([walk], "one forward-only program", begin)
 
@@ -122,7 +122,7 @@ def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
         state = walk.state()
         if after == stream and state == before:
             return stream, calls
-        if after == stream and not stream.layout.kind.stream:
+        if after == stream and not stream.spec.kind.stream:
             return stream, calls  # complete in itself: the state before was the fresh one
         stream, before, calls = after, state, calls + 1
     raise ScheduleError(f"the programs do not repeat within {MAX_CALLS} calls of {count}")
@@ -133,29 +133,29 @@ def _flushed(walk: Walk, stream: Stream, fresh: tuple[object, ...]) -> Walk:
     other = walk.copy()
     program, after = stream.flush()
     other.run(program)
-    if other.state() != fresh or after != Stream.begin(stream.layout):
+    if other.state() != fresh or after != Stream.begin(stream.spec):
         raise ScheduleError("the flush program leaves something behind", where=program.name)
     return other
 
 
 def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
-    layout = walks[0].layout
+    spec = walks[0].spec
     transfers = sum(walk.exchange.num_transfers for walk in walks)
     channels = {key for walk in walks for key in walk.exchange.channels}
     minibatches = sum(walk.num_minibatches for walk in walks)
     microbatches = sum(walk.num_microbatches for walk in walks)
-    num_stages = len(layout.ranks)
+    num_stages = len(spec.ranks)
     peaks = [
         max(walk.tokens[rank].peak_in_flight for walk in walks for rank in ranks)
-        for ranks in layout.ranks
+        for ranks in spec.ranks
     ]
-    planned = [layout.in_flight(stage) for stage in range(num_stages)]
+    planned = [spec.in_flight(stage) for stage in range(num_stages)]
     pools = max(
         (n for walk in walks for one in walk.tokens.values() for n in one.peak_slots.values()),
         default=0,
     )
     forward_only = walks[0].forward_only
-    lag = f"W_max(t-{layout.kind.lag},0)" if layout.kind.lag else "W_t"
+    lag = f"W_max(t-{spec.kind.lag},0)" if spec.kind.lag else "W_t"
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
@@ -166,8 +166,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     ]
     if not forward_only:
         statements += [
-            f"weights: {directions} of minibatch t on {lag}, {layout.kind.versions} live "
-            f"version{'s' if layout.kind.versions > 1 else ''}, "
+            f"weights: {directions} of minibatch t on {lag}, {spec.kind.versions} live "
+            f"version{'s' if spec.kind.versions > 1 else ''}, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
             f"in flight: at most {_listed(peaks)} microbatches per stage, "
             f"planned {_listed(planned)}",
@@ -177,7 +177,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         induction,
     ]
     return Proof(
-        layout.name,
+        spec.name,
         tuple(statements),
         sum(walk.num_programs for walk in walks),
         sum(walk.num_instructions for walk in walks),

@@ -12,21 +12,17 @@ Each program must complete without the next one having begun: in one process it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pdcompile.passes.check.tokens import Label
-from pdcompile.passes.layout import FAMILIES, Layout
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.instruction import SEND
+from pdcompile.schedule.spec import PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair"]
-_POST = {family.post: family.send for family in FAMILIES}
-_WAIT = {family.wait: family.send for family in FAMILIES}
-_SEND = {family.send for family in FAMILIES}
-_WAIT_SEND = {family.wait_send: family.send for family in FAMILIES}
-_COLLECTIVE_POST = {Action.POST_NORMS: "NORMS", Action.POST_REDUCE: "REDUCE"}
-_COLLECTIVE_WAIT = {Action.WAIT_NORMS: "NORMS", Action.WAIT_REDUCE: "REDUCE"}
+Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -83,17 +79,26 @@ class Misfit(Exception):
 class Exchange:
     """The state of all channels between calls; `run` executes one program."""
 
-    def __init__(self, layout: Layout, channels: ChannelModel):
-        self.layout = layout
+    def __init__(self, spec: PipelineSpec, channels: ChannelModel):
+        self.spec = spec
         self.model = channels
-        self.channels: dict[tuple[Action, int, int, int], Channel] = {}
-        everybody = tuple(rank for ranks in layout.ranks for rank in ranks)
-        self.groups = {("NORMS", -1): Group(everybody)} if layout.clipping else {}
-        for stage, ranks in enumerate(layout.ranks):
+        self.channels: dict[tuple[Kind, int, int, int], Channel] = {}
+        everybody = tuple(rank for ranks in spec.ranks for rank in ranks)
+        self.groups = {(Kind.NORMS, -1): Group(everybody)} if spec.clipping else {}
+        for stage, ranks in enumerate(spec.ranks):
             if len(ranks) > 1:
-                self.groups["REDUCE", stage] = Group(ranks)
-        self.stage_of = {rank: stage for stage, ranks in enumerate(layout.ranks) for rank in ranks}
+                self.groups[Kind.REDUCE, stage] = Group(ranks)
+        self.stage_of = {rank: stage for stage, ranks in enumerate(spec.ranks) for rank in ranks}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
+        #: what executes an instruction: the ranks that it waits for when it cannot go on
+        self.rules: dict[Phase, Rule] = {
+            Phase.SEND: self._send,
+            Phase.POST_RECV: self._post,
+            Phase.WAIT_RECV: self._wait,
+            Phase.WAIT_SEND: self._wait_send,
+            Phase.POST: self._post_all,
+            Phase.WAIT: self._wait_all,
+        }
         self.num_transfers = 0
 
     def run(self, program: Schedule, base: int) -> None:
@@ -110,9 +115,12 @@ class Exchange:
             before = blocked.pop(rank, None)
             column, position = columns[rank], positions[rank]
             while position < len(column):
-                waits_for = self._do(rank, position, column[position], base)
+                one = column[position]
+                rule = self.rules.get(one.action.phase)
+                label = (base + one.minibatch, one.microbatch)
+                waits_for = rule(rank, position, one, label) if rule else ()
                 if waits_for:
-                    blocked[rank] = Blocked(rank, position, column[position], waits_for)
+                    blocked[rank] = Blocked(rank, position, one, waits_for)
                     for other in waits_for:
                         sleeping.setdefault(other, set()).add(rank)
                     break
@@ -128,65 +136,70 @@ class Exchange:
             raise Stuck(blocked)
         self._losses(columns)
 
-    def _do(self, rank: int, position: int, one: Instruction, base: int) -> tuple[int, ...]:
-        """Execute one instruction; the ranks it waits for when it cannot."""
-        action = one.action
-        if action in _SEND:
-            channel = self._channel(action, one.edge, rank, one.peer)
-            label = (base + one.minibatch, one.microbatch)
-            channel.num_sent += 1
-            channel.sent.append(label)
-            channel.open_sends.append(label)
-            self._match(channel, rank, position)
-            self._pair(rank, position, one, channel, label, sending=True)
-        elif action in _POST:
-            channel = self._channel(_POST[action], one.edge, one.peer, rank)
-            label = (base + one.minibatch, one.microbatch)
-            channel.posted.append(label)
-            channel.waits.append(label)
-            self._match(channel, rank, position)
-            self._pair(rank, position, one, channel, label, sending=False)
-        elif action in _WAIT:
-            channel = self._channel(_WAIT[action], one.edge, one.peer, rank)
-            label = (base + one.minibatch, one.microbatch)
-            if not channel.waits or channel.waits[0] != label:
-                raise Misfit(rank, position, "receives of a channel are waited for out of order")
-            channel.num_reached = channel.num_received + 1
-            if channel.num_sent <= channel.num_received:
-                return (one.peer,)
-            channel.num_received += 1
-            channel.waits.popleft()
-            self.num_transfers += 1
-        elif action in _WAIT_SEND:
-            channel = self._channel(_WAIT_SEND[action], one.edge, rank, one.peer)
-            label = (base + one.minibatch, one.microbatch)
-            if not channel.open_sends or channel.open_sends[0] != label:
-                raise Misfit(rank, position, "sends of a channel are waited for out of order")
-            if channel.num_reached <= channel.num_send_waited:
-                return (one.peer,)
-            channel.num_send_waited += 1
-            channel.open_sends.popleft()
-        elif action in _COLLECTIVE_POST:
-            group = self._group(_COLLECTIVE_POST[action], one.stage)
-            group.posted[rank] = group.posted.get(rank, 0) + 1
-        elif action in _COLLECTIVE_WAIT:
-            group = self._group(_COLLECTIVE_WAIT[action], one.stage)
-            count = group.waited.get(rank, 0)
-            missing = tuple(m for m in group.members if group.posted.get(m, 0) <= count)
-            if missing:
-                return missing
-            group.waited[rank] = count + 1
+    def _send(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
+        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        channel.num_sent += 1
+        channel.sent.append(label)
+        channel.open_sends.append(label)
+        self._match(channel, rank, position)
+        self._pair(rank, position, one, channel, label)
         return ()
 
-    def _channel(self, action: Action, edge: int, sender: int, receiver: int) -> Channel:
-        key = (action, edge, sender, receiver)
+    def _post(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
+        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        channel.posted.append(label)
+        channel.waits.append(label)
+        self._match(channel, rank, position)
+        self._pair(rank, position, one, channel, label)
+        return ()
+
+    def _wait(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
+        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        if not channel.waits or channel.waits[0] != label:
+            raise Misfit(rank, position, "receives of a channel are waited for out of order")
+        channel.num_reached = channel.num_received + 1
+        if channel.num_sent <= channel.num_received:
+            return (one.peer,)
+        channel.num_received += 1
+        channel.waits.popleft()
+        self.num_transfers += 1
+        return ()
+
+    def _wait_send(
+        self, rank: int, position: int, one: Instruction, label: Label
+    ) -> tuple[int, ...]:
+        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        if not channel.open_sends or channel.open_sends[0] != label:
+            raise Misfit(rank, position, "sends of a channel are waited for out of order")
+        if channel.num_reached <= channel.num_send_waited:
+            return (one.peer,)
+        channel.num_send_waited += 1
+        channel.open_sends.popleft()
+        return ()
+
+    def _post_all(self, rank: int, _: int, one: Instruction, __: Label) -> tuple[int, ...]:
+        group = self._group(one)
+        group.posted[rank] = group.posted.get(rank, 0) + 1
+        return ()
+
+    def _wait_all(self, rank: int, _: int, one: Instruction, __: Label) -> tuple[int, ...]:
+        group = self._group(one)
+        count = group.waited.get(rank, 0)
+        missing = tuple(m for m in group.members if group.posted.get(m, 0) <= count)
+        if not missing:
+            group.waited[rank] = count + 1
+        return missing
+
+    def _channel(self, kind: Kind, edge: int, sender: int, receiver: int) -> Channel:
+        key = (kind, edge, sender, receiver)
         found = self.channels.get(key)
         if found is None:
             found = self.channels[key] = Channel(sender, receiver)
         return found
 
-    def _group(self, name: str, stage: int) -> Group:
-        return self.groups[name, stage if name == "REDUCE" else -1]
+    def _group(self, one: Instruction) -> Group:
+        kind = one.action.kind
+        return self.groups[kind, one.stage if kind is Kind.REDUCE else -1]
 
     def _match(self, channel: Channel, rank: int, position: int) -> None:
         """First in, first out: the k-th receive posted gets the k-th send."""
@@ -201,22 +214,14 @@ class Exchange:
                 )
 
     def _pair(
-        self,
-        rank: int,
-        position: int,
-        one: Instruction,
-        channel: Channel,
-        label: Label,
-        *,
-        sending: bool,
+        self, rank: int, position: int, one: Instruction, channel: Channel, label: Label
     ) -> None:
         """One communicator for both directions: both ends must post in the same order."""
         if self.model == "per_direction":
             return
         mine = self.pairs.setdefault((rank, one.peer), deque())
         other = self.pairs.setdefault((one.peer, rank), deque())
-        family = one.action if sending else _POST[one.action]
-        mine.append((channel.sender, family, one.edge, label))
+        mine.append((channel.sender, SEND[one.action.kind], one.edge, label))
         while mine and other:
             if mine[0] != other[0]:
                 raise Misfit(
@@ -262,8 +267,8 @@ class Exchange:
 
 
 def _transfer(one: tuple[object, ...]) -> str:
-    sender, family, edge, label = one
-    return f"{family} {edge} {label} from rank {sender}"
+    sender, action, edge, label = one
+    return f"{action} {edge} {label} from rank {sender}"
 
 
 def shortest_cycle(blocked: dict[int, Blocked]) -> list[int]:

@@ -10,19 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 
-from pdcompile.passes.layout import (
-    FAMILIES,
-    FORWARD_ONLY_SLOTS,
-    GRADIENT,
-    TIED,
-    VALUE,
-    WEIGHT,
-    Hop,
-    Layout,
-    hops,
-)
-from pdcompile.schedule import Action, Instruction
+from pdcompile.schedule import Action, Instruction, Kind
+from pdcompile.schedule.instruction import POST_RECV, SEND, TRANSFERS, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import GRADIENT_SLOTS
+from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, Hops, PipelineSpec, hops
 
 _STATE = (
     "in_flight",
@@ -41,7 +32,7 @@ _STATE = (
 )
 
 Label = tuple[int, int]  # minibatch from the beginning of training, microbatch or −1
-Key = tuple[Action, int]  # the family's send action, edge
+Key = tuple[Kind, int]  # what is transferred, edge
 
 
 class Violation(Exception):
@@ -55,24 +46,22 @@ class Tokens:
     of calls of step before this one.
     """
 
-    def __init__(self, layout: Layout, stage: int, rank: int, *, forward_only: bool = False):
-        self.layout, self.stage, self.rank = layout, stage, rank
+    def __init__(self, spec: PipelineSpec, stage: int, rank: int, *, forward_only: bool = False):
+        self.spec, self.stage, self.rank = spec, stage, rank
         self.forward_only = forward_only
-        self.lag = 0 if forward_only else layout.kind.lag
-        self.versions = layout.kind.versions
-        self.hops = hops(layout, stage)
-        replicated = len(layout.ranks[stage]) > 1
-        self.collectives: tuple[str, ...] = (("REDUCE",) if replicated else ()) + (
-            ("NORMS",) if layout.clipping else ()
-        )
-        self.expected = {family: _by_edge(self.hops, family) for family in FAMILIES}
+        self.lag = 0 if forward_only else spec.kind.lag
+        self.versions = spec.kind.versions
+        self.hops = hops(spec, stage)
+        replicated = len(spec.ranks[stage]) > 1
+        self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
+        self.expected = {kind: _by_edge(self.hops, kind) for kind in TRANSFERS}
         self.pool = {
-            VALUE: FORWARD_ONLY_SLOTS if forward_only else layout.pool(stage),
-            GRADIENT: GRADIENT_SLOTS,
-            TIED: GRADIENT_SLOTS,
-            WEIGHT: 1,
+            Kind.VALUE: FORWARD_ONLY_SLOTS if forward_only else spec.pool(stage),
+            Kind.GRADIENT: GRADIENT_SLOTS,
+            Kind.TIED: GRADIENT_SLOTS,
+            Kind.WEIGHT: 1,
         }
-        self.depth = 1 if forward_only else layout.in_flight(stage)
+        self.depth = 1 if forward_only else spec.in_flight(stage)
         self.in_flight: dict[Label, None] = {}
         self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
         self.backwards: dict[int, list[int]] = {}
@@ -95,10 +84,12 @@ class Tokens:
             Action.FREE: self.free,
             Action.LOSS: self.loss,
         }
-        for family in FAMILIES:
-            self._bind(family)
-        for name in ("REDUCE", "NORMS"):
-            self._bind_collective(name)
+        for kind in TRANSFERS:
+            self._bind(kind)
+        for action in (Action.POST_REDUCE, Action.POST_NORMS):
+            self.rules[action] = self.post
+        for action in (Action.WAIT_REDUCE, Action.WAIT_NORMS):
+            self.rules[action] = self.wait
 
     def restore(self, other: Tokens) -> None:
         """Take over the state of the same rank in another walk."""
@@ -176,19 +167,19 @@ class Tokens:
 
     def _arrived(self, needed: Iterable[Hop], label: Label) -> None:
         for hop in needed:
-            if not self.slots.get((hop.family.send, hop.edge), {}).get(label):
+            if not self.slots.get((hop.kind, hop.edge), {}).get(label):
                 raise Violation(
-                    f"{'tied parameter' if hop.family is TIED else 'edge'} {hop.edge} "
+                    f"{'tied parameter' if hop.kind is Kind.TIED else 'edge'} {hop.edge} "
                     f"from stage {hop.stage} was not waited for"
                 )
 
     def _made(self, sent: Iterable[Hop], label: Label) -> None:
         for hop in sent:
-            self.to_send.setdefault(((hop.family.send, hop.edge), hop.stage), set()).add(label)
+            self.to_send.setdefault(((hop.kind, hop.edge), hop.stage), set()).add(label)
 
     def _all_sent(self, made: Iterable[Hop], label: Label) -> None:
         for hop in made:
-            if label in self.to_send[(hop.family.send, hop.edge), hop.stage]:
+            if label in self.to_send[(hop.kind, hop.edge), hop.stage]:
                 raise Violation(f"what goes to stage {hop.stage} was not sent before")
 
     def free(self, one: Instruction, label: Label) -> None:
@@ -197,8 +188,8 @@ class Tokens:
         hops_of = self.hops.after_forward if self.forward_only else self.hops.after_backward
         self._all_sent(hops_of, label)
         self.to_free.remove(label)
-        for (action, _), live in self.slots.items():
-            if action is not Action.SEND_WEIGHT:
+        for (kind, _), live in self.slots.items():
+            if kind is not Kind.WEIGHT:
                 live.pop(label, None)
 
     # -- update ----------------------------------------------------------------------------
@@ -209,14 +200,14 @@ class Tokens:
             raise Violation(f"the next update is that of minibatch {self.steps}")
         if self.backwards.get(minibatch, []) != self.forwards.get(minibatch, []):
             raise Violation("an update before the minibatch's last backward")
-        for name in self.collectives:
-            if self.waited[name] <= minibatch:
-                raise Violation(f"an update before WAIT_{name} of its minibatch")
+        for kind in self.collectives:
+            if self.waited[kind] <= minibatch:
+                raise Violation(f"an update before WAIT_{kind.name} of its minibatch")
         for t, i in self.in_flight:
             if max(t - self.lag, 0) < oldest:
                 raise Violation(f"overwrites weights that microbatch {i} of minibatch {t} names")
         for key, labels in self.under_way.items():
-            if key[0][0] is Action.SEND_WEIGHT and any(t + 1 < oldest for t, _ in labels):
+            if key[0][0] is Kind.WEIGHT and any(t + 1 < oldest for t, _ in labels):
                 raise Violation("overwrites weights that are still being sent")
         self._sent_weights()
         if any(received < self.steps for received in self.weights.values()):
@@ -228,57 +219,53 @@ class Tokens:
 
     def _sent_weights(self) -> None:
         for (key, stage), labels in self.to_send.items():
-            if labels and key[0] is Action.SEND_WEIGHT:
+            if labels and key[0] is Kind.WEIGHT:
                 raise Violation(f"tied parameter {key[1]} was not sent to stage {stage}")
 
-    def _bind_collective(self, name: str) -> None:
-        def known() -> None:
-            if name not in self.collectives:
-                raise Violation("this rank takes part in no such collective")
+    def _collective(self, one: Instruction) -> Kind:
+        if one.action.kind not in self.collectives:
+            raise Violation("this rank takes part in no such collective")
+        return one.action.kind
 
-        def post(one: Instruction, label: Label) -> None:
-            known()
-            if label != (self.posted[name], -1):
-                raise Violation(f"the next to be posted is minibatch {self.posted[name]}")
-            if self.backwards.get(label[0], []) != self.forwards.get(label[0], []):
-                raise Violation("posted before the minibatch's last backward")
-            before = self.collectives[: self.collectives.index(name)]
-            if any(self.waited[other] <= label[0] for other in before):
-                raise Violation("posted before the replicas' gradients were reduced")
-            self.posted[name] += 1
+    def post(self, one: Instruction, label: Label) -> None:
+        kind = self._collective(one)
+        if label != (self.posted[kind], -1):
+            raise Violation(f"the next to be posted is minibatch {self.posted[kind]}")
+        if self.backwards.get(label[0], []) != self.forwards.get(label[0], []):
+            raise Violation("posted before the minibatch's last backward")
+        before = self.collectives[: self.collectives.index(kind)]
+        if any(self.waited[other] <= label[0] for other in before):
+            raise Violation("posted before the replicas' gradients were reduced")
+        self.posted[kind] += 1
 
-        def wait(one: Instruction, label: Label) -> None:
-            known()
-            if label != (self.waited[name], -1) or self.waited[name] >= self.posted[name]:
-                raise Violation("waits for what was not posted")
-            self.waited[name] += 1
-
-        self.rules[Action(f"POST_{name}")] = post
-        self.rules[Action(f"WAIT_{name}")] = wait
+    def wait(self, one: Instruction, label: Label) -> None:
+        kind = self._collective(one)
+        if label != (self.waited[kind], -1) or self.waited[kind] >= self.posted[kind]:
+            raise Violation("waits for what was not posted")
+        self.waited[kind] += 1
 
     def loss(self, one: Instruction, label: Label) -> None:
         if one.minibatch or one.microbatch >= 0:
             raise Violation("the loss is that of the call's whole minibatch")
         if one.peer < 0:
-            last = len(self.layout.ranks) - 1
+            last = len(self.spec.ranks) - 1
             if self.stage != last or self.loss_after:
                 raise Violation("only the last stage sends its loss, and once")
             self.loss_after = self.num_forwards
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _bind(self, family: tuple[Action, Action, Action, Action]) -> None:
-        known = next(one for one in FAMILIES if one is family)
-        incoming, outgoing = self.expected[known]
-        pool = self.pool[known]
+    def _bind(self, kind: Kind) -> None:
+        incoming, outgoing = self.expected[kind]
+        pool, carries_weights = self.pool[kind], kind is Kind.WEIGHT
 
         def source(one: Instruction, label: Label) -> dict[Label, bool]:
             hop = incoming.get(one.edge)
-            if hop is None or one.peer not in self.layout.ranks[hop.stage]:
+            if hop is None or one.peer not in self.spec.ranks[hop.stage]:
                 raise Violation("no such transfer arrives here")
-            if (label[1] < 0) != (known is WEIGHT):
+            if (label[1] < 0) != carries_weights:
                 raise Violation("names a microbatch where it should not, or none")
-            return self.slots.setdefault((known.send, one.edge), {})
+            return self.slots.setdefault((kind, one.edge), {})
 
         def post(one: Instruction, label: Label) -> None:
             live = source(one, label)
@@ -286,19 +273,19 @@ class Tokens:
                 raise Violation("posted twice")
             if len(live) >= pool:
                 raise Violation(f"posted into a live slot: all {pool} slots are in use")
-            if known is WEIGHT and label[0] + 1 != self.steps:
+            if carries_weights and label[0] + 1 != self.steps:
                 raise Violation("posted before this stage's own update, or too late")
-            if self._is_over(known, label):
+            if self._is_over(kind, label):
                 raise Violation("posted for a microbatch that is already done")
             live[label] = False
-            key = (known.send, one.edge)
+            key = (kind, one.edge)
             self.peak_slots[key] = max(self.peak_slots[key], len(live))
 
         def wait(one: Instruction, label: Label) -> None:
             live = source(one, label)
             if live.get(label) is not False:
                 raise Violation("waits for what was not posted")
-            if known is WEIGHT:
+            if carries_weights:
                 self.weights[one.edge] = label[0] + 1
                 del live[label]
             else:
@@ -306,14 +293,14 @@ class Tokens:
 
         def send(one: Instruction, label: Label) -> None:
             stages = outgoing.get(one.edge, {})
-            stage = next((s for s in stages if one.peer in self.layout.ranks[s]), -1)
-            made = self.to_send.get(((known.send, one.edge), stage), set())
+            stage = next((s for s in stages if one.peer in self.spec.ranks[s]), -1)
+            made = self.to_send.get(((kind, one.edge), stage), set())
             if label not in made:
                 raise Violation("sends what was not made, was sent before or goes elsewhere")
-            if known is WEIGHT and label[0] + 1 != self.steps:
+            if carries_weights and label[0] + 1 != self.steps:
                 raise Violation("sends weights that are no longer the newest")
             made.remove(label)
-            under_way = self.under_way.setdefault(((known.send, one.edge), one.peer), [])
+            under_way = self.under_way.setdefault(((kind, one.edge), one.peer), [])
             under_way.append(label)
             if len(under_way) > stages[stage]:
                 raise Violation(
@@ -321,18 +308,20 @@ class Tokens:
                 )
 
         def wait_send(one: Instruction, label: Label) -> None:
-            under_way = self.under_way.get(((known.send, one.edge), one.peer), [])
+            under_way = self.under_way.get(((kind, one.edge), one.peer), [])
             if label not in under_way:
                 raise Violation("waits for what was not sent")
             under_way.remove(label)
 
-        for action, rule in zip(known, (post, wait, send, wait_send), strict=True):
-            self.rules[action] = rule
+        for actions, rule in (
+            (POST_RECV, post), (WAIT_RECV, wait), (SEND, send), (WAIT_SEND, wait_send),
+        ):  # fmt: skip
+            self.rules[actions[kind]] = rule
 
-    def _is_over(self, family: tuple[Action, ...], label: Label) -> bool:
-        if family is VALUE:
+    def _is_over(self, kind: Kind, label: Label) -> bool:
+        if kind is Kind.VALUE:
             return label[0] < self.steps or label[1] in self.forwards.get(label[0], ())
-        if family is WEIGHT:
+        if kind is Kind.WEIGHT:
             return False
         return label not in self.in_flight
 
@@ -340,14 +329,14 @@ class Tokens:
 
     def end_call(self, *, drained: bool) -> None:
         """At the end of a program: nothing forgotten; `drained`: nothing left either."""
-        sends_loss = self.stage == len(self.layout.ranks) - 1
+        sends_loss = self.stage == len(self.spec.ranks) - 1
         due = sends_loss and (self.loss_after > 0 or not self.forward_only)
         if due and self.loss_after != self.num_forwards:
             raise Violation("the loss was not sent after the last forward")
         self.num_forwards = self.loss_after = 0
         for (key, stage), labels in self.to_send.items():
             if labels:
-                raise Violation(f"{key[0]} {key[1]} to stage {stage} was forgotten")
+                raise Violation(f"{SEND[key[0]]} {key[1]} to stage {stage} was forgotten")
         if self.to_free:
             raise Violation(f"FREE of microbatch {min(self.to_free)[1]} was forgotten")
         if drained:
@@ -380,18 +369,14 @@ class Tokens:
         )
 
 
-def _by_edge(
-    all_hops: tuple[tuple[Hop, ...], ...], family: tuple[Action, ...]
-) -> tuple[dict[int, Hop], dict[int, dict[int, int]]]:
+def _by_edge(all_hops: Hops, kind: Kind) -> tuple[dict[int, Hop], dict[int, dict[int, int]]]:
     """What arrives, edge → hop; and what leaves, edge → {stage: window}."""
     before_forward, after_forward, before_backward, after_backward, after_step, weights = all_hops
     incoming = {
-        hop.edge: hop
-        for hop in (*before_forward, *before_backward, *weights)
-        if hop.family is family
+        hop.edge: hop for hop in (*before_forward, *before_backward, *weights) if hop.kind is kind
     }
     outgoing: dict[int, dict[int, int]] = {}
     for hop in (*after_forward, *after_backward, *after_step):
-        if hop.family is family:
+        if hop.kind is kind:
             outgoing.setdefault(hop.edge, {})[hop.stage] = hop.window
     return incoming, outgoing

@@ -9,8 +9,8 @@ from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check.excerpt import excerpt
 from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
 from pdcompile.passes.check.tokens import Tokens, Violation
-from pdcompile.passes.layout import Layout
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.spec import PipelineSpec
 
 
 class Walk:
@@ -18,19 +18,19 @@ class Walk:
 
     def __init__(
         self,
-        layout: Layout,
+        spec: PipelineSpec,
         channels: ChannelModel = "per_direction",
         *,
         forward_only: bool = False,
     ):
-        self.layout = layout
+        self.spec = spec
         self.forward_only = forward_only
         self.tokens = {
-            rank: Tokens(layout, stage, rank, forward_only=forward_only)
-            for stage, ranks in enumerate(layout.ranks)
+            rank: Tokens(spec, stage, rank, forward_only=forward_only)
+            for stage, ranks in enumerate(spec.ranks)
             for rank in ranks
         }
-        self.exchange = Exchange(layout, channels)
+        self.exchange = Exchange(spec, channels)
         self.base = 0  # calls of step so far
         self.num_programs = 0
         self.num_instructions = 0
@@ -44,15 +44,14 @@ class Walk:
             DeadlockError: some ranks wait for each other; carries the shortest cycle.
             ScheduleError: any other broken rule, with rank, instruction and excerpt.
         """
-        kind = program.name.removeprefix(self.layout.name)
+        kind = program.name.removeprefix(self.spec.name)
         if kind not in ("", "+flush", "+eval") or (kind == "+eval") != self.forward_only:
             raise ScheduleError(
-                f"program {program.name!r} does not belong to schedule {self.layout.name!r}"
+                f"program {program.name!r} does not belong to schedule {self.spec.name!r}"
             )
-        if len(program.columns) != self.layout.num_columns:
+        if len(program.columns) != self.spec.num_ranks:
             raise ScheduleError(
-                f"{program.name} has {len(program.columns)} columns for "
-                f"{self.layout.num_columns} ranks"
+                f"{program.name} has {len(program.columns)} columns for {self.spec.num_ranks} ranks"
             )
         for rank, column in enumerate(program.columns):
             self._run_column(program, rank, column)
@@ -67,7 +66,7 @@ class Walk:
             raise self._deadlock(program, stuck) from None
         if kind != "+flush":
             self._coverage(program)
-        drained = kind != "" or not self.layout.kind.stream
+        drained = kind != "" or not self.spec.kind.stream
         for rank, tokens in self.tokens.items():
             try:
                 tokens.end_call(drained=drained)
@@ -82,7 +81,7 @@ class Walk:
 
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""
-        other = Walk(self.layout, self.exchange.model, forward_only=self.forward_only)
+        other = Walk(self.spec, self.exchange.model, forward_only=self.forward_only)
         other.base = self.base
         for rank, tokens in self.tokens.items():
             other.tokens[rank].restore(tokens)
@@ -113,7 +112,7 @@ class Walk:
 
     def _coverage(self, program: Schedule) -> None:
         """Every microbatch forward once on every stage (backward: nothing is left over)."""
-        counts: list[Counter[int]] = [Counter() for _ in self.layout.ranks]
+        counts: list[Counter[int]] = [Counter() for _ in self.spec.ranks]
         for column in program.columns:
             for one in column:
                 if one.action is Action.FORWARD:
@@ -123,7 +122,7 @@ class Walk:
             wrong = [i for i in range(most) if count[i] != 1]
             if wrong or most == 0:
                 times = count[wrong[0]] if wrong else 0
-                rank = self.layout.ranks[stage][0]
+                rank = self.spec.ranks[stage][0]
                 raise self._error(
                     program,
                     rank,

@@ -110,7 +110,7 @@ def ledgers_of(plan: Plan) -> tuple[MemoryLedger, ...]:
     """The ledger of each rank, from the programs of the plan's schedule; no clock is run."""
     stream = make_stream(plan)
     programs = []
-    for _ in range(CALLS if stream.layout.kind.stream else 1):
+    for _ in range(CALLS if stream.spec.kind.stream else 1):
         program, stream = stream.step(plan.training.num_microbatches)
         programs.append(program)
     return ledgers(plan, (*programs, stream.flush()[0]))

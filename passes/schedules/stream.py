@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.layout import Layout, layout_of
-from pdcompile.passes.lower_comm import Column, RankState, lower_evaluation, project
+from pdcompile.passes.schedules.lower_comm import Column, RankState, lower_evaluation, project
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.registry import StageWork, Task
+from pdcompile.schedule.spec import PipelineSpec, spec_of
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -26,22 +26,22 @@ Limits = dict[tuple[int, int], int]  # see StageWork
 class Stream:
     """Where a pipeline stands between two calls.  `states[s][q]`: replica q of stage s."""
 
-    layout: Layout
+    spec: PipelineSpec
     states: tuple[tuple[RankState, ...], ...]
 
     @staticmethod
-    def begin(layout: Layout) -> Stream:
+    def begin(spec: PipelineSpec) -> Stream:
         """A pipeline in which nothing is in flight."""
-        return Stream(layout, tuple(tuple(RankState() for _ in ranks) for ranks in layout.ranks))
+        return Stream(spec, tuple(tuple(RankState() for _ in ranks) for ranks in spec.ranks))
 
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
         """The program of one minibatch, and the stream after it.
 
         Raises ScheduleError when the plan has fewer microbatches.
         """
-        if not 1 <= num_microbatches <= self.layout.num_microbatches:
+        if not 1 <= num_microbatches <= self.spec.num_microbatches:
             raise ScheduleError(
-                f"{num_microbatches} microbatches, planned are 1 to {self.layout.num_microbatches}",
+                f"{num_microbatches} microbatches, planned are 1 to {self.spec.num_microbatches}",
                 remedy="split the minibatch into the planned number of microbatches",
             )
         return _step(self, num_microbatches)
@@ -53,7 +53,7 @@ class Stream:
 
 def make_stream(plan: Plan) -> Stream:
     """The stream of a plan at its beginning.  Raises ScheduleError for an unusable plan."""
-    return Stream.begin(layout_of(plan))
+    return Stream.begin(spec_of(plan))
 
 
 def evaluation(
@@ -63,7 +63,7 @@ def evaluation(
 
     With `with_loss` the last stage sends the loss of minibatch 0 to every rank.
     """
-    return _evaluation(layout_of(plan), edges, num_microbatches, with_loss)
+    return _evaluation(spec_of(plan), edges, num_microbatches, with_loss)
 
 
 _evaluation = lru_cache(maxsize=32)(lower_evaluation)
@@ -71,51 +71,51 @@ _evaluation = lru_cache(maxsize=32)(lower_evaluation)
 
 @lru_cache(maxsize=64)
 def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
-    layout = stream.layout
+    spec = stream.spec
     columns: list[Column] = []
     limits: Limits = {}
     for stage, states in enumerate(stream.states):
         following: Limits = {}
         for replica, state in enumerate(states):
-            share = layout.share(stage, replica, num_microbatches)
-            column = Column(layout, stage, replica, state)
+            share = spec.share(stage, replica, num_microbatches)
+            column = Column(spec, stage, replica, state)
             column.unstepped.append(0)
             column.unreduced.append(0)
             column.receive_loss(num_microbatches)
-            column.begin(share, layout.pool(stage))
-            tasks = _tasks(layout, stage, state, share, limits)
-            if layout.kind.stream:
+            column.begin(share, spec.pool(stage))
+            tasks = _tasks(spec, stage, state, share, limits)
+            if spec.kind.stream:
                 following |= _limits_for_the_next(tasks, limits, num_microbatches)
             column.train(tasks)
-            if not layout.kind.stream:
+            if not spec.kind.stream:
                 column.finish()
             columns.append(column)
         limits = following
-    return project(layout, layout.name, columns, num_microbatches), _after(stream, columns, 1)
+    return project(spec, spec.name, columns, num_microbatches), _after(stream, columns, 1)
 
 
 @lru_cache(maxsize=64)
 def _flush(stream: Stream) -> tuple[Schedule, Stream]:
-    layout = stream.layout
+    spec = stream.spec
     columns = []
     for stage, states in enumerate(stream.states):
         for replica, state in enumerate(states):
-            column = Column(layout, stage, replica, state)
-            if layout.kind.stream:
-                column.train(_tasks(layout, stage, state, (), {}, flush=True))
+            column = Column(spec, stage, replica, state)
+            if spec.kind.stream:
+                column.train(_tasks(spec, stage, state, (), {}, flush=True))
             column.finish()
             columns.append(column)
-    return project(layout, f"{layout.name}+flush", columns, 0), _after(stream, columns, 0)
+    return project(spec, f"{spec.name}+flush", columns, 0), _after(stream, columns, 0)
 
 
 def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
     following = iter(columns)
     states = tuple(tuple(next(following).state(shift) for _ in one) for one in stream.states)
-    return stream if states == stream.states else Stream(stream.layout, states)
+    return stream if states == stream.states else Stream(stream.spec, states)
 
 
 def _tasks(
-    layout: Layout,
+    spec: PipelineSpec,
     stage: int,
     state: RankState,
     share: Sequence[int],
@@ -126,14 +126,14 @@ def _tasks(
     work = StageWork(
         stage,
         share,
-        layout.warmup[stage],
+        spec.warmup[stage],
         state.pending,
         state.unstepped,
-        layout.late(stage),
+        spec.late(stage),
         limits,
         flush,
     )
-    return list(layout.kind.order((work,)))
+    return list(spec.kind.order((work,)))
 
 
 def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdcompile.cluster import Cluster, Level, Link
-from pdcompile.passes.layout import layout_of
 from pdcompile.passes.schedules.stream import make_stream
-from pdcompile.passes.simulate.clock import COMPUTE, Clock, Links, TimelineEvent
+from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
-from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule import Action, Phase, Schedule
+from pdcompile.schedule.spec import spec_of
 
 __all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
 
@@ -52,7 +52,7 @@ def simulate(
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
     """
     stream = make_stream(plan)
-    lag = stream.layout.kind.lag
+    lag = stream.spec.kind.lag
     programs = []
     for _ in range(max(1, steps or (STREAM_STEPS if lag else 1))):
         program, stream = stream.step(plan.training.num_microbatches)
@@ -113,15 +113,15 @@ def _forecast(
     every: Sequence[Schedule] = (),
 ) -> Forecast:
     """Busy time and traffic are those of one call (of `every` program where given)."""
-    busy, sent = 0.0, [0] * clock.layout.num_columns
+    busy, sent = 0.0, [0] * clock.spec.num_ranks
     for program in every or (last,):
         for rank, column in enumerate(program.columns):
             for one in column:
-                if one.action in COMPUTE:
+                if one.action.phase is Phase.COMPUTE:
                     busy += _busy(plan, one.action, one.stage, clock.step_seconds)
                 else:
                     sent[rank] += clock.bytes_of(one)
-    num_ranks = layout_of(plan).num_columns
+    num_ranks = spec_of(plan).num_ranks
     return Forecast(
         step_seconds=seconds,
         samples_per_second=plan.training.batch_size / seconds if seconds > 0 else math.inf,

@@ -25,9 +25,9 @@ from itertools import count
 
 from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.layout import FAMILIES, GRADIENT, TIED, VALUE, WEIGHT, layout_of
 from pdcompile.plan import Plan
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.spec import spec_of
 
 Links = Callable[[int, int], Link]
 
@@ -68,19 +68,6 @@ class _Channel:
     num_send_waited: int = 0
 
 
-_POSTS = {family.post: family.send for family in FAMILIES}
-_WAITS = {family.wait: family.send for family in FAMILIES}
-_SENDS = {family.send for family in FAMILIES}
-_WAIT_SENDS = {family.wait_send: family.send for family in FAMILIES}
-COMPUTE = frozenset((Action.FORWARD, Action.BACKWARD, Action.STEP))
-_COLLECTIVE = {
-    Action.POST_REDUCE: Action.POST_REDUCE,
-    Action.WAIT_REDUCE: Action.POST_REDUCE,
-    Action.POST_NORMS: Action.POST_NORMS,
-    Action.WAIT_NORMS: Action.POST_NORMS,
-}
-
-
 class Clock:
     """Runs programs; afterwards `events` and, per program and rank, `ends` are known.
 
@@ -99,20 +86,29 @@ class Clock:
         self.plan = plan
         self.timeline = timeline
         self.links = links
-        self.layout = layout_of(plan)
+        self.spec = spec_of(plan)
         self.step_seconds = step_seconds
         self.events: list[TimelineEvent] = []
-        num_ranks = self.layout.num_columns
+        num_ranks = self.spec.num_ranks
         self.ends = [[0.0] * num_ranks for _ in programs]
         self.columns: list[list[tuple[Instruction, int, int]]] = [[] for _ in range(num_ranks)]
         base = 0
         for number, program in enumerate(programs):
             for rank, column in enumerate(program.columns):
                 self.columns[rank] += [(one, base, number) for one in column]
-            base += program.name == self.layout.name
+            base += program.name == self.spec.name
         self.position = [0] * num_ranks
-        self.channels: dict[tuple[Action, int, int, int], _Channel] = {}
-        self.collectives: dict[tuple[Action, int, int], list[float]] = {}
+        self.channels: dict[tuple[Kind, int, int, int], _Channel] = {}
+        self.collectives: dict[tuple[Kind, int, int], list[float]] = {}
+        #: what executes an instruction that takes no time; False when the rank has to wait
+        self.rules: dict[Phase, Callable[[int, Instruction, int], bool]] = {
+            Phase.SEND: self._send,
+            Phase.POST_RECV: self._post,
+            Phase.WAIT_RECV: self._wait,
+            Phase.WAIT_SEND: self._wait_send,
+            Phase.POST: self._collective,
+            Phase.WAIT: self._collective,
+        }
         self.sleeping: dict[object, list[int]] = {}
         self.link_queue: dict[tuple[int, int], deque[_Transfer]] = {}
         self.heap: list[tuple[float, int, int, _Transfer | None]] = []
@@ -140,13 +136,14 @@ class Clock:
 
     def _advance(self, rank: int) -> None:
         """Go on until the rank computes, waits or is finished."""
-        column = self.columns[rank]
+        column, compute, rules = self.columns[rank], Phase.COMPUTE, self.rules
         while self.position[rank] < len(column):
             one, base, number = column[self.position[rank]]
-            seconds = self._seconds(one) if one.action in COMPUTE else None
+            seconds = self._seconds(one) if one.action.phase is compute else None
             if seconds is None:
-                if not self._communicate(rank, one, base):
-                    return
+                rule = rules.get(one.action.phase)
+                if rule is not None and not rule(rank, one, base):
+                    return  # the rank has to wait
                 self.position[rank] += 1
                 self.ends[number][rank] = self.now
                 continue
@@ -165,44 +162,47 @@ class Clock:
                 return
 
     def _seconds(self, one: Instruction) -> float:
-        """What an instruction of `COMPUTE` takes."""
+        """What a forward, backward or update takes."""
         if one.action is Action.FORWARD:
             return self.plan.stages[one.stage].forward_seconds
         if one.action is Action.BACKWARD:
             return self.plan.stages[one.stage].backward_pass_seconds
         return self.step_seconds
 
-    def _communicate(self, rank: int, one: Instruction, base: int) -> bool:
-        """Execute an instruction that takes no time; False when the rank has to wait."""
-        action = one.action
-        if action in _SENDS:
-            channel = self._channel(action, one.edge, rank, one.peer)
-            transfer = self._transfer(channel, channel.num_sent, rank, one.peer, one.stage)
-            channel.num_sent += 1
-            transfer.instruction, transfer.minibatch = one, base + one.minibatch
-            self._enqueue(transfer)
-        elif action in _POSTS:
-            channel = self._channel(_POSTS[action], one.edge, one.peer, rank)
-            transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
-            channel.num_posted += 1
-            transfer.posted = True
-            self._enqueue(transfer)
-        elif action in _WAITS:
-            channel = self._channel(_WAITS[action], one.edge, one.peer, rank)
-            if not self._done(channel, channel.num_received, rank):
-                return False
-            channel.num_received += 1
-        elif action in _WAIT_SENDS:
-            channel = self._channel(_WAIT_SENDS[action], one.edge, rank, one.peer)
-            if not self._done(channel, channel.num_send_waited, rank):
-                return False
-            channel.num_send_waited += 1
-        elif action in _COLLECTIVE:
-            return self._collective(rank, one, base)
+    def _send(self, rank: int, one: Instruction, base: int) -> bool:
+        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        transfer = self._transfer(channel, channel.num_sent, rank, one.peer, one.stage)
+        channel.num_sent += 1
+        transfer.instruction, transfer.minibatch = one, base + one.minibatch
+        self._enqueue(transfer)
         return True
 
-    def _channel(self, action: Action, edge: int, sender: int, receiver: int) -> _Channel:
-        return self.channels.setdefault((action, edge, sender, receiver), _Channel())
+    def _post(self, rank: int, one: Instruction, _: int) -> bool:
+        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
+        channel.num_posted += 1
+        transfer.posted = True
+        self._enqueue(transfer)
+        return True
+
+    def _wait(self, rank: int, one: Instruction, _: int) -> bool:
+        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        done = self._done(channel, channel.num_received, rank)
+        channel.num_received += done
+        return done
+
+    def _wait_send(self, rank: int, one: Instruction, _: int) -> bool:
+        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        done = self._done(channel, channel.num_send_waited, rank)
+        channel.num_send_waited += done
+        return done
+
+    def _channel(self, kind: Kind, edge: int, sender: int, receiver: int) -> _Channel:
+        key = (kind, edge, sender, receiver)
+        found = self.channels.get(key)
+        if found is None:
+            found = self.channels[key] = _Channel()
+        return found
 
     def _transfer(
         self, channel: _Channel, index: int, sender: int, receiver: int, stage: int
@@ -269,23 +269,20 @@ class Clock:
 
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a send puts on its link."""
-        if one.action in (VALUE.send, GRADIENT.send):
-            return self.plan.edges[one.edge].bytes
-        if one.action in (TIED.send, WEIGHT.send):
-            return self.plan.tied[one.edge].bytes
-        return 0
+        if one.action.phase is not Phase.SEND:
+            return 0
+        values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)
+        return (self.plan.edges if values else self.plan.tied)[one.edge].bytes
 
     # -- collectives -----------------------------------------------------------------------
 
     def _collective(self, rank: int, one: Instruction, base: int) -> bool:
-        post = _COLLECTIVE[one.action]
-        stage = one.stage if post is Action.POST_REDUCE else -1
-        key = (post, stage, base + one.minibatch)
+        kind = one.action.kind
+        stage = one.stage if kind is Kind.REDUCE else -1
+        key = (kind, stage, base + one.minibatch)
         posted = self.collectives.setdefault(key, [])
-        members = (
-            self.layout.ranks[stage] if stage >= 0 else [r for s in self.layout.ranks for r in s]
-        )
-        if one.action is post:
+        members = self.spec.ranks[stage] if stage >= 0 else [r for s in self.spec.ranks for r in s]
+        if one.action.phase is Phase.POST:
             posted.append(self.now)
             if len(posted) == len(members):
                 self._wake(key)

@@ -7,19 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdcompile.passes.layout import (
-    FAMILIES,
-    GRADIENT,
-    VALUE,
-    WEIGHT,
-    Family,
-    Layout,
-    layout_of,
-)
 from pdcompile.plan import MemoryLedger, Plan
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.spec import PipelineSpec, spec_of
 
-_FAMILY_OF = {action: family for family in FAMILIES for action in family}
+_TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
 _Microbatch = tuple[int, int]  # minibatch, microbatch
 
 
@@ -38,27 +30,27 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     minibatch's, where the next one begins before its last backward.  Outputs: those of the
     minibatch so far and of the one before, which a loop holds that assigns the result.
     """
-    layout = layout_of(plan)
-    stage_of = {rank: s for s, ranks in enumerate(layout.ranks) for rank in ranks}
+    spec = spec_of(plan)
+    stage_of = {rank: s for s, ranks in enumerate(spec.ranks) for rank in ranks}
     found = []
-    for rank in range(layout.num_columns):
+    for rank in range(spec.num_ranks):
         if rank not in stage_of:
             found.append(MemoryLedger())
             continue
-        walk = _Walk(plan, layout, stage_of[rank], rank)
-        for base, program in _bases(layout, programs):
-            walk.begin(base, trains=program.name == layout.name)
+        walk = _Walk(plan, spec, stage_of[rank], rank)
+        for base, program in _bases(spec, programs):
+            walk.begin(base, trains=program.name == spec.name)
             for one in program.columns[rank]:
                 walk.execute(one, base)
         found.append(walk.peak)
     return tuple(found)
 
 
-def _bases(layout: Layout, programs: Sequence[Schedule]) -> Iterable[tuple[int, Schedule]]:
+def _bases(spec: PipelineSpec, programs: Sequence[Schedule]) -> Iterable[tuple[int, Schedule]]:
     base = 0
     for program in programs:
         yield base, program
-        base += program.name == layout.name
+        base += program.name == spec.name
 
 
 @dataclass
@@ -66,7 +58,7 @@ class _Walk:
     """What one rank of a stage holds, instruction by instruction, and the most of it."""
 
     plan: Plan
-    layout: Layout
+    spec: PipelineSpec
     index: int
     rank: int
     in_flight: int = 0
@@ -90,14 +82,10 @@ class _Walk:
         copies = sum(one.bytes for one in self.plan.tied if self.index in one.stages[1:])
         self.stage = stage
         self.owned = max(0, stage.trainable_bytes - copies)
-        self.weights = (
-            stage.parameter_bytes + (self.layout.kind.versions - 1) * stage.trainable_bytes
-        )
+        self.weights = stage.parameter_bytes + (self.spec.kind.versions - 1) * stage.trainable_bytes
         self.state = math.floor(training.optimizer_factor * self.owned)
-        ranks = self.layout.ranks[self.index]
-        of_rank = self.layout.share(
-            self.index, ranks.index(self.rank), self.layout.num_microbatches
-        )
+        ranks = self.spec.ranks[self.index]
+        of_rank = self.spec.share(self.index, ranks.index(self.rank), self.spec.num_microbatches)
         self.share = len(of_rank)
         self.outputs[-1] = self.share  # there was a call before the first of these
         self.outgoing = [e for e, one in enumerate(self.plan.edges) if one.source == self.index]
@@ -105,7 +93,7 @@ class _Walk:
 
     def begin(self, minibatch: int, *, trains: bool) -> None:
         """A call begins: its inputs are copied if the next one's may come before its backward."""
-        if trains and self.layout.kind.versions > 1 and self.share:
+        if trains and self.spec.kind.versions > 1 and self.share:
             self.inputs[minibatch] = self.share
         self.outputs = Counter({t: n for t, n in self.outputs.items() if t >= minibatch - 1})
         self._note()
@@ -128,24 +116,25 @@ class _Walk:
             self.buffers.discard(at[0])
         elif action is Action.FREE:
             self._free(at)
-        elif (family := _FAMILY_OF.get(action)) is VALUE:
-            self._value(action, one.edge, at)
-        elif family is not None:
-            self._message(family, action, one.edge, at)
+        elif action.phase in _TRANSFER:
+            if action.kind is Kind.VALUE:
+                self._value(action.phase, one.edge, at)
+            else:
+                self._message(action, one.edge, at)
         self._note()
 
-    def _value(self, action: Action, edge: int, at: _Microbatch) -> None:
+    def _value(self, phase: Phase, edge: int, at: _Microbatch) -> None:
         """A value comes into a slot, or leaves from where the forward has made it."""
         size = self.plan.edges[edge].bytes
-        if action is VALUE.post:
+        if phase is Phase.POST_RECV:
             self.slots.setdefault(at, []).append(edge)
             self.taken[edge] += 1
             if self.taken[edge] > self.made[edge]:
                 self.made[edge] += 1
                 self.pool += size
-        elif action is VALUE.send:
+        elif phase is Phase.SEND:
             self.leaving[at, edge] += 1
-        elif action is VALUE.wait_send:
+        elif phase is Phase.WAIT_SEND:
             self.leaving[at, edge] -= 1
             if not self.leaving[at, edge]:
                 del self.leaving[at, edge]
@@ -158,18 +147,18 @@ class _Walk:
             self.over.add(at)
             self.sending += sum(self.plan.edges[edge].bytes for edge in left)
 
-    def _message(self, family: Family, action: Action, edge: int, at: _Microbatch) -> None:
+    def _message(self, action: Action, edge: int, at: _Microbatch) -> None:
         """Gradients are used by a backward, new weights when they have come."""
-        edges = self.plan.edges if family is GRADIENT else self.plan.tied
-        size = edges[edge].bytes
-        if action is family.post:
+        phase, kind = action.phase, action.kind
+        size = (self.plan.edges if kind is Kind.GRADIENT else self.plan.tied)[edge].bytes
+        if phase is Phase.POST_RECV:
             self.received += size
-            self.arriving[at] += 0 if family is WEIGHT else size
-        elif family is WEIGHT:  # sent from where they live
-            self.received -= size if action is family.wait else 0
-        elif action is family.send:
+            self.arriving[at] += 0 if kind is Kind.WEIGHT else size
+        elif kind is Kind.WEIGHT:  # sent from where they live
+            self.received -= size if phase is Phase.WAIT_RECV else 0
+        elif phase is Phase.SEND:
             self.sending += size
-        elif action is family.wait_send:
+        elif phase is Phase.WAIT_SEND:
             self.sending -= size
 
     def _note(self, *, workspace: int = 0, temporaries: int = 0) -> None:

@@ -6,4 +6,6 @@ with tensors.  `registry` lists the schedules that there are.
 
 from pdcompile.schedule.instruction import Action as Action
 from pdcompile.schedule.instruction import Instruction as Instruction
+from pdcompile.schedule.instruction import Kind as Kind
+from pdcompile.schedule.instruction import Phase as Phase
 from pdcompile.schedule.program import Schedule as Schedule

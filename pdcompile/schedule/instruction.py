@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum, auto
+
+
+class Phase(IntEnum):
+    """What an instruction does with its kind; only the waits may block."""
+
+    COMPUTE = auto()
+    POST_RECV = auto()
+    WAIT_RECV = auto()
+    SEND = auto()
+    WAIT_SEND = auto()
+    POST = auto()  # this rank's part of a collective
+    WAIT = auto()
+    FREE = auto()
+    TELL = auto()  # send to every other rank, or post the receive
+
+
+class Kind(IntEnum):
+    """What is computed, or carried by a channel.  The numbers tag messages."""
+
+    VALUE = 0
+    GRADIENT = 1
+    TIED = 2
+    WEIGHT = 3
+    NORMS = 4
+    LOSS = 5
+    EVAL_VALUE = 6
+    OUTPUT = 7
+    STATE = 8
+    CALL = 9  # which call this is: needs no header, it is one
+    REDUCE = 10
 
 
 class Action(StrEnum):
-    """The instruction set.  Post never blocks, wait may.
+    """The instruction set: a phase and a kind.  Post never blocks, wait may.
 
     Compute: FORWARD, BACKWARD (one microbatch on one stage), STEP (optimizer update of one
     minibatch on one stage).
@@ -28,33 +58,49 @@ class Action(StrEnum):
     the sum).
     """
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    STEP = "STEP"
-    POST_RECV = "POST_RECV"
-    WAIT_RECV = "WAIT_RECV"
-    SEND = "SEND"
-    WAIT_SEND = "WAIT_SEND"
-    POST_RECV_GRADIENT = "POST_RECV_GRADIENT"
-    WAIT_RECV_GRADIENT = "WAIT_RECV_GRADIENT"
-    SEND_GRADIENT = "SEND_GRADIENT"
-    WAIT_SEND_GRADIENT = "WAIT_SEND_GRADIENT"
-    FREE = "FREE"
-    SEND_TIED = "SEND_TIED"
-    WAIT_SEND_TIED = "WAIT_SEND_TIED"
-    POST_RECV_TIED = "POST_RECV_TIED"
-    WAIT_RECV_TIED = "WAIT_RECV_TIED"
-    SEND_WEIGHT = "SEND_WEIGHT"
-    WAIT_SEND_WEIGHT = "WAIT_SEND_WEIGHT"
-    POST_RECV_WEIGHT = "POST_RECV_WEIGHT"
-    WAIT_RECV_WEIGHT = "WAIT_RECV_WEIGHT"
-    POST_NORMS = "POST_NORMS"
-    WAIT_NORMS = "WAIT_NORMS"
-    POST_REDUCE = "POST_REDUCE"
-    WAIT_REDUCE = "WAIT_REDUCE"
-    LOSS = "LOSS"
+    phase: Phase
+    kind: Kind
+
+    FORWARD = "F", Phase.COMPUTE, Kind.VALUE
+    BACKWARD = "B", Phase.COMPUTE, Kind.GRADIENT
+    STEP = "STEP", Phase.COMPUTE, Kind.WEIGHT
+    POST_RECV = "POST_RECV", Phase.POST_RECV, Kind.VALUE
+    WAIT_RECV = "WAIT_RECV", Phase.WAIT_RECV, Kind.VALUE
+    SEND = "SEND", Phase.SEND, Kind.VALUE
+    WAIT_SEND = "WAIT_SEND", Phase.WAIT_SEND, Kind.VALUE
+    POST_RECV_GRADIENT = "POST_RECV_GRADIENT", Phase.POST_RECV, Kind.GRADIENT
+    WAIT_RECV_GRADIENT = "WAIT_RECV_GRADIENT", Phase.WAIT_RECV, Kind.GRADIENT
+    SEND_GRADIENT = "SEND_GRADIENT", Phase.SEND, Kind.GRADIENT
+    WAIT_SEND_GRADIENT = "WAIT_SEND_GRADIENT", Phase.WAIT_SEND, Kind.GRADIENT
+    FREE = "FREE", Phase.FREE, Kind.VALUE
+    SEND_TIED = "SEND_TIED", Phase.SEND, Kind.TIED
+    WAIT_SEND_TIED = "WAIT_SEND_TIED", Phase.WAIT_SEND, Kind.TIED
+    POST_RECV_TIED = "POST_RECV_TIED", Phase.POST_RECV, Kind.TIED
+    WAIT_RECV_TIED = "WAIT_RECV_TIED", Phase.WAIT_RECV, Kind.TIED
+    SEND_WEIGHT = "SEND_WEIGHT", Phase.SEND, Kind.WEIGHT
+    WAIT_SEND_WEIGHT = "WAIT_SEND_WEIGHT", Phase.WAIT_SEND, Kind.WEIGHT
+    POST_RECV_WEIGHT = "POST_RECV_WEIGHT", Phase.POST_RECV, Kind.WEIGHT
+    WAIT_RECV_WEIGHT = "WAIT_RECV_WEIGHT", Phase.WAIT_RECV, Kind.WEIGHT
+    POST_NORMS = "POST_NORMS", Phase.POST, Kind.NORMS
+    WAIT_NORMS = "WAIT_NORMS", Phase.WAIT, Kind.NORMS
+    POST_REDUCE = "POST_REDUCE", Phase.POST, Kind.REDUCE
+    WAIT_REDUCE = "WAIT_REDUCE", Phase.WAIT, Kind.REDUCE
+    LOSS = "LOSS", Phase.TELL, Kind.LOSS
+
+    def __new__(cls, text: str, phase: Phase, kind: Kind) -> Action:
+        made = str.__new__(cls, text)
+        made._value_, made.phase, made.kind = text, phase, kind
+        return made
 
     __hash__ = str.__hash__  # Enum's own is written in Python and slows every lookup
+
+
+#: the four phases of a transfer: of which action, by what is transferred
+TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
+POST_RECV, WAIT_RECV, SEND, WAIT_SEND = (
+    {action.kind: action for action in Action if action.phase is phase}
+    for phase in (Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +134,11 @@ class Instruction:
         if where:
             words.append(where)
         if self.edge >= 0:
-            words.append(f"{'t' if _is_parameter(self.action) else 'e'}{self.edge}")
+            tied = self.action.kind in (Kind.TIED, Kind.WEIGHT)
+            words.append(f"{'t' if tied else 'e'}{self.edge}")
         if self.peer >= 0:
-            words.append(f"{'>' if 'SEND' in self.action else '<'}{self.peer}")
+            sends = self.action.phase in (Phase.SEND, Phase.WAIT_SEND)
+            words.append(f"{'>' if sends else '<'}{self.peer}")
         if self.lag:
             words.append(f"W-{self.lag}")
         if self.stage != home:
@@ -99,7 +147,3 @@ class Instruction:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _is_parameter(action: Action) -> bool:
-    return action.endswith(("_TIED", "_WEIGHT"))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ContractError
-from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
+from pdcompile.schedule import Kind
 
 _CALLS = ("step", "forward_backward", "flush", "eval_step", "predict", "clip_grad_norm_",
           "full_state_dict", "close")  # fmt: skip

@@ -11,9 +11,10 @@ from pdcompile.eager.copied import copy_of
 from pdcompile.eager.digest import digest
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.state.given_state import check_state
-from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
 from pdcompile.runtime.weights import StageWeights
+from pdcompile.schedule import Kind
 from pdcompile.weights import set_tensor
 
 

@@ -9,7 +9,6 @@ the layout that the sender's kernels gave them, as they would in one process.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from math import prod
 from typing import NamedTuple
 
@@ -18,25 +17,11 @@ from torch import Tensor
 
 from pdcompile.errors import ContractError
 from pdcompile.ir.graph import DTYPE_BYTES
+from pdcompile.schedule import Kind
 
 MAX_DIMS = 12
 HEADER_LENGTH = 6 + 2 * MAX_DIMS
 _DTYPES = tuple(DTYPE_BYTES)
-
-
-class Kind(IntEnum):
-    """What a channel carries."""
-
-    VALUE = 0
-    GRADIENT = 1
-    TIED = 2
-    WEIGHT = 3
-    NORMS = 4
-    LOSS = 5
-    EVAL_VALUE = 6
-    OUTPUT = 7
-    STATE = 8
-    CALL = 9  # which call this is: needs no header, it is one
 
 
 class Channel(NamedTuple):

@@ -11,8 +11,9 @@ from collections import defaultdict, deque
 
 from torch import Tensor
 
-from pdcompile.runtime.transport.contract import Channel, Expected, Kind, check_tensor
+from pdcompile.runtime.transport.contract import Channel, Expected, check_tensor
 from pdcompile.runtime.transport.point_to_point import Done, Handle
+from pdcompile.schedule import Kind
 
 
 class Wires:

@@ -22,12 +22,12 @@ from pdcompile.runtime.transport.contract import (
     HEADER_LENGTH,
     Channel,
     Expected,
-    Kind,
     from_bytes,
     header_of,
     read_header,
     to_bytes,
 )
+from pdcompile.schedule import Kind
 
 
 class PeerLost(RuntimeError):

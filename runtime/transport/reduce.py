@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pdcompile.eager.gradients import norm_of
 from pdcompile.errors import ConfigError
-from pdcompile.runtime.transport.contract import Channel, Expected, Kind
+from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Handle, Transport
+from pdcompile.schedule import Kind
 
 ABSENT = -1.0  # the norm of a parameter without gradient: it is left out of the stack
 

@@ -1,4 +1,4 @@
-"""Layout: the few numbers of a plan that decide its schedule.
+"""PipelineSpec: the few numbers of a plan that decide its schedule.
 
 Small and hashable, so that programs can be cached by it.  Who talks to whom is derived here,
 once, for both ends of every transfer: a send and its receive cannot disagree.
@@ -12,33 +12,10 @@ from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.schedule import Action
+from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
-
-
-class Family(NamedTuple):
-    """The four actions of one kind of transfer."""
-
-    post: Action
-    wait: Action
-    send: Action
-    wait_send: Action
-
-
-VALUE = Family(Action.POST_RECV, Action.WAIT_RECV, Action.SEND, Action.WAIT_SEND)
-GRADIENT = Family(
-    Action.POST_RECV_GRADIENT,
-    Action.WAIT_RECV_GRADIENT,
-    Action.SEND_GRADIENT,
-    Action.WAIT_SEND_GRADIENT,
-)
-TIED = Family(Action.POST_RECV_TIED, Action.WAIT_RECV_TIED, Action.SEND_TIED, Action.WAIT_SEND_TIED)
-WEIGHT = Family(
-    Action.POST_RECV_WEIGHT, Action.WAIT_RECV_WEIGHT, Action.SEND_WEIGHT, Action.WAIT_SEND_WEIGHT
-)
-FAMILIES = (VALUE, GRADIENT, TIED, WEIGHT)
 
 
 class Hop(NamedTuple):
@@ -47,7 +24,7 @@ class Hop(NamedTuple):
     `window`: how many sends of one channel may be under way before the oldest is waited for.
     """
 
-    family: Family
+    kind: Kind
     edge: int
     stage: int  # at the other end
     window: int
@@ -65,7 +42,7 @@ class Hops(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PipelineSpec:
     """What the schedule functions read of a plan.  `ranks[s][q]`: replica q of stage s."""
 
     name: str
@@ -81,7 +58,7 @@ class Layout:
         return kind_of(self.name)
 
     @property
-    def num_columns(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks are numbered through; one that no stage uses has a column of its own."""
         return 1 + max(rank for ranks in self.ranks for rank in ranks)
 
@@ -114,7 +91,7 @@ class Layout:
         return window(*ends)
 
 
-def layout_of(plan: Plan) -> Layout:
+def spec_of(plan: Plan) -> PipelineSpec:
     """Read a plan.  Raises ScheduleError where no schedule of ours fits it."""
     training = plan.training
     name = training.schedule
@@ -129,7 +106,7 @@ def layout_of(plan: Plan) -> Layout:
             f"{training.num_microbatches} microbatches with warm-up {training.warmup}",
             where="plan: training",
         )
-    layout = Layout(
+    spec = PipelineSpec(
         name,
         training.num_microbatches,
         training.warmup,
@@ -138,13 +115,13 @@ def layout_of(plan: Plan) -> Layout:
         plan.tied,
         training.max_grad_norm is not None,
     )
-    _check_transfers(layout)
-    return layout
+    _check_transfers(spec)
+    return spec
 
 
-def with_edges(layout: Layout, edges: tuple[Edge, ...]) -> Layout:
+def with_edges(spec: PipelineSpec, edges: tuple[Edge, ...]) -> PipelineSpec:
     """The same pipeline for a forward-only program over other edges."""
-    return replace(layout, edges=edges, tied=())
+    return replace(spec, edges=edges, tied=())
 
 
 def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -163,9 +140,9 @@ def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(ranks)
 
 
-def _check_transfers(layout: Layout) -> None:
-    num_stages = len(layout.ranks)
-    for index, edge in enumerate(layout.edges):
+def _check_transfers(spec: PipelineSpec) -> None:
+    num_stages = len(spec.ranks)
+    for index, edge in enumerate(spec.edges):
         stages = (edge.source, *edge.targets)
         if not edge.targets or list(stages) != sorted(set(stages)) or stages[0] < 0:
             raise ScheduleError(
@@ -177,7 +154,7 @@ def _check_transfers(layout: Layout) -> None:
                 f"edge {edge.value!r} ends at {stages[-1]} of {num_stages} stages",
                 where=f"plan: edges[{index}]",
             )
-    for index, tied in enumerate(layout.tied):
+    for index, tied in enumerate(spec.tied):
         where = f"plan: tied[{index}]"
         if len(tied.stages) < 2 or list(tied.stages) != sorted(set(tied.stages)):
             raise ScheduleError(f"{tied.fqn!r} is tied over stages {tied.stages}", where=where)
@@ -185,7 +162,7 @@ def _check_transfers(layout: Layout) -> None:
             raise ScheduleError(
                 f"{tied.fqn!r} is held by stage {tied.stages[-1]} of {num_stages}", where=where
             )
-        if any(len(layout.ranks[stage]) > 1 for stage in tied.stages):
+        if any(len(spec.ranks[stage]) > 1 for stage in tied.stages):
             raise ScheduleError(
                 f"{tied.fqn!r} is tied across stages of which one is replicated",
                 where=where,
@@ -194,7 +171,7 @@ def _check_transfers(layout: Layout) -> None:
 
 
 @lru_cache(maxsize=4096)
-def hops(layout: Layout, stage: int) -> Hops:
+def hops(spec: PipelineSpec, stage: int) -> Hops:
     """Everything that the stage sends and receives.
 
     A value goes from its source to every target.  Its gradient goes last target → … → first
@@ -202,32 +179,32 @@ def hops(layout: Layout, stage: int) -> Hops:
     parameter goes last holder → … → owner; the owner's new weights go to every other holder.
     """
     value_in, value_out, down, up, weight_out, weight_in = [], [], [], [], [], []
-    for index, edge in enumerate(layout.edges):
+    for index, edge in enumerate(spec.edges):
         if stage == edge.source:
             value_out += [
-                Hop(VALUE, index, target, layout.window(stage, target)) for target in edge.targets
+                Hop(Kind.VALUE, index, other, spec.window(stage, other)) for other in edge.targets
             ]
         elif stage in edge.targets:
-            value_in.append(Hop(VALUE, index, edge.source, layout.window(edge.source, stage)))
+            value_in.append(Hop(Kind.VALUE, index, edge.source, spec.window(edge.source, stage)))
     chains = [
-        (GRADIENT, index, (edge.source, *edge.targets))
-        for index, edge in enumerate(layout.edges)
+        (Kind.GRADIENT, index, (edge.source, *edge.targets))
+        for index, edge in enumerate(spec.edges)
         if edge.gradient
     ]
-    chains += [(TIED, index, tied.stages) for index, tied in enumerate(layout.tied)]
-    for family, index, chain in chains:
+    chains += [(Kind.TIED, index, tied.stages) for index, tied in enumerate(spec.tied)]
+    for kind, index, chain in chains:
         if stage not in chain:
             continue
         place = chain.index(stage)
         if place + 1 < len(chain):
             later = chain[place + 1]
-            down.append(Hop(family, index, later, layout.window(stage, later)))
+            down.append(Hop(kind, index, later, spec.window(stage, later)))
         if place > 0:
             earlier = chain[place - 1]
-            up.append(Hop(family, index, earlier, layout.window(earlier, stage)))
-    for index, tied in enumerate(layout.tied):
+            up.append(Hop(kind, index, earlier, spec.window(earlier, stage)))
+    for index, tied in enumerate(spec.tied):
         if stage == tied.stages[0]:
-            weight_out += [Hop(WEIGHT, index, holder, 1) for holder in tied.stages[1:]]
+            weight_out += [Hop(Kind.WEIGHT, index, holder, 1) for holder in tied.stages[1:]]
         elif stage in tied.stages:
-            weight_in.append(Hop(WEIGHT, index, tied.stages[0], 1))
+            weight_in.append(Hop(Kind.WEIGHT, index, tied.stages[0], 1))
     return Hops(*map(tuple, (value_in, value_out, down, up, weight_out, weight_in)))

@@ -1,6 +1,6 @@
 """Add communication to the compute order of every rank.
 
-Both ends of a transfer are derived from the same edge (`layout.hops`), receives are posted as
+Both ends of a transfer are derived from the same edge (`spec.hops`), receives are posted as
 early as the slot pool allows, sends are waited for as late as their window allows:
 
     POST_RECV   when a slot is free: `pool` slots are in flight plus the next one travelling
@@ -20,23 +20,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pdcompile.passes.layout import (
-    FORWARD_ONLY_SLOTS,
-    GRADIENT,
-    TIED,
-    VALUE,
-    WEIGHT,
-    Hop,
-    Layout,
-    hops,
-    layout_of,
-    with_edges,
-)
-from pdcompile.plan import Edge, Plan
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.plan import Edge
+from pdcompile.schedule import Action, Instruction, Kind, Schedule
+from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import GRADIENT_SLOTS, Task
-
-_WAIT_OF = {family.send: family.wait_send for family in (VALUE, GRADIENT, TIED, WEIGHT)}
+from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops, with_edges
 
 
 class RankState(NamedTuple):
@@ -49,52 +37,23 @@ class RankState(NamedTuple):
     unreceived: tuple[tuple[int, int], ...] = ()  # (tied, minibatch): weights not waited for
 
 
-def slots(plan: Plan) -> dict[tuple[int, int], int]:
-    """Activation receive slots of (stage, edge index), per replica of the stage."""
-    layout = layout_of(plan)
-    return {
-        (target, index): layout.pool(target)
-        for index, edge in enumerate(plan.edges)
-        for target in edge.targets
-    }
-
-
-def gradient_slots(plan: Plan) -> dict[tuple[int, int], int]:
-    """Gradient receive slots of (stage, edge index): the source and all targets but the last."""
-    return {
-        (stage, index): GRADIENT_SLOTS
-        for index, edge in enumerate(plan.edges)
-        if edge.gradient
-        for stage in (edge.source, *edge.targets[:-1])
-    }
-
-
-def tied_slots(plan: Plan) -> dict[tuple[int, int], int]:
-    """Gradient receive slots of (stage, index into plan.tied): all holders but the last."""
-    return {
-        (stage, index): GRADIENT_SLOTS
-        for index, tied in enumerate(plan.tied)
-        for stage in tied.stages[:-1]
-    }
-
-
 class Column:
     """One rank's program, written instruction by instruction."""
 
-    def __init__(self, layout: Layout, stage: int, replica: int, state: RankState):
-        self.layout = layout
+    def __init__(self, spec: PipelineSpec, stage: int, replica: int, state: RankState):
+        self.spec = spec
         self.stage = stage
-        self.rank = layout.ranks[stage][replica]
-        self.hops = hops(layout, stage)
-        self.lag = layout.kind.lag
+        self.rank = spec.ranks[stage][replica]
+        self.hops = hops(spec, stage)
+        self.lag = spec.kind.lag
         self.out: list[Instruction] = []
         self.waiting = deque(state.pending)
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
         self.unreceived = deque(state.unreceived)
-        self.sends: dict[tuple[Action, int, int], deque[Instruction]] = {}
+        self.sends: dict[tuple[Kind, int, int], deque[Instruction]] = {}
         for send in state.unsent:
-            self._channel(send.action, send.edge, send.peer).append(send)
+            self._channel(send.action.kind, send.edge, send.peer).append(send)
         self.to_post: deque[int] = deque()
 
     # -- writing ---------------------------------------------------------------------------
@@ -103,15 +62,15 @@ class Column:
         self.out.append(Instruction(action, self.stage, minibatch, microbatch))
 
     def receive(self, action: Action, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.layout.rank(hop.stage, max(microbatch, 0))
+        peer = self.spec.rank(hop.stage, max(microbatch, 0))
         self.out.append(Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer))
 
     def send(self, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.layout.rank(hop.stage, max(microbatch, 0))
-        channel = self._channel(hop.family.send, hop.edge, peer)
+        peer = self.spec.rank(hop.stage, max(microbatch, 0))
+        channel = self._channel(hop.kind, hop.edge, peer)
         while len(channel) >= hop.window:
             self._wait_send(channel.popleft())
-        sent = Instruction(hop.family.send, self.stage, minibatch, microbatch, hop.edge, peer)
+        sent = Instruction(SEND[hop.kind], self.stage, minibatch, microbatch, hop.edge, peer)
         channel.append(sent)
         self.out.append(sent)
 
@@ -120,13 +79,13 @@ class Column:
             while channel:
                 self._wait_send(channel.popleft())
 
-    def _channel(self, action: Action, edge: int, peer: int) -> deque[Instruction]:
-        return self.sends.setdefault((action, edge, peer), deque())
+    def _channel(self, kind: Kind, edge: int, peer: int) -> deque[Instruction]:
+        return self.sends.setdefault((kind, edge, peer), deque())
 
     def _wait_send(self, sent: Instruction) -> None:
         self.out.append(
             Instruction(
-                _WAIT_OF[sent.action],
+                WAIT_SEND[sent.action.kind],
                 sent.stage,
                 sent.minibatch,
                 sent.microbatch,
@@ -147,17 +106,17 @@ class Column:
         if self.to_post:
             microbatch = self.to_post.popleft()
             for hop in self.hops.before_forward:
-                self.receive(hop.family.post, hop, 0, microbatch)
+                self.receive(POST_RECV[hop.kind], hop, 0, microbatch)
 
     def post_gradients(self, place: int) -> None:
         """Post the receives for the microbatch at `place` of those waiting for backward."""
         if place < len(self.waiting):
             for hop in self.hops.before_backward:
-                self.receive(hop.family.post, hop, *self.waiting[place])
+                self.receive(POST_RECV[hop.kind], hop, *self.waiting[place])
 
     def forward(self, minibatch: int, microbatch: int, lag: int) -> None:
         for hop in self.hops.before_forward:
-            self.receive(hop.family.wait, hop, minibatch, microbatch)
+            self.receive(WAIT_RECV[hop.kind], hop, minibatch, microbatch)
         self.out.append(Instruction(Action.FORWARD, self.stage, minibatch, microbatch, -1, -1, lag))
         for hop in self.hops.after_forward:
             self.send(hop, minibatch, microbatch)
@@ -171,7 +130,7 @@ class Column:
 
     def backward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
         for hop in self.hops.before_backward:
-            self.receive(hop.family.wait, hop, minibatch, microbatch)
+            self.receive(WAIT_RECV[hop.kind], hop, minibatch, microbatch)
         self.waiting.popleft()
         self.out.append(
             Instruction(Action.BACKWARD, self.stage, minibatch, microbatch, -1, -1, self.lag)
@@ -190,14 +149,14 @@ class Column:
         """Collectives, update, and the new weights of tied parameters."""
         self._receive_weights(before=minibatch)
         self._post_collective(minibatch)
-        if len(self.layout.ranks[self.stage]) > 1:
+        if len(self.spec.ranks[self.stage]) > 1:
             self.put(Action.WAIT_REDUCE, minibatch)
-            if self.layout.clipping:
+            if self.spec.clipping:
                 self.put(Action.POST_NORMS, minibatch)
-        if self.layout.clipping:
+        if self.spec.clipping:
             self.put(Action.WAIT_NORMS, minibatch)
         for hop in self.hops.after_step:  # the last weights sent must be out before new ones
-            channel = self._channel(hop.family.send, hop.edge, self.layout.rank(hop.stage, 0))
+            channel = self._channel(hop.kind, hop.edge, self.spec.rank(hop.stage, 0))
             while channel:
                 self._wait_send(channel.popleft())
         self.put(Action.STEP, minibatch)
@@ -205,23 +164,23 @@ class Column:
         for hop in self.hops.after_step:
             self.send(hop, minibatch, -1)
         for hop in self.hops.weights:
-            self.receive(hop.family.post, hop, minibatch, -1)
+            self.receive(POST_RECV[hop.kind], hop, minibatch, -1)
             self.unreceived.append((hop.edge, minibatch))
 
     def _post_collective(self, last: int) -> None:
         """In order of minibatches, also where a replica has no microbatch of one."""
         while self.unreduced and self.unreduced[0] <= last:
             minibatch = self.unreduced.popleft()
-            if len(self.layout.ranks[self.stage]) > 1:
+            if len(self.spec.ranks[self.stage]) > 1:
                 self.put(Action.POST_REDUCE, minibatch)
-            elif self.layout.clipping:
+            elif self.spec.clipping:
                 self.put(Action.POST_NORMS, minibatch)
 
     def _receive_weights(self, before: int) -> None:
         while self.unreceived and self.unreceived[0][1] < before:
             edge, minibatch = self.unreceived.popleft()
             hop = next(hop for hop in self.hops.weights if hop.edge == edge)
-            self.receive(hop.family.wait, hop, minibatch, -1)
+            self.receive(WAIT_RECV[hop.kind], hop, minibatch, -1)
 
     # -- a call ----------------------------------------------------------------------------
 
@@ -255,11 +214,11 @@ class Column:
             self.send_loss()
 
     def send_loss(self) -> None:
-        if self.stage == len(self.layout.ranks) - 1:
+        if self.stage == len(self.spec.ranks) - 1:
             self.put(Action.LOSS)
 
     def receive_loss(self, num_microbatches: int) -> None:
-        self.out += loss_receives(self.layout, self.stage, self.rank, num_microbatches)
+        self.out += loss_receives(self.spec, self.stage, self.rank, num_microbatches)
 
     def _left_over(self, listed: list[Task]) -> set[int]:
         """Minibatches that still have a backward to come after this call."""
@@ -289,15 +248,15 @@ class Column:
 
 
 def loss_receives(
-    layout: Layout, stage: int, rank: int, num_microbatches: int
+    spec: PipelineSpec, stage: int, rank: int, num_microbatches: int
 ) -> list[Instruction]:
     """One for each rank of the last stage that has a microbatch and is another one."""
-    senders = layout.ranks[-1][:num_microbatches]
+    senders = spec.ranks[-1][:num_microbatches]
     return [Instruction(Action.LOSS, stage, peer=peer) for peer in senders if peer != rank]
 
 
 def project(
-    layout: Layout, name: str, columns: Iterable[Column], num_microbatches: int
+    spec: PipelineSpec, name: str, columns: Iterable[Column], num_microbatches: int
 ) -> Schedule:
     """Put the columns at their ranks; ranks without a stage only hear the loss."""
     placed = {column.rank: tuple(column.out) for column in columns}
@@ -306,24 +265,24 @@ def project(
         tuple(
             placed[rank]
             if rank in placed
-            else tuple(loss_receives(layout, -1, rank, num_microbatches))
-            for rank in range(layout.num_columns)
+            else tuple(loss_receives(spec, -1, rank, num_microbatches))
+            for rank in range(spec.num_ranks)
         ),
     )
 
 
 def lower_evaluation(
-    layout: Layout, edges: tuple[Edge, ...], num_microbatches: int, with_loss: bool
+    spec: PipelineSpec, edges: tuple[Edge, ...], num_microbatches: int, with_loss: bool
 ) -> Schedule:
     """Forward-only program: complete in itself, on the newest weights."""
-    layout = with_edges(layout, edges)
+    spec = with_edges(spec, edges)
     columns = []
-    for stage, ranks in enumerate(layout.ranks):
+    for stage, ranks in enumerate(spec.ranks):
         for replica in range(len(ranks)):
-            column = Column(layout, stage, replica, RankState())
+            column = Column(spec, stage, replica, RankState())
             if with_loss:
                 column.receive_loss(num_microbatches)
-            column.forward_only(layout.share(stage, replica, num_microbatches), with_loss)
+            column.forward_only(spec.share(stage, replica, num_microbatches), with_loss)
             column.wait_sends()
             columns.append(column)
-    return project(layout, f"{layout.name}+eval", columns, num_microbatches if with_loss else 0)
+    return project(spec, f"{spec.name}+eval", columns, num_microbatches if with_loss else 0)
