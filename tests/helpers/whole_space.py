@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import cache
 
 from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure, violations
 from pdcompile.passes.partition.space.search import seconds_of
 from pdcompile.passes.planning.draft import draft
-from pdcompile.plan import MemoryLedger, Plan, Training
+from pdcompile.passes.planning.explore import Explored, explore
+from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
-from tests.helpers.graphs import chain, residual
+from tests.helpers.graphs import B, GraphBuilder, chain, residual
 from tests.helpers.spaces import every_candidate
 
 BATCH = 8
@@ -94,10 +96,32 @@ class WholeSpace:
         return told.ledgers
 
 
+def woven(r: random.Random) -> OpGraph:
+    """A few layers that hold what they read, some of it again later; some tied, some frozen."""
+    g = GraphBuilder()
+    values = [g.input("x", (B, 8))]
+    tied = g.parameter("tied.weight", (8, 8))
+    for i in range(r.randint(2, 4)):
+        own = g.parameter(f"layers.{i}.weight", (8, r.choice((1, 8))), trainable=r.random() < 0.8)
+        read = [values[-1]]
+        if len(values) > 1 and r.random() < 0.4:
+            read.append(r.choice(values[:-1]))
+        name = "operator.add" if len(read) > 1 else "torch.nn.functional.linear"
+        one = g.op(
+            f"layer_{i}", name, tuple(read), module=f"layers.{i}",
+            parameters=(tied if r.random() < 0.25 else own,), shape=(B, 8),
+            seconds=(1.0, 2.0), saved=r.choice((0, 32, 128, 256)),
+        )  # fmt: skip
+        values.append(one)
+    loss = g.op("loss", "torch.mean", (values[-1],), shape=(), seconds=(0.1, 0.1))
+    return g.build(loss, loss=loss)
+
+
 def random_space(seed: int) -> WholeSpace:
     """A short graph on two or three devices; limits are what ranks of random plans hold."""
     r = random.Random(seed)
-    graph_at = at(residual(1) if r.random() < 0.1 else chain(r.randint(2, 4)))
+    kind = r.random()
+    graph_at = at(residual(1) if kind < 0.1 else woven(r) if kind < 0.5 else chain(r.randint(2, 4)))
     count = r.randint(2, 3)
     level = Level("link", count, r.choice((1e2, 1e3, 1e5)), r.choice((0.0, 0.1)), r.random() < 0.7)
     speeds = r.choice(((1.0,), (1.0, 2.0)))
@@ -105,9 +129,9 @@ def random_space(seed: int) -> WholeSpace:
     space = SearchSpace(
         r.choice(("1", "any", "any")),
         r.choice(((False, True), (False, True), (True,), (False,))),
-        (r.choice(("1f1b", "gpipe", "2bw")),),
-        (r.choice((2, 4)),),
-        (r.choice((0, 0, 1)),),
+        r.choice((("1f1b",), ("gpipe",), ("2bw",), ("1f1b", "2bw"))),
+        r.choice(((2,), (4,), (4,), (2, 4))),
+        r.choice(((0,), (0,), (1,), (0, 1))),
     )
     free = WholeSpace(graph_at, Cluster(devices, (level,)), space)
     every = [
@@ -129,3 +153,31 @@ def random_space(seed: int) -> WholeSpace:
 def _near(r: random.Random, held: list[int]) -> int:
     """What some plan holds, a little less or a little more."""
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
+
+
+def explored(case: WholeSpace) -> Explored:
+    return explore(case.graph_at, case.cluster, case.space, case.training)
+
+
+def verdict(case: WholeSpace) -> str:
+    """What the search says of a case; fails where that is not true."""
+    exists = case.best()
+    try:
+        found = explored(case)
+    except NotFoundError:
+        return "unknown"
+    except InfeasibleError:
+        if exists is not None:
+            raise
+        return "infeasible"
+    assert exists is not None
+    plan, least = found.plan, exists[0]
+    check(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
+    every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
+    certificate = plan.certificate
+    assert certificate.objective_seconds * every >= least * (1 - 1e-9)
+    assert certificate.bound_seconds * every <= least * (1 + 1e-9), exists
+    assert plan.forecast is not None
+    for ledger, device in zip(plan.forecast.ledgers, case.cluster.devices, strict=False):
+        assert device.memory_bytes is None or ledger.total_bytes <= device.memory_bytes
+    return certificate.status

@@ -13,50 +13,9 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.space.search import timed
 from pdcompile.passes.planning import explore as explore_module
-from pdcompile.passes.planning.explore import Explored, explore
-from pdcompile.plan import check
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.graphs import chain
-from tests.helpers.whole_space import WholeSpace, at, random_space
-
-
-def explored(case: WholeSpace) -> Explored:
-    return explore(case.graph_at, case.cluster, case.space, case.training)
-
-
-def verdict(case: WholeSpace) -> str:
-    """What the search says of a case; fails where that is not true."""
-    exists = case.best()
-    try:
-        found = explored(case)
-    except NotFoundError:
-        return "unknown"
-    except InfeasibleError:
-        if exists is not None:
-            raise
-        return "infeasible"
-    assert exists is not None
-    plan, least = found.plan, exists[0]
-    check(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
-    every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
-    certificate = plan.certificate
-    assert certificate.objective_seconds * every >= least * (1 - 1e-9)
-    assert certificate.bound_seconds * every <= least * (1 + 1e-9), exists
-    assert plan.forecast is not None
-    for ledger, device in zip(plan.forecast.ledgers, case.cluster.devices, strict=False):
-        assert device.memory_bytes is None or ledger.total_bytes <= device.memory_bytes
-    return certificate.status
-
-
-def test_verdicts_on_small_spaces() -> None:
-    said = [verdict(random_space(seed)) for seed in range(40)]
-    assert set(said) == {"optimal", "infeasible"}  # so small a space is exhausted
-
-
-@pytest.mark.slow
-def test_verdicts_on_many_small_spaces() -> None:
-    said = [verdict(random_space(seed)) for seed in range(1_000, 1_600)]
-    assert set(said) == {"optimal", "infeasible"}
+from tests.helpers.whole_space import WholeSpace, at, explored, random_space, verdict
 
 
 def three(*devices: Device, latency: float = 0.0) -> Cluster:

@@ -1,4 +1,9 @@
-"""The search over ideals x replicas x recomputation finds what trying everything finds."""
+"""What a search claims of the whole space is true, in random cases that can be counted out.
+
+Replicas, recomputation, held values, sends, slots, unlike devices and links: no verdict, bound,
+objective or ledger may be wrong.  Where the cases start from graphs, limits are what ranks of
+random plans hold, so that one plan just fits and the next does not.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from pdcompile.cluster import Device
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.space import best, measure, violations
 from tests.helpers.spaces import brute_force, harsh_case, random_case
+from tests.helpers.whole_space import random_space, verdict
 
 
 def agree(seed: int, *, simulated: bool, harsh: bool = False) -> bool:
@@ -40,18 +46,32 @@ def agree(seed: int, *, simulated: bool, harsh: bool = False) -> bool:
     return True
 
 
-def test_the_optimum_of_small_problems() -> None:
-    assert sum(agree(seed, simulated=False) for seed in range(80)) > 30
+def claimed(seed: int) -> str:
+    """What was said of one random case; fails where that is not true.
+
+    In turn from graphs, and from problems: by the closed form, simulated, and on odd machines.
+    """
+    if seed % 4 == 0:
+        return verdict(random_space(seed))
+    return "feasible" if agree(seed, simulated=seed % 4 > 1, harsh=seed % 4 == 3) else "infeasible"
 
 
-def test_the_simulated_optimum_of_small_problems() -> None:
-    assert sum(agree(seed, simulated=True) for seed in range(20)) > 7
+def test_nothing_that_is_claimed_is_wrong() -> None:
+    said = [claimed(seed) for seed in range(100)]
+    assert set(said) == {"optimal", "feasible", "infeasible"}  # so small a space is exhausted
+    assert 20 < said.count("infeasible") < 50
 
 
-def test_limits_on_unlike_devices() -> None:
-    """A stage that fits by the formula recomputes because of what is under way (51,452)."""
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(40))
+def test_nothing_that_is_claimed_is_wrong_in_10_000_cases(block: int) -> None:
+    for seed in range(1_000 + 250 * block, 1_250 + 250 * block):
+        assert claimed(seed) != "unknown", seed
+
+
+def test_what_is_in_flight_makes_a_stage_recompute() -> None:
+    """A stage that fits by the formula recomputes because of what is in flight."""
     assert agree(51_452, simulated=True, harsh=True)
-    assert sum(agree(seed, simulated=True, harsh=True) for seed in range(50_000, 50_030)) > 7
 
 
 def test_recomputing_may_save_time() -> None:
@@ -70,10 +90,3 @@ def test_recomputing_may_save_time() -> None:
         assert result[0] == pytest.approx(brute_force(*case, simulated=True), rel=1e-9)
         found.append(result[0])
     assert found[1] < found[0] * (1 - 1e-3)
-
-
-@pytest.mark.slow
-def test_the_optimum_of_many_small_problems() -> None:
-    assert sum(agree(seed, simulated=False) for seed in range(1_000, 2_000)) > 400
-    assert sum(agree(seed, simulated=True) for seed in range(3_000, 3_100)) > 40
-    assert sum(agree(seed, simulated=True, harsh=True) for seed in range(60_000, 60_300)) > 90
