@@ -25,7 +25,6 @@ from benchmarks import whole_ranks
 from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.choices import choose
-from pdcompile.driver import make_plan
 from pdcompile.ir.graph import Capture, OpCost
 from pdcompile.options import Options
 from pdcompile.passes.costs import Resident, estimate, forecast
@@ -33,6 +32,7 @@ from pdcompile.passes.costs.symbolic import symbolic
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
+from pdcompile.planner import make_plan
 from pdcompile.steps import Steps
 from pdcompile.units import format_bytes
 from tests.helpers.live_stages import Measured, measured
@@ -149,7 +149,7 @@ def _planned(
     # Several microbatches of the sample's size: with one alone stages would not have to balance.
     chosen = choose(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
-    return captured, make_plan(one.model, captured, options, chosen, flat, Steps())
+    return captured, make_plan(one.model, captured, options, chosen, lambda _: flat, Steps())
 
 
 def closed_form(name: str) -> list[str]:

@@ -10,38 +10,26 @@ from typing import Any, Literal
 from torch import nn
 
 from pdcompile.batch import FlatCall, check_example, example_call, resize, resolve_batch
-from pdcompile.choices import Choices, choose
-from pdcompile.cluster import stage_limits
+from pdcompile.choices import choose
 from pdcompile.compiled import Compiled
-from pdcompile.eager.meta import refuse_mostly_estimated, unverifiable
+from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
-from pdcompile.explored import explored_plan
-from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.training_check import check_loss
 from pdcompile.option_checks import check_model, check_options
 from pdcompile.options import Options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
-from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.partition import partition
-from pdcompile.passes.planning.fit import fit
-from pdcompile.passes.planning.optimizer_state import optimizer_memory
-from pdcompile.passes.profile import check_costs, profile
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
-from pdcompile.passes.stages.assemble import assemble
 from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.verify import not_compared, verify
-from pdcompile.plan import Plan, Training
-from pdcompile.plan import check as check_plan
-from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.planner import check_refine, implied, make_plan
 from pdcompile.problem.searching import Open
-from pdcompile.refined import check_refine, refined_plan, why_not
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.schedule.registry import DEFAULT
@@ -92,6 +80,7 @@ def build(
         searching=wish is not None,
         device=device_of(model, flat).type,
     )
+    wish = wish or implied(options, chosen)
     size = chosen.microbatch_size
 
     captured = step(
@@ -106,13 +95,10 @@ def build(
     if options.costs == "estimated":
         chosen = replace(chosen, cluster=relative(chosen.cluster, captured.train, size))
     given = given_plan(options, chosen, captured.train)
-    if given is None and wish is not None:
-        plan = explored_plan(model, captured, options, chosen, wish, step)
-        size = -(-layout.size // plan.training.num_microbatches)
-    else:
-        plan = given or make_plan(
-            model, captured, options, chosen, resize(flat, layout, size), step
-        )
+    plan = given or make_plan(
+        model, captured, options, chosen, partial(resize, flat, layout), step, wish
+    )
+    size = -(-layout.size // plan.training.num_microbatches)
     proof = step("proof", lambda: check(plan))
     if given is not None:
         plan = replace(plan, forecast=None)
@@ -147,92 +133,6 @@ def build(
         proof=proof,
         verification=verification,
         pass_seconds=tuple(step.seconds.items()),
-    )
-
-
-def make_plan(
-    model: nn.Module,
-    captured: Capture,
-    options: Options,
-    chosen: Choices,
-    microbatch: FlatCall,
-    step: Steps,
-) -> Plan:
-    """Costs, a plan, and where that pays the same again with costs that timed stages mend."""
-    takes, assumed = optimizer_memory(options.optimizer)
-    depths = warmup(chosen.schedule, chosen.num_stages, chosen.num_microbatches)
-    memory = memory_rule(
-        chosen.schedule,
-        depths,
-        chosen.num_microbatches,
-        clipping=options.max_grad_norm is not None,
-        optimizer_factor=takes.factor,
-    )
-    said = [assumed] if assumed else []
-    graph = step(
-        "costs",
-        lambda: profile(
-            captured.train,
-            model,
-            microbatch_size=chosen.microbatch_size,
-            costs=options.costs,
-            device_kind=chosen.cluster.devices[0].kind,
-            progress=step.listener.part,
-            say=said.append,
-        ),
-    )
-    if options.costs == "measured":
-        refuse_mostly_estimated(graph, model)
-    training = Training(
-        schedule=chosen.schedule,
-        num_microbatches=chosen.num_microbatches,
-        batch_size=chosen.batch_size,
-        warmup=depths,
-        loss_reduction=chosen.loss_reduction,
-        autocast=chosen.autocast,
-        max_grad_norm=options.max_grad_norm,
-        optimizer_factor=takes.factor,
-        seed=options.seed,
-        step=takes.step,
-        keeps_outputs=options.outputs != "none",
-    )
-
-    def planned(graph: OpGraph, step: Steps) -> Plan:
-        problem = step(
-            "problem",
-            lambda: coarsen(
-                graph,
-                stage_limits(chosen.cluster, chosen.num_stages),
-                num_microbatches=chosen.num_microbatches,
-                objective=chosen.objective,
-                memory=memory,
-                constraints=options.constraints,
-            ),
-        )
-
-        def solve(problem: PartitionProblem) -> tuple[Plan, Partition]:
-            answer, certificate = partition(
-                problem,
-                time_limit=options.time_limit,
-                seed=options.seed,
-                progress=step.listener.found,
-            )
-            plan = assemble(graph, problem, answer, certificate, training, chosen.cluster)
-            return replace(plan, forecast=simulate(plan, timeline=False).forecast), answer
-
-        plan = step("plan", lambda: replace(fit(problem, solve), problem=problem))
-        check_plan(plan, graph, chosen.cluster)
-        return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
-
-    plan = planned(graph, step)
-    reason = why_not(plan, options, model)
-    if reason is not None:
-        note = (f"stages not timed: {reason}; refine=True (--refine on) does it",) if reason else ()
-        return replace(plan, notes=(*plan.notes, *note))
-    again = partial(planned, step=Steps(folder=""))
-    return step(
-        "refined",
-        lambda: refined_plan(plan, graph, captured, model, microbatch.leaves, again, step.listener),
     )
 
 
@@ -289,7 +189,8 @@ def compile(
         cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
         stages: how many; None: one a device.
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
-            drains and uses gradients of weights one minibatch old; "auto": see max_staleness.
+            drains and uses gradients of weights one minibatch old; "auto": the planner
+            decides schedule, microbatches and warm-up, as ``pdcompile plan`` does.
         microbatches: pieces that a minibatch is split into.
         memory: limit of every device in bytes, or as "16 GB".
         constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.

@@ -15,8 +15,7 @@ PACKAGE = ROOT / "pdcompile"
 # Where a module may import from inside pdcompile.  "data" is every module right under the
 # package that is not named here.
 DRIVER = {
-    *("pdcompile.driver", "pdcompile.start", "pdcompile.compiled", "pdcompile.explored"),
-    "pdcompile.refined",
+    *("pdcompile.driver", "pdcompile.start", "pdcompile.compiled", "pdcompile.planner"),
 }
 FRONT = {"pdcompile", "pdcompile.__main__", *DRIVER}
 TORCH_FREE = {

@@ -25,12 +25,14 @@ class Open:
         recompute: False, True, or None: decided for each stage.
         microbatches: counts to choose from; None: around the usual one.
         extra_warmup: see `SearchSpace`.
+        stages: how many, where the options do not say; None: any number.
     """
 
     replicas: Literal["1", "equal", "any"] = "1"
     recompute: bool | None = False
     microbatches: tuple[int, ...] | None = None
     extra_warmup: tuple[int, ...] = (0, 1)
+    stages: int | None = None
 
 
 def search_space(wish: Open, options: Options, chosen: Choices, sizes: SizeRange) -> SearchSpace:
@@ -51,7 +53,7 @@ def search_space(wish: Open, options: Options, chosen: Choices, sizes: SizeRange
         schedules=schedules,
         microbatches=_counts(wish, options, chosen, sizes),
         extra_warmup=wish.extra_warmup,
-        stages=options.stages,
+        stages=options.stages or wish.stages,
     )
 
 

@@ -8,13 +8,9 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition import partition
-from pdcompile.passes.planning.fit import fit
+from pdcompile.passes.planning.draft import straight_plan
 from pdcompile.passes.schedules import memory_rule, warmup
-from pdcompile.passes.simulate import simulate
-from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Plan, Training
-from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.constraints import Constraint
 from pdcompile.schedule.registry import kind_of
 
@@ -41,12 +37,7 @@ def planned(
     )
     training = Training(schedule, microbatches, batch_size, depths)
 
-    def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
-        found, certificate = partition(limited)
-        plan = assemble(graph, problem, found, certificate, training, cluster)
-        return replace(plan, forecast=simulate(plan).forecast), found
-
-    return replace(fit(problem, solve), problem=problem)
+    return straight_plan(graph, problem, training, cluster)
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import pdcompile
 from pdcompile.cli import main
 from pdcompile.plan import Plan
+from pdcompile.workload import load_target
 
 TARGET = """
 import torch
@@ -63,6 +65,33 @@ def test_plan_simulate_and_what_does_not_run_yet(
     code, _, err = run(capsys, "run", target, "--plan", str(file), "--steps", "1")
     assert code == 2
     assert "does not run yet" in err
+
+
+def test_auto_means_the_same_to_compile_and_to_the_command_line(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    flags = ("--cluster", "2", "--stages", "2", "--costs", "estimated", "-o", str(file))
+    auto = ("--schedule", "auto", "--max-staleness", "1")
+    code, _, err = run(capsys, "plan", target, *auto, *flags)
+    assert code == 0, err
+    workload = load_target(target)
+    with pdcompile.compile(
+        workload.model,
+        workload.example_inputs,
+        example_target=next(iter(workload.batches()))[1],
+        loss_fn=workload.loss_fn,
+        cluster="2",
+        schedule="auto",
+        max_staleness=1,
+        costs="estimated",
+    ) as pipe:
+        told, ours = Plan.from_json(file.read_text()), pipe.plan
+    assert ours.training.schedule == told.training.schedule == "2bw"
+    assert ours.training.num_microbatches == told.training.num_microbatches
+    assert ours.training.warmup == told.training.warmup
+    assert ours.certificate.scope == told.certificate.scope
+    assert [stage.ops for stage in ours.stages] == [stage.ops for stage in told.stages]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from typing import Any
 from pdcompile import reference
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
 from pdcompile.choices import choose
-from pdcompile.driver import make_plan
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
@@ -34,6 +33,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
+from pdcompile.planner import make_plan
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.steps import Steps
@@ -220,7 +220,7 @@ def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     chosen = choose(own, batch_size=BATCH, splits=True, num_ranks=None)
     flat = example_call(case.model, case.inputs(0), case.target(0))
     layout = resolve_batch(flat, case.batch_dims)
-    microbatch = resize(flat, layout, BATCH // MICROBATCHES) if layout.splits else flat
+    microbatch = partial(resize, flat, layout) if layout.splits else lambda _: flat
     return make_plan(case.model, found, own, chosen, microbatch, Steps())
 
 

@@ -1,0 +1,288 @@
+"""The driver's way to a plan: costs, the search of what is open, and stages timed once.
+
+Timing all stages takes a second, or four runs of each where those take longer.  By itself that is
+done where op costs were measured here and it costs little beside what it saves: sums of op times
+are some 10 % below what stages take, and not by the same share everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.choices import Choices
+from pdcompile.cluster import stage_limits
+from pdcompile.eager.meta import refuse_mostly_estimated
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.options import Options
+from pdcompile.passes import codegen
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.planning.draft import straight_plan
+from pdcompile.passes.planning.explore import explore
+from pdcompile.passes.planning.optimizer_state import OptimizerMemory, optimizer_memory
+from pdcompile.passes.planning.refine import refine
+from pdcompile.passes.profile.fitted_sizes import Sizes
+from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
+from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.plan import Plan, Training
+from pdcompile.plan import check as check_plan
+from pdcompile.problem.searching import Open, search_space
+from pdcompile.schedule.registry import kind_of
+from pdcompile.steps import Steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pdcompile.batch import FlatCall
+    from pdcompile.steps import Listener
+
+ESTIMATED = "costs are estimated, not measured on this machine"
+LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
+
+
+def make_plan(
+    model: nn.Module,
+    captured: Capture,
+    options: Options,
+    chosen: Choices,
+    microbatch: Callable[[int], FlatCall],
+    step: Steps,
+    wish: Open | None = None,
+) -> Plan:
+    """Costs, a plan, and where that pays the same again with costs that timed stages mend.
+
+    Args:
+        microbatch: one of the example's, by its size.
+        wish: what the planner decides besides the cut; None: nothing.
+
+    Raises:
+        InfeasibleError: no plan fits (NotFoundError: none was found).
+        ConfigError: wishes that cannot be.
+    """
+    space = None if wish is None else search_space(wish, options, chosen, captured.train.sizes)
+    counts = (chosen.num_microbatches,) if space is None else space.microbatches
+    takes, assumed = optimizer_memory(options.optimizer)
+    said = [assumed] if assumed else []
+    sizes = Sizes(
+        captured.train,
+        model,
+        [-(-chosen.batch_size // m) for m in counts],
+        costs=options.costs,
+        device_kind=chosen.cluster.devices[0].kind,
+        progress=step.listener.part,
+        say=said.append,
+    )
+
+    @cache
+    def graph_at(m: int) -> OpGraph:
+        return sizes.at(-(-chosen.batch_size // m))
+
+    def costs() -> OpGraph:
+        for m in counts:
+            graph_at(m)
+        return graph_at(counts[0])
+
+    training = _training(options, chosen, takes)
+    planned = partial(_cut, options, chosen, training, said)
+    graph = step("costs", costs)
+    if space is not None:
+        plan = step(
+            "plan",
+            lambda: (
+                explore(
+                    graph_at,
+                    chosen.cluster,
+                    space,
+                    training,
+                    constraints=options.constraints,
+                    time_limit=options.time_limit,
+                    seed=options.seed,
+                    progress=step.listener.found,
+                ).plan
+            ),
+        )
+        check_plan(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
+        if options.refine is True:  # of one schedule and size
+            settled = settle(chosen, plan.training)
+            return make_plan(model, captured, options, settled, microbatch, step)
+        return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
+    if options.costs == "measured":
+        refuse_mostly_estimated(graph, model)
+    plan = planned(graph, step)
+    reason = why_not(plan, options, model)
+    if reason is not None:
+        note = (f"stages not timed: {reason}; refine=True (--refine on) does it",) if reason else ()
+        return replace(plan, notes=(*plan.notes, *note))
+    again = partial(planned, step=Steps(folder=""))
+    leaves = microbatch(chosen.microbatch_size).leaves
+    return step(
+        "refined",
+        lambda: refined_plan(plan, graph, captured, model, leaves, again, step.listener),
+    )
+
+
+def _training(options: Options, chosen: Choices, takes: OptimizerMemory) -> Training:
+    return Training(
+        schedule=chosen.schedule,
+        num_microbatches=chosen.num_microbatches,
+        batch_size=chosen.batch_size,
+        loss_reduction=chosen.loss_reduction,
+        autocast=chosen.autocast,
+        max_grad_norm=options.max_grad_norm,
+        optimizer_factor=takes.factor,
+        seed=options.seed,
+        step=takes.step,
+        keeps_outputs=options.outputs != "none",
+    )
+
+
+def _cut(
+    options: Options,
+    chosen: Choices,
+    training: Training,
+    said: list[str],
+    graph: OpGraph,
+    step: Steps,
+) -> Plan:
+    """One stage a device, schedule and microbatches given: only the cut is open."""
+    m = chosen.num_microbatches
+    depths = warmup(chosen.schedule, chosen.num_stages, m)
+    clips = training.max_grad_norm is not None
+    problem = step(
+        "problem",
+        lambda: coarsen(
+            graph,
+            stage_limits(chosen.cluster, chosen.num_stages),
+            num_microbatches=m,
+            objective=chosen.objective,
+            memory=memory_rule(
+                chosen.schedule, depths, m,
+                clipping=clips, optimizer_factor=training.optimizer_factor,
+            ),
+            constraints=options.constraints,
+        ),
+    )  # fmt: skip
+    plan = step(
+        "plan",
+        lambda: straight_plan(
+            graph,
+            problem,
+            replace(training, warmup=depths),
+            chosen.cluster,
+            time_limit=options.time_limit,
+            progress=step.listener.found,
+        ),
+    )
+    check_plan(plan, graph, chosen.cluster)
+    return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
+
+
+def settle(chosen: Choices, training: Training) -> Choices:
+    """The choices with what a search decided."""
+    m = training.num_microbatches
+    return replace(
+        chosen,
+        schedule=training.schedule,
+        num_microbatches=m,
+        microbatch_size=-(-chosen.batch_size // m),
+        objective=kind_of(training.schedule).objective,
+    )
+
+
+def implied(options: Options, chosen: Choices) -> Open | None:
+    """The wish of ``schedule="auto"``: schedule, microbatches and warm-up, one stage a device."""
+    return Open(stages=chosen.num_stages) if options.schedule == "auto" else None
+
+
+def check_refine(options: Options, *, searching: bool) -> None:
+    """Refuse refine=True where no stages would be timed, before anything is captured.
+
+    Args:
+        searching: the planner decides more than the cut.
+
+    Raises:
+        ConfigError: costs are estimated, a plan is given, or the planner also decides replicas or
+            microbatches.
+    """
+    if options.refine is not True:
+        return
+    if options.plan is not None or options.sources is not None:
+        raise ConfigError(
+            "refine is for the search, and a plan is given: it would have no effect",
+            where="refine",
+            remedy="leave refine out, or plan again with it",
+        )
+    if options.costs == "estimated":
+        _impossible(options, ESTIMATED)
+    if searching:
+        raise ConfigError(
+            "refine=True (--refine on) mends the costs of one cut, and here the planner also "
+            "decides replicas, schedule or microbatches",
+            where="refine",
+            remedy="leave refine out; then plan again with what was chosen, and refine that",
+        )
+
+
+def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
+    """Why the stages of a plan are not timed; "" where nobody would ask, None where they are.
+
+    Raises:
+        ConfigError: refine=True, and it is not possible.
+    """
+    if options.refine is False:
+        return ""
+    if options.costs == "estimated":
+        return _impossible(options, ESTIMATED)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return _impossible(options, "the model's parameters have no memory (meta device)")
+    if options.refine is True:
+        return None
+    if options.costs != "measured" or len(plan.stages) == 1:
+        return ""
+    runs = (WARMUPS + MIN_RUNS) * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
+    for seconds, what in ((runs, "timing them"), (plan.certificate.seconds, "planning again")):
+        if seconds > LITTLE_SECONDS:
+            return f"{what} takes about {seconds:.0f} s"
+    return None
+
+
+def _impossible(options: Options, reason: str) -> str:
+    if options.refine is True:
+        raise ConfigError(
+            f"refine=True (--refine on) times the planned stages on this machine, but {reason}",
+            where="refine",
+            remedy="leave refine out, or plan a model with memory and measured costs",
+        )
+    return ""
+
+
+def refined_plan(
+    plan: Plan,
+    graph: OpGraph,
+    captured: Capture,
+    model: nn.Module,
+    leaves: Mapping[str, Any],
+    solve: Callable[[OpGraph], Plan],
+    listener: Listener,
+) -> Plan:
+    """The plan after its stages were timed, with a note that says how far it was off.
+
+    Args:
+        graph: with the costs that the plan was made with.
+        leaves: of one microbatch, by path.
+        solve: makes the plan anew from other costs.
+    """
+    size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
+
+    def measure(plan: Plan) -> tuple[StageTimes, ...]:
+        sources = codegen.generate(captured, plan)
+        return measure_stages(
+            captured.train, plan, sources, model, leaves,
+            microbatch_size=size, progress=listener.part,
+        )  # fmt: skip
+
+    found = refine(plan, graph, measure, solve)
+    return replace(found.plan, notes=(*found.plan.notes, str(found)))
