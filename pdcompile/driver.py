@@ -26,7 +26,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.session import device_of
+from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify import not_compared, verify
 from pdcompile.planner import check_refine, implied, make_plan
 from pdcompile.problem.searching import Open

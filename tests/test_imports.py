@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,35 @@ def test_costs_know_nothing_of_codegen(room: str) -> None:
 def test_no_file_is_longer_than_700_lines() -> None:
     lengths = {n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in modules().items()}
     assert {name: length for name, length in lengths.items() if length > 700} == {}
+
+
+@pytest.mark.parametrize("room", ["pdcompile.passes.trace"])
+def test_no_imports_go_in_a_circle(room: str) -> None:
+    """Those inside of functions too; what only a type checker imports is no import."""
+    rooms = {name: path for name, path in modules().items() if below(name, room)}
+    graph = {name: runtime_imports(path) & set(rooms) for name, path in rooms.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def runtime_imports(path: Path) -> set[str]:
+    """The modules whose names a file takes, not the packages that they are in."""
+    found: set[str] = set()
+    known = modules()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            children: list[ast.stmt] = node.orelse
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in known else str(node.module) for name in names)
+            return
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+            return
+        else:
+            children = list(ast.iter_child_nodes(node))  # type: ignore[arg-type]
+        for child in children:
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found

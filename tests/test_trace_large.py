@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture
 from pdcompile.passes import trace
+from pdcompile.passes.trace import attempt
 from pdcompile.passes.trace.size_range import few_sizes
 from tests.helpers.captures import make
 
@@ -20,13 +21,13 @@ from tests.helpers.captures import make
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """(training, batch size) of every recording."""
     seen: list[tuple[bool, int]] = []
-    plain = trace.record
+    plain = attempt.record
 
-    def record(*args: Any, training: bool, **kwargs: Any) -> Any:
-        seen.append((training, len(next(iter(args[2].leaves.values())))))
-        return plain(*args, training=training, **kwargs)
+    def record(subject: Any, call: Any, *args: Any, training: bool, **kwargs: Any) -> Any:
+        seen.append((training, len(next(iter(call.leaves.values())))))
+        return plain(subject, call, *args, training=training, **kwargs)
 
-    monkeypatch.setattr(trace, "record", record)
+    monkeypatch.setattr(attempt, "record", record)
     return seen
 
 
@@ -87,18 +88,22 @@ def test_evaluation_is_recorded_where_changing_the_mode_does_something(
     assert found.eval.ops[-1].args[1] == 2.0
 
 
-def test_many_ops_are_recorded_at_three_sizes(
-    modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+def test_forward_runs_at_four_sizes_in_training_and_at_three_in_evaluation(
+    modes: list[tuple[bool, int]],
 ) -> None:
-    model = make(lambda self, x: self.lin(x).view(len(x), 2, 4).flatten(1).sum())
-    usual = capture(model).train
-    assert len(modes) == 4
-    modes.clear()
-    monkeypatch.setattr(trace, "MANY_OPS", 2)
-    few = capture(model).train
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return torch.dropout(self.lin(x).view(len(x), 2, 4).flatten(1), 0.5, self.training).sum()
+
+    found = capture(make(forward), 4)
+    assert modes == [(True, n) for n in (4, 60, 65, 1)] + [(False, n) for n in (4, 65, 1)]
+    for graph in (found.train, found.eval):
+        assert (graph.sizes.smallest, graph.sizes.largest) == (1, 65)
+
+
+def test_one_sample_is_recorded_at_three_sizes(modes: list[tuple[bool, int]]) -> None:
+    few = capture(make(lambda self, x: self.lin(x).view(len(x), 2, 4).flatten(1).sum())).train
     assert [size for _, size in modes] == [1, 60, 17]
     assert (few.sizes.smallest, few.sizes.largest) == (1, 60)
-    assert (few.ops, few.values) == (usual.ops, usual.values)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 60])
@@ -110,12 +115,11 @@ def test_one_of_three_sizes_divides_by_small_numbers_and_none_comes_twice(size: 
 
 
 def test_what_three_sizes_cannot_do_the_usual_ones_may(
-    modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+    modes: list[tuple[bool, int]],
 ) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.lin(x).sum() if len(x) <= 50 else x.sum()
 
-    monkeypatch.setattr(trace, "MANY_OPS", 0)
     found = capture(make(forward), 2).train
     assert [size for _, size in modes][:2] == [2, 60]
     assert found.sizes.largest == 33
@@ -130,7 +134,7 @@ def repeats_unless_single(self: nn.Module, x: Tensor) -> Tensor:
 def test_a_model_that_is_another_one_for_a_single_sample(
     many: int, modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "MANY_OPS", many)
+    monkeypatch.setattr(attempt, "MANY_OPS", many)
     found = capture(make(repeats_unless_single)).train
     assert (found.sizes.smallest, found.sizes.largest) == (1, 1)
     assert "expand" in found.sizes.above

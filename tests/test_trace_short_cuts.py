@@ -13,7 +13,8 @@ from pdcompile.batch import example_call
 from pdcompile.driver import build
 from pdcompile.errors import InputError
 from pdcompile.options import Options
-from pdcompile.passes.trace.as_eager import GENERAL_PATH, EagerPaths, as_eager
+from pdcompile.passes.trace.as_eager import GENERAL_PATH, as_eager
+from pdcompile.passes.trace.assumptions import Findings
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,12 +92,12 @@ def test_a_mask_that_varies_is_captured_for_all_and_the_rounding_is_noted() -> N
 def test_the_question_is_put_back_as_it_was() -> None:
     from transformers.utils import import_utils
 
-    plain, paths = import_utils.is_fake_tensor, EagerPaths()
+    plain, findings = import_utils.is_fake_tensor, Findings()
     with torch._subclasses.FakeTensorMode():
         fake = torch.ones(2)
-    with as_eager(paths, lambda x: False):
+    with as_eager(findings, lambda x: False):
         assert import_utils.is_fake_tensor(fake)
-        assert paths.asked_of_inputs
-        paths.always = True
+        assert findings.asked_of_inputs
+    with as_eager(findings, lambda x: False, always=True):
         assert not import_utils.is_fake_tensor(fake)
     assert import_utils.is_fake_tensor is plain

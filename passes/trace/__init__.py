@@ -10,7 +10,7 @@ gives ops that read like the model and behave like it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,45 +18,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import (
-    BatchLayout,
-    FlatCall,
-    check_example,
-    example_call,
-    resize,
-    resolve_batch,
-)
+from pdcompile.batch import BatchLayout, FlatCall, check_example, example_call, resolve_batch
 from pdcompile.errors import TraceError, VerifyError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
-from pdcompile.passes.trace.assemble import as_evaluation, assemble
-from pdcompile.passes.trace.attributes import watched_attributes
-from pdcompile.passes.trace.call_order import Kind, check_order
+from pdcompile.passes.trace.assumptions import Assumptions, Findings
+from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
 from pdcompile.passes.trace.examples import demanded
 from pdcompile.passes.trace.fidelity import compare
-from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.preconditions import check_model
-from pdcompile.passes.trace.reads import Reads, Undecided
 from pdcompile.passes.trace.refuse import ForwardRaised
-from pdcompile.passes.trace.sentinel import OutsideDraw
-from pdcompile.passes.trace.session import Recording, record
-from pdcompile.passes.trace.size_range import (
-    alone,
-    fails_as_microbatch,
-    fails_at,
-    few_sizes,
-    size_range,
-    warn_of_one_size,
-)
-from pdcompile.passes.trace.sizes import Fit, OtherBySize, probe_sizes
-from pdcompile.passes.trace.training_flag import watched_flag
-from pdcompile.passes.trace.whole import Whole
+from pdcompile.passes.trace.size_range import fails_as_microbatch, warn_of_one_size
+from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.whole import hooked, warn_of
 from pdcompile.warn import warn
 
 __all__ = ["capture", "trace"]
-
-MANY_OPS = 2_000  # above, a recording takes seconds, and three have to do
 
 
 def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") -> OpGraph:
@@ -129,87 +107,68 @@ def capture(
     """
     check_model(model)
     size = layout.size if microbatch_size is None else microbatch_size
-    table = ModuleTable(model)
-    table.autocast = autocast
-    table.reads = Reads(flat, layout)
-    origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
-
-    def once() -> tuple[Capture, Whole]:
-        return _capture(model, table, flat, layout, loss_fn, size, origin)
-
+    subject = Subject(model, flat, layout, loss_fn, autocast)
+    attempts = Attempts(subject, size)
+    start = Assumptions(opaque=hooked(subject), one_size=layout.splits and size == 1)
     try:
-        found, whole = once()
+        found = settled_on(attempts, start)
     except ForwardRaised as error:
-        told = _of_the_microbatch(model, table, flat, layout, loss_fn, size, error)
+        told = _of_the_microbatch(subject, size, error)
         if told is error:
             raise
         raise told from error
-    if table.eager_paths.asked_of_inputs:
-        found, whole = _where_paths_differ(model, table, flat, layout, once, found, whole)
-    whole.warn()
-    table.reads.warn()
+    if any(recording.findings.asked_of_inputs for recording in attempts.recordings):
+        found, attempts = _where_paths_differ(subject, start, size, found, attempts)
+    warn_of(subject, attempts.assumed.opaque)
+    _warn_of_values([recording.findings for recording in attempts.recordings])
     warn_of_one_size(found)
+    origin = Origin(weakref.ref(model), loss_fn=loss_fn, autocast=autocast)
+    found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
     origin.train, origin.eval = found.train, found.eval
-    origin.integers = demanded(found.train, resize(flat, layout, size) if layout.splits else flat)
+    origin.integers = demanded(found.train, subject.call(size) if layout.splits else flat)
     return found
 
 
+def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Capture:
+    return replace(found, train=change(found.train), eval=change(found.eval))
+
+
 def _where_paths_differ(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    once: Callable[[], tuple[Capture, Whole]],
-    found: Capture,
-    whole: Whole,
-) -> tuple[Capture, Whole]:
+    subject: Subject, start: Assumptions, size: int, found: Capture, attempts: Attempts
+) -> tuple[Capture, Attempts]:
     """The capture on the path that eager takes, or where that cannot be, a note on the general."""
-    if not _differs(model, found, flat, layout):
-        return _noted(found), whole
-    reads, table.reads = table.reads, Reads(flat, layout)
-    table.eager_paths.always = True
-    short = None
+    if not _differs(subject, found):
+        return _noted(found), attempts
+    others = Attempts(subject, size)
     with suppress(TraceError):
-        short = once()
-    smaller = short is not None and set(short[1].paths) <= set(whole.paths)
-    if short is not None and smaller and not _differs(model, short[0], flat, layout):
-        return short
-    table.reads = reads
-    return _noted(found), whole
+        short = settled_on(others, replace(start, short_cuts=True))
+        smaller = set(others.assumed.opaque) <= set(attempts.assumed.opaque)
+        if smaller and not _differs(subject, short):
+            return short, others
+    return _noted(found), attempts
 
 
-def _of_the_microbatch(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    size: int,
-    error: ForwardRaised,
-) -> TraceError:
+def _of_the_microbatch(subject: Subject, size: int, error: ForwardRaised) -> TraceError:
     """What forward raised on a microbatch of `size`, and whether it is the size that it means."""
-    if size == layout.size or not layout.splits:
+    if size == subject.layout.size or not subject.layout.splits:
         return error
     try:
-        _record(model, table, flat, layout, loss_fn, model.training, ())
+        one_recording(subject, subject.flat, subject.model.training)
     except TraceError as other:
         return other if isinstance(other, ForwardRaised) else error
-    return fails_as_microbatch(size, layout.size, error)
+    return fails_as_microbatch(size, subject.layout.size, error)
 
 
 def _noted(found: Capture) -> Capture:
-    train, evaluation = (
-        replace(graph, notes=(*graph.notes, GENERAL_PATH)) for graph in (found.train, found.eval)
-    )
-    return replace(found, train=train, eval=evaluation)
+    return _with_graphs(found, lambda graph: replace(graph, notes=(*graph.notes, GENERAL_PATH)))
 
 
-def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayout) -> bool:
+def _differs(subject: Subject, found: Capture) -> bool:
     """Whether one sample tells graph and eager apart."""
-    call, single = flat, layout
-    if layout.splits:
+    model, call, single = subject.model, subject.flat, subject.layout
+    if single.splits:
         size = 1 if found.train.sizes.holds(1) else found.train.batch_size
-        call, single = resize(flat, layout, size), replace(layout, size=size)
+        call, single = subject.call(size), replace(single, size=size)
     try:
         compare(model, found, call, single)
     except VerifyError:
@@ -217,145 +176,15 @@ def _differs(model: nn.Module, found: Capture, flat: FlatCall, layout: BatchLayo
     return False
 
 
-def _capture(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    size: int,
-    origin: Origin,
-) -> tuple[Capture, Whole]:
-    """Both modes, and what had to be kept whole for that."""
-    whole = Whole(model, table)
-    one_size = layout.splits and size == 1
-
-    def graph_of(training: bool) -> OpGraph:
-        return _capture_mode(
-            model,
-            table,
-            flat,
-            layout,
-            loss_fn,
-            size,
-            training=training,
-            whole=whole,
-            one_size=one_size,
+def _warn_of_values(findings: Sequence[Findings]) -> None:
+    """Tell for which values the capture was made."""
+    for where, value in {k: v for each in findings for k, v in each.specialised.items()}.items():
+        warn(
+            f"forward decides by a value of the inputs ({where}): it is {value} in the "
+            "example, and calls with another one are refused"
         )
-
-    def from_here(kind: Kind) -> Recording:
-        call = resize(flat, layout, kind[1]) if layout.splits else flat
-        paths = tuple(whole.paths)
-        return record(
-            model, table, call, layout, loss_fn, training=kind[0], whole=paths, settle=False
+    for where in dict.fromkeys(line for each in findings for line in each.sized):
+        warn(
+            f"a size depends on values of the inputs ({where}): calls in which it is not as "
+            "in the example are refused"
         )
-
-    while True:
-        try:
-            with watched_attributes(model, loss_fn) as reads:
-                with watched_flag(model, reads) as asked:
-                    train = graph_of(True)
-                    same = not (asked() or whole.paths or table.transformed)
-                found = Capture(train, as_evaluation(train) if same else graph_of(False))
-            check_order(model, _kinds(found, flat, layout, size), from_here, table.leftovers)
-            break
-        except TraceError as error:
-            if isinstance(error, OtherBySize) and layout.splits and not one_size:
-                one_size = not whole.spares(error)
-                if one_size:
-                    continue
-            whole.enlarge(error)
-    train, evaluation = (replace(graph, origin=origin) for graph in (found.train, found.eval))
-    numbers = tuple(sorted(table.taken_as_constant))
-    return Capture(train, evaluation, reads.places, numbers), whole
-
-
-def _kinds(found: Capture, flat: FlatCall, layout: BatchLayout, size: int) -> list[Kind]:
-    """The calls that may follow one another: both modes, the usual size and another one."""
-    sizes = [size]
-    many = len(found.train.ops) > MANY_OPS
-    if layout.splits and found.train.sizes.largest != found.train.sizes.smallest and not many:
-        tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
-        dims = [layout.dims.get(path) for path in tensors]
-        sizes = [size, *(s for s in probe_sizes(size, list(tensors.values()), dims) if s != size)]
-    modes = [graph.training for graph in (found.train, found.eval)]
-    return [(training, s) for training in modes for s in sizes[:2]]
-
-
-def _capture_mode(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    microbatch_size: int,
-    *,
-    training: bool,
-    whole: Whole,
-    one_size: bool,
-) -> OpGraph:
-    """A graph for many batch sizes; with `one_size` for this one if need be."""
-    tensors = {path: t for path, t in flat.leaves.items() if isinstance(t, torch.Tensor)}
-    dims = [layout.dims.get(path) for path in tensors]
-    sizes: tuple[int, ...] = (microbatch_size,) * 2  # twice: a call must not change the next
-    if any(dim is not None for dim in dims):
-        sizes = probe_sizes(microbatch_size, list(tensors.values()), dims)
-
-    def recorded(size: int) -> Recording:
-        call = resize(flat, layout, size)
-        try:
-            return _record(model, table, call, layout, loss_fn, training, tuple(whole.paths))
-        except ForwardRaised as error:
-            if size == microbatch_size:
-                raise
-            raise fails_at(size, error) from error
-
-    def fitted(sizes: tuple[int, ...], recordings: list[Recording]) -> OpGraph:
-        graph = assemble(model, recordings, sizes, training=training)
-        if layout.splits:
-            graph = replace(graph, sizes=size_range(recorded, recordings, sizes))
-        return graph
-
-    first = recorded(sizes[0])
-    attempts = [sizes]
-    if layout.splits and len(first.ops) > MANY_OPS:
-        # Where these do not fit, the usual ones may, or may say better what is wrong.
-        attempts = [few_sizes(microbatch_size), *([] if one_size else [sizes])]
-    for tried in attempts:
-        try:
-            second = recorded(tried[1])
-            Fit(tried[:2]).ops([first.ops, second.ops])  # before more is recorded
-            return fitted(tried, [first, second, *map(recorded, tried[2:])])
-        except TraceError as error:
-            failure = error
-    if one_size:
-        with suppress(TraceError):
-            again = [first, recorded(microbatch_size)]
-            graph = assemble(model, again, (microbatch_size,) * 2, training=training)
-            return replace(graph, sizes=alone(microbatch_size, failure))
-    raise failure
-
-
-def _record(
-    model: nn.Module,
-    table: ModuleTable,
-    call: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    training: bool,
-    whole: tuple[str, ...],
-) -> Recording:
-    def run(per_op: bool = False) -> Recording:
-        return record(
-            model, table, call, layout, loss_fn, training=training, per_op=per_op, whole=whole
-        )
-
-    while True:
-        try:
-            return run()
-        except OutsideDraw:
-            # Something drew or seeded; all generators are back, so it will do so again.
-            return run(per_op=True)
-        except Undecided as undecided:
-            assert table.reads is not None
-            table.reads.decide(undecided, run)

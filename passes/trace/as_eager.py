@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.training_flag import autograd_as_run
 
 GENERAL_PATH = (
@@ -29,22 +29,20 @@ ASKED = "transformers.utils.import_utils"
 QUESTION = "is_fake_tensor"
 
 
-@dataclass(slots=True)
-class EagerPaths:
-    """How the question is answered in one capture, and whether the answer mattered.
-
-    always: also where the answer depends on inputs; what is read then holds for their values.
-    """
-
-    always: bool = False
-    asked_of_inputs: bool = False
-
-
 @contextmanager
 def as_eager(
-    paths: EagerPaths, constant: Callable[[torch.Tensor], bool], training: bool = True
+    findings: Findings,
+    constant: Callable[[torch.Tensor], bool],
+    training: bool = True,
+    *,
+    always: bool = False,
 ) -> Iterator[None]:
-    """While a model is recorded; `constant` tells whether a tensor depends on constants alone."""
+    """While a model is recorded, noting where the answer depends on inputs.
+
+    Args:
+        constant: whether a tensor depends on constants alone.
+        always: answer so there too; what is read then holds for the values of the example.
+    """
     module: Any = sys.modules.get(ASKED)
     plain = getattr(module, QUESTION, None)
     with autograd_as_run(training):
@@ -55,8 +53,8 @@ def as_eager(
         def is_fake_tensor(x: Any) -> bool:
             if not plain(x) or constant(x):
                 return False
-            paths.asked_of_inputs = True
-            return not paths.always
+            findings.asked_of_inputs = True
+            return not always
 
         setattr(module, QUESTION, is_fake_tensor)
         try:

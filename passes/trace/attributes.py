@@ -93,6 +93,7 @@ class AttributeReads:
     def close(self) -> None:
         """Notice no more."""
         self._stack.close()
+        self._classes.clear()
 
     def _assigned(self, place: Place, before: Any) -> None:
         """Forward assigns: what was read before that counts, unless it waited to be filled in."""
@@ -116,12 +117,11 @@ class AttributeReads:
 
 
 @contextmanager
-def watched_attributes(model: nn.Module, loss_fn: Any = None) -> Iterator[AttributeReads]:
+def watched_attributes(reads: AttributeReads) -> Iterator[None]:
     """Notice which attributes are read inside."""
-    reads = AttributeReads(model, loss_fn)
     reads.watch(nn.Module)
     try:
-        yield reads
+        yield
     finally:
         reads.close()
 

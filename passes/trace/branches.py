@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
+from pdcompile.passes.trace.assumptions import Assumptions, Key
 from pdcompile.passes.trace.joining import (
     CannotJoin,
     Join,
@@ -24,7 +25,7 @@ from pdcompile.passes.trace.joining import (
     with_end,
     with_refs,
 )
-from pdcompile.passes.trace.reads import Decision, Key, Reads, Undecided
+from pdcompile.passes.trace.reads import Decision, Undecided
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.session import Recording
@@ -35,29 +36,29 @@ MAX_DECISIONS = 6  # all mixtures of whose outcomes are tried
 MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
 
 
-def both_ways(once: Once, reads: Reads | None, training: bool) -> Recording:
+def both_ways(once: Once, assumed: Assumptions, mixed: set[Any], training: bool) -> Recording:
     """A recording that holds for every outcome of the decisions that the model takes.
 
     Args:
         once: records the model with given outcomes; a decision that is not given is False.
+        mixed: decisions all mixtures of whose outcomes were tried, filled in.
+
+    Raises:
+        CannotJoin: the ways of some decisions do not fit into one graph.
     """
-    while True:
-        base = once({})
-        if not base.decisions:
-            return base
-        assert reads is not None
-        try:
-            return _Ways(once, reads, training).joined(base, {}).recording
-        except CannotJoin as failed:
-            # The next recording raises there, as for any value that cannot be known.
-            reads.one_way.update(decision.key[2] for decision in failed.decisions)
+    base = once({})
+    if not base.decisions:
+        return base
+    trial = assumed.trial is not None
+    return _Ways(once, mixed, training, trial=trial).joined(base, {}).recording
 
 
 @dataclass(slots=True)
 class _Ways:
     once: Once
-    reads: Reads
+    mixed: set[Any]
     training: bool
+    trial: bool
 
     def joined(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> Joined:
         """A recording made with these outcomes, and both ways of its other decisions.
@@ -111,7 +112,7 @@ class _Ways:
         if len(keys) > MAX_DECISIONS:
             raise CannotJoin(decisions)
         shape = (self.training, tuple(keys), groups)
-        if shape in self.reads.mixed:
+        if shape in self.mixed:
             return
         for number in range(2 ** len(keys)):
             outcomes = {key: bool(number >> i & 1) for i, key in enumerate(keys)}
@@ -119,7 +120,7 @@ class _Ways:
             met = {decision.key for decision in actual.decisions}
             if not met <= found.met or not predicts(found, actual, outcomes):
                 raise CannotJoin(decisions)
-        self.reads.mixed.add(shape)
+        self.mixed.add(shape)
 
     def _run(self, outcomes: Mapping[Key, bool], decisions: Sequence[Decision]) -> Recording:
         try:
@@ -127,7 +128,7 @@ class _Ways:
         except Undecided:
             raise
         except TraceError:
-            if self.reads.trial is not None:
+            if self.trial:
                 raise
             raise CannotJoin(decisions) from None
 

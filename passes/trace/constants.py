@@ -112,7 +112,7 @@ def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:
     tensor, info = fakes.table.objects.get(fqn), fakes.table.tensors.get(fqn)
     if tensor is None or info is None or info.kind == "parameter" or tensor.is_meta:
         return False
-    if tensor.is_floating_point() or tensor.is_complex() or fqn in fakes.table.written:
+    if tensor.is_floating_point() or tensor.is_complex() or fqn in fakes.rewritten:
         return False
-    fakes.table.taken_as_constant.add(fqn)
+    fakes.findings.constants.add(fqn)
     return True

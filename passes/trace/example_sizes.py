@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_at
 from pdcompile.ir.value_checks import CAPTURED
@@ -24,42 +23,16 @@ from pdcompile.passes.trace.constants import evaluate
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.packed import Packed
 from pdcompile.passes.trace.ragged import SHAPELESS, Ragged
-from pdcompile.passes.trace.reads import DIFFERS, Reads, Undecided, kept_whole
+from pdcompile.passes.trace.reads import DIFFERS, kept_whole
 from pdcompile.passes.trace.selections import Selections, is_mask, mask_key
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder
 
-T = TypeVar("T")
-
 _CHOICES = frozenset(
     ("__getitem__", "__setitem__", "masked_select", "nonzero", "where", "argwhere")
 )
 _REPEATS = "repeat_interleave"
-
-
-def with_sizes_of_example(record: Callable[[], T], reads: Reads) -> T:
-    """What `record` gives, if need be with the sizes that the example has.
-
-    Raises:
-        SizeByValues: nor does it go with those.
-    """
-    try:
-        return record()
-    except refuse.SizeByValues as error:
-        if reads.sizes_of_example:
-            raise
-        first = error
-    reads.sizes_of_example = True
-    try:
-        return record()
-    except Undecided:
-        raise
-    except TraceError as error:
-        reads.sizes_of_example = False
-        # A module inside of which it was, rather than the model itself, can be kept whole.
-        told = error.module_path or isinstance(error, refuse.SizeByValues)
-        raise (error if told else first) from None
 
 
 class ExampleSizes:
@@ -133,8 +106,7 @@ class ExampleSizes:
     def _settled(self, func: Any, args: Any, kwargs: Any, where: str = "") -> bool:
         """Whether a size is known now that was not known before."""
         recorder = self._recorder
-        reads = recorder.reads.known
-        if reads is None or not reads.sizes_of_example or kept_whole(recorder):
+        if not recorder.reads.assumed.sizes_of_example or kept_whole(recorder):
             return False
         name = str(getattr(func, "__name__", ""))
         given = recorder.fakes.stand_in((args, kwargs))
@@ -150,7 +122,7 @@ class ExampleSizes:
             replace(op, variable="", source=where or op.source) for op in recorder.ops[before:]
         ]
         if any(found):
-            reads.sized[where or locate(recorder.boundary)[0]] = None
+            recorder.fakes.findings.sized[where or locate(recorder.boundary)[0]] = None
         return any(found)
 
     def _shape(self, tensor: Tensor) -> bool:

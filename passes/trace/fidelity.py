@@ -19,13 +19,13 @@ from pdcompile.ir.graph import Capture, Op, OpGraph, leaves
 from pdcompile.ir.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
-from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.trace.streams import (
     StreamLookup,
     announcing,
     branches_draw,
     whole_modules,
 )
+from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.untouched import same_buffers, untouched, write_buffers
 
 Call: TypeAlias = Callable[[DrawScope | None], tuple[list[Any], torch.Tensor | None]]

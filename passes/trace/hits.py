@@ -16,10 +16,11 @@ from torch import Tensor
 
 from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.assumptions import Site
 from pdcompile.passes.trace.constants import read
 from pdcompile.passes.trace.facts import locate, storage_key
 from pdcompile.passes.trace.ragged import SHAPELESS
-from pdcompile.passes.trace.reads import Loops, Site, site_of
+from pdcompile.passes.trace.reads import Loops
 from pdcompile.passes.trace.scalars import numbers
 from pdcompile.passes.trace.selections import is_mask
 
@@ -42,7 +43,7 @@ class Hits:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.sites: set[Site] = set()  # of choices that loops go through
+        self.sites: frozenset[Site] = frozenset()  # of choices that loops go through
         self.turns: Callable[[int], Sequence[int]] = range
         self._chosen: dict[str, Site] = {}  # value that a choice among a vector made
         self._all: dict[int, Tensor] = {}  # id of all indices of a vector -> the vector
@@ -68,7 +69,7 @@ class Hits:
         vector = _chooses(name, args, kwargs)
         if vector is None:
             return plain(func, self._gated(name, args), kwargs)
-        site = site_of(self._recorder.boundary)
+        site = self._recorder.site()
         if vector.dim() == 1 and site in self.sites and self._hit is None:
             return self._everything(name, vector, kwargs)
         before = len(self._recorder.ops)

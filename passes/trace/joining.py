@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
+from pdcompile.passes.trace.assumptions import Key
 from pdcompile.passes.trace.lists import numbered
-from pdcompile.passes.trace.reads import Decision, Key
+from pdcompile.passes.trace.reads import Decision
 from pdcompile.passes.trace.skips import renamed
 
 if TYPE_CHECKING:

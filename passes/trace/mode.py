@@ -7,12 +7,13 @@ value cannot succeed, because fake tensors have none.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pdcompile.ir.graph import CHECK, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.arguments import device_of, to_argument, without_defaults
 from pdcompile.passes.trace.arrays import of_array
+from pdcompile.passes.trace.assumptions import Assumptions, Site
 from pdcompile.passes.trace.calls import (
     NO_OP_CASTS,
     autocast_region,
@@ -77,7 +79,7 @@ class Recorder(TorchFunctionMode):
         self.whole: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
         self.failed: str | None = None  # the innermost module that an error came from
         self._surroundings = Surroundings()
-        self.reads = Reading()  # what may be known of values
+        self.reads = Reading(Assumptions(), fakes.findings)  # what may be known of values
         self._ragged = Ragged(fakes, self.ops, lambda: self.reads)
         self.sizes = ExampleSizes(self, self._ragged)
         self.hits = Hits(self)
@@ -204,6 +206,20 @@ class Recorder(TorchFunctionMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         """An op that the capture needs and the model does not make."""
         return self._call(func, args, kwargs or {})
+
+    def draws(self) -> int:
+        """How many ops so far draw random numbers."""
+        return sum(op.draw is not None for op in self.ops)
+
+    def site(self) -> Site:
+        """Where Python runs: the frames from here to the innermost module's call."""
+        found: list[tuple[CodeType, int]] = []
+        frame: FrameType | None = sys._getframe(1)
+        ends = (self.boundary, Recorder.call_module.__code__)
+        while frame is not None and frame.f_code not in ends:
+            found.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tuple(found)
 
     @property
     def path(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +15,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, TensorInfo
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.arguments import literal_argument
-from pdcompile.passes.trace.as_eager import EagerPaths
-from pdcompile.passes.trace.caches import caches
-from pdcompile.passes.trace.elsewhere import Elsewhere
 from pdcompile.passes.trace.facts import source_of_class
-from pdcompile.passes.trace.leftovers import Leftovers
-
-if TYPE_CHECKING:
-    from pdcompile.passes.trace.reads import Reads
 
 # Constructor arguments that are not attributes of the same name, found on the instance.
 _DERIVED: dict[str, Any] = {
@@ -43,16 +36,6 @@ class ModuleTable:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
-        self.caches = caches()
-        self.reads: Reads | None = None  # of the capture that this table is for
-        self.leftovers = Leftovers()
-        self.elsewhere = Elsewhere(model)
-        self.written: set[str] = set()  # buffers that some recording writes
-        self.taken_as_constant: set[str] = set()  # buffers whose numbers a recording relies on
-        self.transformed = False  # torch.func was used, whose calls tell the modes apart
-        self.eager_paths = EagerPaths()
-        self.autocast: str | None = None  # the region around model and loss_fn
-        self.expected: dict[bool, list[int]] = {}  # mode -> sizes of results that vary
         self.modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             self.names[id(module)] = path

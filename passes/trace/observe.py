@@ -16,7 +16,8 @@ from pdcompile.ir.graph import Argument, Attr, Ref
 from pdcompile.passes.trace.facts import Observer
 from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.modules import ModuleTable
-from pdcompile.passes.trace.session import device_of, enter_inputs, run, watched
+from pdcompile.passes.trace.session import enter_inputs, run, watched
+from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tensors import FakeTensors
 from pdcompile.passes.trace.transforms import transformed
 

@@ -45,10 +45,11 @@ from pdcompile.passes.trace.outcomes import (
 from pdcompile.passes.trace.remedies import remedy
 from pdcompile.passes.trace.sentinel import Sentinel, not_reseeded
 from pdcompile.passes.trace.state import settled
+from pdcompile.passes.trace.subject import Subject
 
 
 def probe(
-    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], *, training: bool
+    subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool
 ) -> dict[CallKey, Outcome]:
     """Run the model and say what each call of the modules at `paths` did.
 
@@ -60,7 +61,7 @@ def probe(
         TraceError: the model cannot be run, draws outside of torch, or changes Python state that
             its results depend on.
     """
-    run = partial(_run, model, table, paths=paths, training=training)
+    run = partial(_run, subject, paths=paths, training=training)
     try:
         found = run(flat)
     except TraceError as error:
@@ -68,7 +69,7 @@ def probe(
             raise
         run = partial(run, hooks=False)  # torch.func transforms do not run below them
         found = run(flat)
-    check_repeats(table, found, run(flat))
+    check_repeats(subject.table, found, run(flat))
     try:
         again = run(_shuffled(flat))
     except TraceError:
@@ -94,8 +95,7 @@ def _shuffled(flat: FlatCall) -> FlatCall:
 
 
 def _run(
-    model: nn.Module,
-    table: ModuleTable,
+    subject: Subject,
     flat: FlatCall,
     *,
     paths: Collection[str],
@@ -103,18 +103,19 @@ def _run(
     hooks: bool = True,
 ) -> dict[CallKey, Outcome]:
     def call(_: dict[tuple[int, str], str]) -> dict[CallKey, Outcome]:
-        return _run_once(model, table, flat, paths, hooks=hooks)
+        return _run_once(subject, flat, paths, hooks=hooks)
 
     def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
         return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
     # What changes outside of the modules that are kept whole, recordings judge.
-    return settled(model, training, call, same, within=paths)
+    return settled(subject.model, training, call, same, within=paths)
 
 
 def _run_once(
-    model: nn.Module, table: ModuleTable, flat: FlatCall, paths: Collection[str], *, hooks: bool
+    subject: Subject, flat: FlatCall, paths: Collection[str], *, hooks: bool
 ) -> dict[CallKey, Outcome]:
+    model = subject.model
     leaves = {
         path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
@@ -122,7 +123,7 @@ def _run_once(
         for path, leaf in flat.leaves.items()
     }
     args, kwargs, _ = flat.unflatten(leaves)
-    watch = _Watch(model, table, frozenset(paths), hooks=hooks)
+    watch = _Watch(model, subject.table, frozenset(paths), hooks=hooks)
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
@@ -130,7 +131,7 @@ def _run_once(
         with ExitStack() as stack:
             stack.enter_context(watch.calls())
             stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
-            stack.enter_context(autocast_region(table.autocast or f"{device}:off"))
+            stack.enter_context(autocast_region(subject.autocast or f"{device}:off"))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(watch)
             stack.enter_context(watch.functions)

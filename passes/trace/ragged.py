@@ -51,7 +51,7 @@ class Ragged:
         Raises what the call raises on fakes where no real run can tell the result.
         """
         unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
-        among, of_example = self.among((args, kwargs)), self._reading().sizes_of_example
+        among, of_example = self.among((args, kwargs)), self._reading().assumed.sizes_of_example
         if not among:
             try:
                 if of_example:

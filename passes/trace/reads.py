@@ -17,38 +17,30 @@ capture that holds for one value of an activation would fail in the middle of a 
 
 from __future__ import annotations
 
-import dis
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import GraphInput, Ref
+from pdcompile.ir.graph import Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refuse
+from pdcompile.passes.trace.assumptions import Assumptions, Findings, Key, Site
 from pdcompile.passes.trace.constants import evaluate, read
 from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.facts import locate
 from pdcompile.passes.trace.scalars import Scalar
 from pdcompile.passes.trace.whole import KEPT_WHOLE_SHARE, held_share
-from pdcompile.warn import warn
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.mode import Recorder
 
-Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
-Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
-
 DIFFERS = "; it is not the same for all samples of the example"
 MAX_OPS = 8  # that may come between a read and the exception that it leads to
-MAX_TEXT = 64  # characters of the model's own words in a check
 MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
@@ -76,121 +68,32 @@ class GoesOn(BaseException):
     """Nothing was raised soon after a read.  No Exception: forward must not catch it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The only value with which the model goes on, and what it raises with the other one."""
-
-    value: bool
-    otherwise: str
-
-    def text(self, visits: int) -> str:
-        """What the model raises; its words are known of the first visit in a run only."""
-        return self.otherwise if visits == 1 else self.otherwise.partition(":")[0]
-
-
-@dataclass(slots=True)
-class Trial:
-    """A run that takes `value` for the first read at `site`; `begun`: it has come there."""
-
-    site: Site
-    value: bool
-    begun: bool = False
-    ops: int = 0
-
-
-@dataclass(slots=True)
-class Reads:
-    """What is known of the reads of one model, over all runs of one capture.
-
-    Args:
-        flat: the example minibatch.
-        layout: which dims of it count samples.
-        total_parameters: elements of all parameters of the model.
-    """
-
-    flat: FlatCall
-    layout: BatchLayout
-    known: dict[Site, Expected | None] = field(default_factory=dict)  # None: a decision
-    trial: Trial | None = None
-    specialised: dict[str, str] = field(default_factory=dict)  # line to value
-    loops: set[Site] = field(default_factory=set)  # choices that forward loops through
-    one_way: set[Site] = field(default_factory=set)  # branches whose ways do not fit together
-    mixed: set[Any] = field(default_factory=set)  # (training, keys) tried in mixtures of outcomes
-    sizes_of_example: bool = False  # whether sizes that depend on integers are the example's
-    sized: dict[str, None] = field(default_factory=dict)  # lines where they are
-
-    def decide(self, undecided: Undecided, run: Callable[[], Any]) -> None:
-        """Find out by two runs of the model what comes of a read."""
-        if isinstance(undecided, Loops):
-            self.loops.add(undecided.site)
-            return
-        raised: dict[bool, str] = {}
-        for value in (False, True):
-            self.trial = trial = Trial(undecided.site, value)
-            try:
-                run()
-            except refuse.ForwardRaised as error:
-                if trial.begun and error.__cause__ is not None and _on_purpose(error.__cause__):
-                    raised[value] = _text(error.__cause__)
-            except (TraceError, GoesOn):
-                continue
-            finally:
-                self.trial = None
-        expected = None
-        if len(raised) == 1:
-            ((value, text),) = raised.items()
-            expected = Expected(not value, text)
-        self.known[undecided.site] = expected
-
-    def warn(self) -> None:
-        """Tell for which values the capture was made."""
-        for where, value in self.specialised.items():
-            warn(
-                f"forward decides by a value of the inputs ({where}): it is {value} in the "
-                "example, and calls with another one are refused"
-            )
-        for where in self.sized:
-            warn(
-                f"a size depends on values of the inputs ({where}): calls in which it is not as "
-                "in the example are refused"
-            )
-
-
 class Reading:
     """The reads of one run.
 
     Args:
-        reads: what earlier runs found out.
-        inputs: the graph's inputs.
-        flat: the call that is recorded.
+        examples: values that the example gives to the call; None where nobody may rely on any.
+        outcomes: of decisions that only a run can tell.
     """
 
     def __init__(
         self,
-        reads: Reads | None = None,
-        inputs: tuple[GraphInput, ...] = (),
-        flat: FlatCall | None = None,
+        assumed: Assumptions,
+        findings: Findings,
+        examples: Examples | None = None,
+        outcomes: Mapping[Key, bool] | None = None,
     ) -> None:
-        self._reads = reads
-        self.examples = Examples(reads.flat, reads.layout, inputs, flat) if reads and flat else None
+        self.assumed = assumed
+        self.examples = examples
+        self._findings = findings
+        self._outcomes = outcomes or {}
         self._visits: dict[Site, int] = {}
         self.handed_out: TraceError | None = None  # for a number that Python holds unknown
-        self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
         self.decisions: list[Decision] = []
-
-    @property
-    def known(self) -> Reads | None:
-        """What is known of the reads of the model, if anybody keeps count."""
-        return self._reads
-
-    @property
-    def sizes_of_example(self) -> bool:
-        """Whether sizes that depend on integer inputs are taken as the example has them."""
-        return self._reads is not None and self._reads.sizes_of_example
 
     def recorded(self) -> None:
         """An operator was recorded: a trial ends when nothing is raised soon."""
-        trial = self._reads.trial if self._reads is not None else None
+        trial = self.assumed.trial
         if trial is not None and trial.begun:
             trial.ops += 1
             if trial.ops > MAX_OPS:
@@ -208,7 +111,7 @@ class Reading:
             return known[0]
         name = str(func.__name__)
         refusal = refuse.error(refuse.REFUSED[name], name, locate(recorder.boundary)[0])
-        trial = self._reads.trial if self._reads is not None else None
+        trial = self.assumed.trial
         if trial is not None and trial.begun:
             if name in _NUMBERS and not self._branches(func, args):
                 return _some_number(name, args[0].dtype)  # for the text of an error
@@ -220,7 +123,7 @@ class Reading:
             if self._branches(func, args):
                 recorder.check(args[0], "", holds=bool(value))
             return value
-        if self._reads is None or kwargs:
+        if self.examples is None or kwargs:
             raise refusal
         if self._branches(func, args):
             return self._branch(recorder, args[0], refusal)
@@ -230,19 +133,21 @@ class Reading:
         """The number in a tensor of one element, or what stands for it."""
 
         def number() -> Any:
-            trial = self._reads.trial if self._reads is not None else None
+            trial = self.assumed.trial
             if trial is not None and trial.begun:
                 return _some_number(func.__name__, tensor.dtype)
             with torch._C.DisableTorchFunction():
                 if recorder.fakes.mode is None:
                     return func(tensor)
-                if self._reads is None or tensor.dtype.is_floating_point:
+                if self.examples is None or tensor.dtype.is_floating_point:
                     raise refusal
-                value = self._specialised(recorder, tensor, refusal, floats=self.sizes_of_example)
+                value = self._specialised(
+                    recorder, tensor, refusal, floats=self.assumed.sizes_of_example
+                )
                 place = _place(refusal.where)
                 same = recorder.call(torch.eq, (tensor, value))
                 recorder.check(same, f"{place}: {CAPTURED} this value is {value}")
-                self._reads.specialised[refusal.where or place] = str(value)
+                self._findings.specialised[refusal.where or place] = str(value)
             return float(value) if func.__name__ == "__float__" else value
 
         if func.__name__ != "item" or tensor.numel() != 1:
@@ -256,20 +161,19 @@ class Reading:
         return name in _BRANCHES or (name == "item" and args[0].dtype is torch.bool)
 
     def _branch(self, recorder: Recorder, tensor: Tensor, refusal: TraceError) -> bool:
-        assert self._reads is not None
         if tensor.numel() != 1:
             raise refusal
-        site = site_of(recorder.boundary)
+        site = recorder.site()
         visits = self._visits[site] = self._visits.get(site, 0) + 1
-        trial = self._reads.trial
+        trial = self.assumed.trial
         if trial is not None and trial.site == site:
             trial.begun = True
             return trial.value
-        if site not in self._reads.known:
+        if site not in self.assumed.reads:
             undecided = Undecided(refusal.message, where=refusal.where, remedy=refusal.remedy)
             undecided.site = site
             raise undecided
-        expected = self._reads.known[site]
+        expected = self.assumed.reads[site]
         if expected is not None:
             place = _place(refusal.where)
             recorder.check(tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
@@ -277,13 +181,13 @@ class Reading:
         try:
             value = self._specialised(recorder, tensor, refusal)
         except TraceError:
-            if site in self._reads.one_way:
+            if site in self.assumed.one_way:
                 raise
             return self._either(recorder, tensor, site)
         place = _place(refusal.where)
         message = f"{place}: {CAPTURED} this value is {bool(value)}"
         recorder.check(tensor, message, holds=bool(value))
-        self._reads.specialised[refusal.where or place] = str(bool(value))
+        self._findings.specialised[refusal.where or place] = str(bool(value))
         return bool(value)
 
     def _either(self, recorder: Recorder, tensor: Tensor, site: Site) -> bool:
@@ -294,7 +198,7 @@ class Reading:
         if len(self.decisions) > MAX_BRANCHES:
             raise refuse.error(refuse.READ, "__bool__, again and again", locate(None)[0])
         self.decisions.append(Decision(key, op))
-        return self.outcomes.get(key, False)
+        return self._outcomes.get(key, False)
 
     def _specialised(
         self, recorder: Recorder, tensor: Tensor, refusal: TraceError, *, floats: bool = False
@@ -325,41 +229,6 @@ def kept_whole(recorder: Recorder) -> bool:
     kind = type(table.modules[path])
     alike = [module for module in table.modules.values() if type(module) is kind]
     return held_share(alike, table.modules[""]) <= KEPT_WHOLE_SHARE
-
-
-def site_of(boundary: CodeType | None) -> Site:
-    """Where Python runs: the frames from here to the innermost module's call."""
-    from pdcompile.passes.trace.mode import Recorder
-
-    found: list[tuple[CodeType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    ends = (boundary, Recorder.call_module.__code__)
-    while frame is not None and frame.f_code not in ends:
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
-
-
-def _on_purpose(error: BaseException) -> bool:
-    """Whether a raise statement or an assert of Python raised it, outside of any operator."""
-    from pdcompile.passes.trace.mode import Recorder
-
-    traceback = error.__traceback__
-    last = None
-    while traceback is not None:
-        if traceback.tb_frame.f_code is Recorder.__torch_function__.__code__:
-            return False
-        last, traceback = traceback, traceback.tb_next
-    if last is None:
-        return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-def _text(error: BaseException) -> str:
-    """Kind and first line, without the fake tensors that only a capture has."""
-    line = str(error).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
-    line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _place(where: str | None) -> str:

@@ -95,11 +95,12 @@ class Selections:
             self.found.append((self._place(), mask.numel()))
         return self._sizes[key]
 
-    def expected(self) -> list[int]:
-        """How many elements each choice finds on average, if the choices made in one module
-        divide the elements among them, as experts divide tokens."""
-        counts = Counter(place for place, _ in self.found)
-        return [max(-(-elements // counts[place]), 2) for place, elements in self.found]
+
+def average(chosen: Sequence[tuple[str, int]]) -> list[int]:
+    """How many elements each choice finds on average, if the choices made in one module divide
+    the elements among them, as experts divide tokens."""
+    counts = Counter(place for place, _ in chosen)
+    return [max(-(-elements // counts[place]), 2) for place, elements in chosen]
 
 
 def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:

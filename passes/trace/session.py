@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,25 +19,26 @@ from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.arguments import to_argument
 from pdcompile.passes.trace.as_eager import as_eager
+from pdcompile.passes.trace.assumptions import Assumptions, Findings, Key
 from pdcompile.passes.trace.branches import both_ways
 from pdcompile.passes.trace.caches import emptied
-from pdcompile.passes.trace.example_sizes import with_sizes_of_example
+from pdcompile.passes.trace.examples import Examples
 from pdcompile.passes.trace.facts import Observer, locate, source_of_traceback
 from pdcompile.passes.trace.leftovers import is_memo
 from pdcompile.passes.trace.lists import with_whole_lists
 from pdcompile.passes.trace.meaning import Meanings
 from pdcompile.passes.trace.mode import Recorder
-from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.outputs import find_loss, structure
 from pdcompile.passes.trace.probe import probe
-from pdcompile.passes.trace.reads import Decision, Key, Reading
+from pdcompile.passes.trace.reads import Decision, Reading
 from pdcompile.passes.trace.recomputed import check_region, watched_regions
-from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.refuse import ForwardRaised
 from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
 from pdcompile.passes.trace.selections import Policy, Selections
 from pdcompile.passes.trace.sentinel import guarded, not_reseeded
 from pdcompile.passes.trace.state import State, settled, write_rebound
+from pdcompile.passes.trace.subject import Subject, device_of
 from pdcompile.passes.trace.tensors import KEEP, FakeTensors
 from pdcompile.passes.trace.transforms import transformed
 from pdcompile.passes.trace.unchanged import moves_of_nothing
@@ -63,76 +64,66 @@ class Recording:
     memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
     decisions: tuple[Decision, ...] = ()  # that this run took one way each
     regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
+    chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
+    findings: Findings = field(default_factory=Findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one run makes up: sizes that depend on values, turns of loops, ways of branches."""
+
+    sizes: Policy | None = None
+    turns: Turns = range
+    decided: Mapping[Key, bool] = field(default_factory=dict)
 
 
 def record(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
+    subject: Subject,
+    call: FlatCall,
+    assumed: Assumptions = Assumptions(),  # noqa: B008
     *,
     training: bool,
-    per_op: bool = False,
-    whole: Collection[str] = (),
     settle: bool = True,
 ) -> Recording:
-    """Run ``model(*args, **kwargs)`` once on fake tensors; the model is left as it was.
+    """Run the model once on fake tensors, as often as its branches and sizes by values ask for.
 
-    The modules at the paths `whole` become one op each; for them the model also runs for real.
-
-    `per_op` compares the states of all random generators at every op, which costs more than the
-    capture itself, to name the line that used one.  Without `settle` the model stays as the run
-    left it, in its present mode.
+    Opaque modules become one op each; for them the model also runs for real.  Without `settle`
+    the model stays as the run left it, in its present mode; else it is left as it was.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
+        Undecided, CannotJoin, SizeByValues, OutsideDraw: so it is under these assumptions.
     """
-    outcomes = probe(model, table, flat, whole, training=training) if whole else {}
+    outcomes = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
-    def call(assigned: dict[tuple[int, str], str]) -> Recording:
-        before = State(model)
+    def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
+        before = State(subject.model)
+        findings = Findings()
 
-        def run(
-            selections: Policy | None = None, turns: Turns = range
-        ) -> tuple[Recording, Selections | None]:
-            chosen: list[Selections | None] = []
-
+        def run(variant: Variant) -> Recording:
             def once(decided: Mapping[Key, bool]) -> Recording:
                 before.restore()
-                with table.elsewhere.as_before():
-                    recording, found = _record(
-                        model, table, flat, layout, loss_fn, outcomes, assigned, per_op=per_op,
-                        policy=selections, decided=decided, turns=turns,
-                    )  # fmt: skip
-                chosen.append(found)
-                return recording
+                one = _Run(subject, call, assumed, replace(variant, decided=decided), findings)
+                with subject.elsewhere.as_before():
+                    return one.recording(outcomes, assigned)
 
-            recording = both_ways(once, table.reads, training)
-            if table.written & table.taken_as_constant:  # a counter, read before it is written
-                table.taken_as_constant -= table.written
-                return run(selections, turns)
-            return recording, chosen[0]
+            return both_ways(once, assumed, subject.mixed, training)
 
-        def sized() -> Recording:
-            try:
-                return run()[0]
-            except SizeByValues:
-                found = with_sizes_that_vary(run, table, training)
-                if found is None:
-                    raise
-                return found
+        if training not in assumed.sizes_vary:
+            return run(Variant())
+        sizes = subject.expected
+        found = with_sizes_that_vary(
+            lambda *made_up: run(Variant(*made_up)), sizes, training, loops=bool(assumed.loops)
+        )
+        if found is None:
+            assert assumed.refusal is not None
+            raise assumed.refusal
+        return found
 
-        return sized() if table.reads is None else with_sizes_of_example(sized, table.reads)
-
-    with emptied(table.caches):
+    with emptied(subject.caches):
         if not settle:
-            return call({})
-        return settled(model, training, call, same, leftovers=table.leftovers)
-
-
-def _num_draws(recorder: Recorder) -> int:
-    return sum(op.draw is not None for op in recorder.ops)
+            return recorded({})
+        return settled(subject.model, training, recorded, same, leftovers=subject.leftovers)
 
 
 def same(one: Recording, other: Recording) -> bool:
@@ -140,102 +131,134 @@ def same(one: Recording, other: Recording) -> bool:
     return one.meaning == other.meaning
 
 
-def _record(
-    model: nn.Module,
-    table: ModuleTable,
-    flat: FlatCall,
-    layout: BatchLayout,
-    loss_fn: Callable[..., Any] | None,
-    outcomes: Mapping[CallKey, Outcome],
-    assigned: dict[tuple[int, str], str],
-    *,
-    per_op: bool,
-    policy: Policy | None = None,
-    decided: Mapping[Key, bool],
-    turns: Turns,
-) -> tuple[Recording, Selections | None]:
-    mode = FakeTensorMode()
-    fakes = FakeTensors(table, mode, device_of(model, flat))
-    fakes.unnamed.update(_unregistered(model, loss_fn))
-    observer = Observer()
-    recorder = Recorder(table, fakes, observer)
-    recorder.boundary = run.__code__
-    if policy is not None or (table.reads is not None and table.reads.sizes_of_example):
-        observer.selections = Selections(policy, lambda: recorder.path)
-        observer.selections.allows = recorder.hits.allows
-    recorder.hits.sites = table.reads.loops if table.reads is not None else set()
-    recorder.hits.turns = turns
-    recorder.whole = outcomes
-    recorder.assigned = assigned
-    inputs, leaves, constants = enter_inputs(flat, layout, fakes, recorder)
-    args, kwargs, target = flat.unflatten(leaves)
-    recorder.reads = Reading(table.reads, inputs, flat)
-    recorder.reads.outcomes = decided
-    with ExitStack() as stack:
-        sentinel = stack.enter_context(guarded())
-        if per_op:
-            recorder.check_generators = sentinel.check
-        draws = partial(_num_draws, recorder)
-        stack.enter_context(not_reseeded(draws, lambda: locate(recorder.boundary)[0]))
-        stack.enter_context(
-            watched_regions(
-                lambda: len(recorder.ops),
-                lambda start, preserve: check_region(recorder.ops[start:], preserve),
-            )
-        )
-        stack.enter_context(watched(recorder))
-        stack.enter_context(transformed(recorder))
-        stack.enter_context(moves_of_nothing())
-        stack.enter_context(_quiet())
-        stack.enter_context(as_eager(table.eager_paths, recorder.is_constant, model.training))
-        stack.enter_context(autocast_region(table.autocast or f"{fakes.device.type}:off"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(mode)
-        stack.enter_context(observer)
-        stack.enter_context(recorder)
+class _Run:
+    """One run of the model's own Python."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        call: FlatCall,
+        assumed: Assumptions,
+        variant: Variant,
+        findings: Findings,
+    ) -> None:
+        self._subject = subject
+        self._assumed = assumed
+        self._findings = findings
+        self._mode = FakeTensorMode()
+        device = device_of(subject.model, call)
+        fakes = FakeTensors(subject.table, self._mode, device, subject.leftovers)
+        fakes.findings, fakes.rewritten = findings, assumed.rewritten
+        fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
+        self._observer = observer = Observer()
+        self._recorder = recorder = Recorder(subject.table, fakes, observer)
+        recorder.boundary = run.__code__
+        if variant.sizes is not None or assumed.sizes_of_example:
+            observer.selections = Selections(variant.sizes, lambda: recorder.path)
+            observer.selections.allows = recorder.hits.allows
+        recorder.hits.sites = assumed.loops
+        recorder.hits.turns = variant.turns
+        self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, recorder)
+        self._arguments = call.unflatten(leaves)
+        examples = Examples(subject.flat, subject.layout, self._inputs, call)
+        recorder.reads = Reading(assumed, findings, examples, variant.decided)
+
+    def recording(
+        self, outcomes: Mapping[CallKey, Outcome], assigned: dict[tuple[int, str], str]
+    ) -> Recording:
+        """Run, and say what was recorded.
+
+        Args:
+            outcomes: what the calls of opaque modules really did.
+            assigned: filled in: (id of module, attribute) to the line that assigned it.
+        """
+        subject, recorder = self._subject, self._recorder
+        recorder.whole = outcomes
+        recorder.assigned = assigned
         try:
-            output, loss = run(model, args, kwargs, target, loss_fn, recorder)
+            with self._around():
+                output, loss = run(subject.model, *self._arguments, subject.loss_fn, recorder)
         except TraceError as error:
             error.module_path = recorder.failed
             raise
-    if table.autocast is not None:
-        off = f"{fakes.device.type}:{OFF}"
-        recorder.ops = [op if op.autocast else replace(op, autocast=off) for op in recorder.ops]
-    output_argument, output_spec = structure(
-        output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
-    )
-    found_loss = find_loss(output, loss, fakes.name, given=loss_fn is not None)
-    values = _input_values(inputs, fakes.values())
-    recorder.ops, left_out = with_whole_lists(
-        recorder.ops, (output_argument, Ref(found_loss or ""))
-    )
-    values = {name: value for name, value in values.items() if name not in left_out}
-    meanings = Meanings(recorder.ops, values, fakes.memos)
-    names = fakes.value_names()
-    table.leftovers.note(model, names, recorder.ops, values, table.tensors, meanings)
-    table.elsewhere.check(partial(is_memo, names, recorder.ops, values, table.tensors))
-    returned = (output_argument, Ref(found_loss) if found_loss else None)
-    recording = Recording(
-        ops=tuple(recorder.ops),
-        values=values,
-        inputs=inputs,
-        tensors={  # without constants that only an earlier recording came across
-            fqn: info
-            for fqn, info in table.tensors.items()
-            if info.kind != "constant" or fqn in fakes.constants
-        },
-        classes=table.classes,
-        output=output_argument,
-        output_spec=output_spec,
-        loss=found_loss,
-        constants=constants,
-        tensor_values=fakes.constants,
-        meaning=(meanings.argument(returned), tuple(meanings.effects)),
-        memos=tuple(fakes.memos),
-        decisions=tuple(recorder.reads.decisions),
-        regions=tuple(recorder.regions),
-    )
-    return recording, observer.selections
+        return self._finished(output, loss)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What has to know of calls that pass no torch function, or that must not be made."""
+        recorder, device = self._recorder, self._recorder.fakes.device.type
+        with ExitStack() as stack:
+            sentinel = stack.enter_context(guarded())
+            if self._assumed.watched_draws:
+                recorder.check_generators = sentinel.check
+            for each in (
+                not_reseeded(recorder.draws, lambda: locate(recorder.boundary)[0]),
+                watched_regions(
+                    lambda: len(recorder.ops),
+                    lambda start, preserve: check_region(recorder.ops[start:], preserve),
+                ),
+                watched(recorder),
+                transformed(recorder),
+                moves_of_nothing(),
+                _quiet(),
+                as_eager(
+                    self._findings, recorder.is_constant, self._subject.model.training,
+                    always=self._assumed.short_cuts,
+                ),
+                autocast_region(self._subject.autocast or f"{device}:{OFF}"),
+                torch.enable_grad(),
+                self._mode,
+                self._observer,
+                recorder,
+            ):  # fmt: skip
+                stack.enter_context(each)
+            yield
+
+    def _finished(self, output: Any, loss: Any) -> Recording:
+        subject, recorder, fakes = self._subject, self._recorder, self._recorder.fakes
+        if subject.autocast is not None:
+            off = f"{fakes.device.type}:{OFF}"
+            recorder.ops = [op if op.autocast else replace(op, autocast=off) for op in recorder.ops]
+        output_argument, output_spec = structure(
+            output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
+        )
+        found_loss = find_loss(output, loss, fakes.name, given=subject.loss_fn is not None)
+        returned = (output_argument, Ref(found_loss) if found_loss else None)
+        ops, left_out = with_whole_lists(recorder.ops, returned)
+        values = {
+            name: replace(value, producer=None) if name in self._arguments_by_name() else value
+            for name, value in fakes.values().items()
+            if name not in left_out
+        }
+        meanings = Meanings(ops, values, fakes.memos)
+        names, tensors = fakes.value_names(), subject.table.tensors
+        subject.leftovers.note(subject.model, names, ops, values, tensors, meanings)
+        subject.elsewhere.check(partial(is_memo, names, ops, values, tensors))
+        return Recording(
+            ops=tuple(ops),
+            values=values,
+            inputs=self._inputs,
+            tensors={  # without constants that only an earlier recording came across
+                fqn: info
+                for fqn, info in tensors.items()
+                if info.kind != "constant" or fqn in fakes.constants
+            },
+            classes=subject.table.classes,
+            output=output_argument,
+            output_spec=output_spec,
+            loss=found_loss,
+            constants=self._constants,
+            tensor_values=fakes.constants,
+            meaning=(meanings.argument(returned), tuple(meanings.effects)),
+            memos=tuple(fakes.memos),
+            decisions=tuple(recorder.reads.decisions),
+            regions=tuple(recorder.regions),
+            chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
+            findings=self._findings,
+        )
+
+    def _arguments_by_name(self) -> set[str]:
+        return {entry.name for entry in self._inputs}
 
 
 def run(
@@ -252,7 +275,7 @@ def run(
         recorder.sizes.returned(output)
         output = _own_tensors_cloned(output, recorder.fakes)
         if recorder.fakes.mode is not None:
-            write_rebound(model, recorder.fakes, recorder.table)
+            write_rebound(model, recorder.fakes)
         loss = None
         if loss_fn is not None:
             recorder.enter_loss()
@@ -288,15 +311,6 @@ def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
     return unflatten_output(cloned, spec)
 
 
-def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
-    """The device that the model runs on: its inputs', else its parameters', else the CPU."""
-    tensors = [leaf for leaf in flat.leaves.values() if isinstance(leaf, torch.Tensor)]
-    for tensor in (*tensors, *model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            return tensor.device
-    return torch.device("cpu")
-
-
 def enter_inputs(
     flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, recorder: Recorder
 ) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
@@ -315,12 +329,6 @@ def enter_inputs(
         fakes.add(name, leaves[path])
         inputs.append(GraphInput(name, path, layout.dims.get(path)))
     return tuple(inputs), leaves, tuple(constants)
-
-
-def _input_values(inputs: tuple[GraphInput, ...], values: dict[str, Value]) -> dict[str, Value]:
-    for entry in inputs:
-        values[entry.name] = replace(values[entry.name], producer=None)
-    return values
 
 
 def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:

@@ -14,7 +14,6 @@ from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import source_of_class
 from pdcompile.passes.trace.leftovers import Leftovers
-from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.tensors import FakeTensors
 
 
@@ -107,7 +106,7 @@ def settled(
             before.restore()
 
 
-def write_rebound(model: nn.Module, fakes: FakeTensors, table: ModuleTable) -> None:
+def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
     """After forward: where ``self.buffer = new`` gave a buffer another tensor, that is written
     into the buffer, as an op of the graph.
 
@@ -116,7 +115,7 @@ def write_rebound(model: nn.Module, fakes: FakeTensors, table: ModuleTable) -> N
     """
     for path, module in list(model.named_modules()):
         for name, new in module._buffers.items():
-            old = table.objects.get(f"{path}.{name}" if path else name)
+            old = fakes.table.objects.get(f"{path}.{name}" if path else name)
             if old is None or new is None or new is old or new.requires_grad:
                 continue
             if fakes.known(new) and (old.shape, old.dtype) == (new.shape, new.dtype):

@@ -12,7 +12,9 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Attr, Ref, Value
 from pdcompile.ir.opaque import tensors_at
 from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.facts import storage_key
+from pdcompile.passes.trace.leftovers import Leftovers
 from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.refuse import NO_PARAMETER
 
@@ -29,9 +31,16 @@ class FakeTensors:
     """
 
     def __init__(
-        self, table: ModuleTable, mode: FakeTensorMode | None, device: torch.device
+        self,
+        table: ModuleTable,
+        mode: FakeTensorMode | None,
+        device: torch.device,
+        leftovers: Leftovers | None = None,
     ) -> None:
         self.table = table
+        self._leftovers = leftovers or Leftovers()
+        self.findings = Findings()
+        self.rewritten: frozenset[str] = frozenset()  # buffers that other calls write
         self.mode = mode
         self.device = device
         self._fake_of: dict[int, torch.Tensor] = {}  # id of a real tensor -> its fake
@@ -88,7 +97,7 @@ class FakeTensors:
         fake = self._fake_of.get(id(tensor), self._memo_of.get(id(tensor)))
         if fake is not None:
             return fake
-        if (meaning := self.table.leftovers.memo(tensor)) is not None:
+        if (meaning := self._leftovers.memo(tensor)) is not None:
             return self._memo(tensor, meaning)
         if isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor  # a temporary inside a leaf module, or unknown: `name` tells

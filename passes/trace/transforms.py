@@ -61,7 +61,7 @@ class Transforms:
         """
         if not self.depth:
             self._grad_enabled = torch.is_grad_enabled()
-            self._recorder.table.transformed = True
+            self._recorder.fakes.findings.transformed = True
         needed = self._recorder.training or self._recorder.fakes.mode is None
         self.depth += 1
         try:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
-from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.open_sizes import with_open_sizes
 from pdcompile.passes.trace.reads import Undecided
-from pdcompile.passes.trace.selections import Selections, same_ops, varied
+from pdcompile.passes.trace.selections import average, same_ops, varied
 from pdcompile.passes.trace.skips import left_out, renamed, with_gates
 
 if TYPE_CHECKING:
@@ -33,28 +32,32 @@ def _odd(count: int) -> range:
 
 
 def with_sizes_that_vary(
-    run: Callable[..., tuple[Recording, Selections | None]],
-    table: ModuleTable,
-    training: bool,
+    run: Callable[..., Recording], expected: dict[bool, list[int]], training: bool, *, loops: bool
 ) -> Recording | None:
     """A recording in which sizes that depend on values are made up; None if something hangs on
-    them."""
+    them.
+
+    Args:
+        run: records the model with these sizes and turns of loops.
+        expected: mode to the sizes that results have on average, filled in by the first call.
+        loops: whether there are loops through what is chosen.
+    """
     try:
-        everything, selections = run(lambda index, elements: elements)
-        assert selections is not None
-        sizes = table.expected.setdefault(training, selections.expected())
+        everything = run(lambda index, elements: elements)
+        if not everything.chosen:
+            return everything
+        sizes = expected.setdefault(training, average(everything.chosen))
 
         def as_usual(index: int, elements: int) -> int:
             return sizes[index] if index < len(sizes) else elements
 
-        usual, _ = run(as_usual)
-        nothing, one = run(lambda index, elements: 0, _none)[0], run(lambda index, elements: 1)[0]
+        usual = run(as_usual)
+        nothing, one = run(lambda index, elements: 0, _none), run(lambda index, elements: 1)
         some = usual
         if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
             # Others for every choice, so that the size of one is not taken for that of another.
-            some, _ = run(lambda index, elements: elements // 2 + 1 + index)
-        loops = table.reads is not None and bool(table.reads.loops)
-        parts = [run(as_usual, every_other)[0] for every_other in (_even, _odd) if loops]
+            some = run(lambda index, elements: elements // 2 + 1 + index)
+        parts = [run(as_usual, every_other) for every_other in (_even, _odd) if loops]
     except Undecided:
         raise
     except TraceError:

@@ -19,91 +19,100 @@ from torch import Tensor, nn
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_at
 from pdcompile.passes.trace import refuse
-from pdcompile.passes.trace.modules import ModuleTable
 from pdcompile.passes.trace.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.refuse import Unrepeatable
 from pdcompile.passes.trace.sentinel import OutsideDraw
+from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tensors import FakeTensors
 from pdcompile.warn import warn
 
 KEPT_WHOLE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
 
 
-class Whole:
-    """The modules to keep whole, by path, and the refusal that each is kept for."""
+Opaque = Mapping[str, TraceError]  # path to the refusal that the module is kept for
 
-    def __init__(self, model: nn.Module, table: ModuleTable) -> None:
-        self._model = model
-        self._table = table
-        self.paths: dict[str, TraceError] = {}
-        for path, module in table.modules.items():
-            if path and has_backward_hook(module) and not _covered(path, self.paths):
-                self._keep([path], backward_hook(path))
 
-    def enlarge(self, error: TraceError) -> None:
-        """Keep one module more whole; raises the error where there is none that helps."""
-        path = error.module_path
-        if isinstance(error, Unrepeatable):
-            error.where = self.paths[error.kept_whole].where
-        if isinstance(error, OutsideDraw | refuse.Unkept) or path not in self._table.modules:
-            raise error
-        while path and _covered(path, self.paths):
-            path = path.rpartition(".")[0]
-        first = next((e for p, e in self.paths.items() if _below(p, path)), error)
-        if not path:
-            raise first from (error if first is not error else None)
-        self._keep([path, *self._alike(path)], first, error)
+def hooked(subject: Subject) -> Opaque:
+    """The modules that have to be opaque because something runs in their backward."""
+    opaque: Opaque = {}
+    for path, module in subject.table.modules.items():
+        if path and has_backward_hook(module) and not _covered(path, opaque):
+            opaque = _with(subject, opaque, [path], backward_hook(path))
+    return opaque
 
-    def spares(self, error: TraceError) -> bool:
-        """Whether `enlarge` would keep whole so little that the model can still be cut."""
-        path = error.module_path
-        if not path or path not in self._table.modules or _covered(path, self.paths):
-            return False
-        kept = [self._table.modules[p] for p in (path, *self._alike(path))]
-        return held_share(kept, self._model) <= KEPT_WHOLE_SHARE
 
-    def _keep(self, chosen: list[str], reason: TraceError, error: TraceError | None = None) -> None:
-        error = error or reason
-        meta = [fqn for fqn, tensor in self._tensors() if tensor.is_meta]
-        if meta:
-            error.remedy = (
-                f"{error.remedy or ''}; {chosen[0]!r} could be kept whole if the model could run "
-                f"once to see what it returns, but {meta[0]!r} is on the meta device"
-            ).removeprefix("; ")
-            raise error
-        for inner in [p for p in self.paths if any(_below(p, new) for new in chosen)]:
-            del self.paths[inner]
-        self.paths.update(dict.fromkeys(chosen, reason))
+def enlarged(subject: Subject, opaque: Opaque, error: TraceError) -> Opaque:
+    """With one opaque module more; raises the error where there is none that helps."""
+    path = error.module_path
+    if isinstance(error, Unrepeatable):
+        error.where = opaque[error.kept_whole].where
+    if isinstance(error, OutsideDraw | refuse.Unkept) or path not in subject.table.modules:
+        raise error
+    while path and _covered(path, opaque):
+        path = path.rpartition(".")[0]
+    first = next((e for p, e in opaque.items() if below(p, path)), error)
+    if not path:
+        raise first from (error if first is not error else None)
+    return _with(subject, opaque, [path, *_alike(subject, opaque, path)], first, error)
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [*self._model.named_parameters(), *self._model.named_buffers()]
 
-    def _alike(self, path: str) -> list[str]:
-        """Modules of the same class in the same place of other layers, which will fail alike."""
-        kind = type(self._table.modules[path])
-        if kind.__module__.startswith("torch.nn."):
-            return []
-        place = _place(path)
-        return [
-            other
-            for other, module in self._table.modules.items()
-            if other != path
-            and type(module) is kind
-            and _place(other) == place
-            and not _covered(other, self.paths)
-        ]
+def spares(subject: Subject, opaque: Opaque, error: TraceError) -> bool:
+    """Whether `enlarged` would add so little that the model can still be cut."""
+    path, modules = error.module_path, subject.table.modules
+    if not path or path not in modules or _covered(path, opaque):
+        return False
+    added = [modules[p] for p in (path, *_alike(subject, opaque, path))]
+    return held_share(added, subject.model) <= KEPT_WHOLE_SHARE
 
-    def warn(self) -> None:
-        """Tell which modules are kept whole, and why."""
-        reasons: dict[int, tuple[TraceError, list[str]]] = {}
-        for path, error in self.paths.items():
-            reasons.setdefault(id(error), (error, []))[1].append(path)
-        for error, paths in reasons.values():
-            names = [f"{path!r} ({self._table.classes[path][0]})" for path in paths[:3]]
-            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-            place = f" ({error.where})" if error.where else ""
-            warn(f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}")
+
+def _with(
+    subject: Subject,
+    opaque: Opaque,
+    chosen: list[str],
+    reason: TraceError,
+    error: TraceError | None = None,
+) -> Opaque:
+    error = error or reason
+    tensors = [*subject.model.named_parameters(), *subject.model.named_buffers()]
+    meta = [fqn for fqn, tensor in tensors if tensor.is_meta]
+    if meta:
+        error.remedy = (
+            f"{error.remedy or ''}; {chosen[0]!r} could be kept whole if the model could run "
+            f"once to see what it returns, but {meta[0]!r} is on the meta device"
+        ).removeprefix("; ")
+        raise error
+    kept = {p: e for p, e in opaque.items() if not any(below(p, new) for new in chosen)}
+    return {**kept, **dict.fromkeys(chosen, reason)}
+
+
+def _alike(subject: Subject, opaque: Opaque, path: str) -> list[str]:
+    """Modules of the same class in the same place of other layers, which will fail alike."""
+    modules = subject.table.modules
+    kind = type(modules[path])
+    if kind.__module__.startswith("torch.nn."):
+        return []
+    place = _place(path)
+    return [
+        other
+        for other, module in modules.items()
+        if other != path
+        and type(module) is kind
+        and _place(other) == place
+        and not _covered(other, opaque)
+    ]
+
+
+def warn_of(subject: Subject, opaque: Opaque) -> None:
+    """Tell which modules are opaque, and why."""
+    reasons: dict[int, tuple[TraceError, list[str]]] = {}
+    for path, error in opaque.items():
+        reasons.setdefault(id(error), (error, []))[1].append(path)
+    for error, paths in reasons.values():
+        names = [f"{path!r} ({subject.table.classes[path][0]})" for path in paths[:3]]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        place = f" ({error.where})" if error.where else ""
+        warn(f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}")
 
 
 def held_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
@@ -113,12 +122,13 @@ def held_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
     return sum(total[p] for p in held) / max(sum(total.values()), 1)
 
 
-def _below(path: str, ancestor: str) -> bool:
+def below(path: str, ancestor: str) -> bool:
+    """Whether a module is another one or inside of it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def _covered(path: str, paths: Iterable[str]) -> bool:
-    return any(_below(path, other) for other in paths)
+    return any(below(path, other) for other in paths)
 
 
 def _place(path: str) -> str:
@@ -128,7 +138,7 @@ def _place(path: str) -> str:
 def refuse_parts(path: str, whole: Mapping[CallKey, Outcome], where: str) -> None:
     """Raise TraceError when a part of a module that is kept whole runs outside of it."""
     for owner, _ in whole:
-        if path != owner and _below(path, owner):
+        if path != owner and below(path, owner):
             raise TraceError(
                 f"{path!r} runs outside of {owner!r}, which has to be kept whole",
                 where=where,

@@ -18,7 +18,7 @@ def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple
         other = fakes.table.shares_memory(fqn)
         if other is not None:
             raise refuse.error(refuse.SHARED_BUFFER, f"{fqn} ({other} lies there too)", source)
-    fakes.table.written.update(fqns)
+    fakes.findings.written.update(fqns)
     return tuple(fqns)
 
 

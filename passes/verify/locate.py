@@ -22,8 +22,8 @@ from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
 from pdcompile.ir.graph_module import execute
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.fidelity import AsksForGradients, compare
-from pdcompile.passes.trace.session import device_of
 from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
+from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.step_runs import (
     Loss,
     StepResult,

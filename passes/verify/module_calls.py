@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, output_leaves
 from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref
+from pdcompile.passes.trace.attempt import one_recording
 from pdcompile.passes.trace.mode import Recorder
-from pdcompile.passes.trace.modules import ModuleTable
-from pdcompile.passes.trace.session import record
+from pdcompile.passes.trace.subject import Subject
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def module_calls(
     with ExitStack() as stack:
         for path in paths:
             stack.enter_context(_watched(model.get_submodule(path), path, found))
-        record(model, ModuleTable(model), call, own, loss_fn, training=graph.training, whole=whole)
+        one_recording(Subject(model, call, own, loss_fn), call, graph.training, whole)
     return found
 
 

@@ -1,0 +1,300 @@
+"""Attempts: the model is recorded in both modes at several sizes, under assumptions.
+
+What a recording refutes becomes the next assumptions; what stays true is not recorded again.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pdcompile.batch import FlatCall
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Capture, OpGraph
+from pdcompile.passes.trace.assemble import as_evaluation, assemble
+from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial
+from pdcompile.passes.trace.attributes import AttributeReads, watched_attributes
+from pdcompile.passes.trace.call_order import Kind, check_order
+from pdcompile.passes.trace.joining import CannotJoin
+from pdcompile.passes.trace.mode import Recorder
+from pdcompile.passes.trace.reads import GoesOn, Loops, Undecided
+from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.sentinel import OutsideDraw
+from pdcompile.passes.trace.session import Recording, record
+from pdcompile.passes.trace.size_range import alone, fails_at, few_sizes, size_range
+from pdcompile.passes.trace.sizes import Fit, OtherBySize, probe_sizes
+from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.training_flag import watched_flag
+from pdcompile.passes.trace.whole import enlarged, spares
+
+MANY_OPS = 2_000  # above, a recording takes seconds, and no more than the fewest are made
+
+MAX_TEXT = 64  # characters of the model's own words in a check
+
+Found = TypeVar("Found")
+
+
+def settled_on(
+    attempt: Callable[[Assumptions], Found | Assumptions], assumed: Assumptions
+) -> Found:
+    """What the attempt gives under the first assumptions that the model does not refute."""
+    while True:
+        match attempt(assumed):
+            case Assumptions() as instead:
+                assumed = instead
+            case found:
+                return found
+
+
+class Attempts:
+    """Attempts at one capture.
+
+    Args:
+        size: samples of a microbatch.
+    """
+
+    def __init__(self, subject: Subject, size: int) -> None:
+        self._subject = subject
+        self._size = size
+        self._recordings: dict[Kind, Recording] = {}
+        self._recorded_for: tuple[Any, ...] = ()
+        self._reads = AttributeReads(subject.model, subject.loss_fn)
+        self.assumed = Assumptions()  # of the last attempt
+
+    def __call__(self, assumed: Assumptions) -> Capture | Assumptions:
+        """The capture under these assumptions, or what to assume instead.
+
+        Raises:
+            TraceError: nothing that could be assumed helps.
+        """
+        self.assumed = assumed
+        recorded_for = tuple(assumed.opaque), assumed.short_cuts
+        if recorded_for != self._recorded_for:
+            self._recorded_for = recorded_for
+            self._recordings.clear()
+            self._reads = AttributeReads(self._subject.model, self._subject.loss_fn)
+        try:
+            return self._captured()
+        except Refuted as refuted:
+            return refuted.instead
+        except TraceError as error:
+            subject, opaque = self._subject, assumed.opaque
+            of_size = isinstance(error, OtherBySize) and self._splits and not assumed.one_size
+            if of_size and not spares(subject, opaque, error):
+                return replace(assumed, one_size=True)
+            return assumed.with_opaque(enlarged(subject, opaque, error))
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """Those that the capture is made of."""
+        return tuple(self._recordings.values())
+
+    @property
+    def _splits(self) -> bool:
+        return self._subject.layout.splits
+
+    def _captured(self) -> Capture:
+        subject = self._subject
+        with watched_attributes(self._reads), watched_flag(subject.model, self._reads) as asked:
+            train = self._graph(True, None)
+            apart = asked() or bool(self.assumed.opaque)
+            apart = apart or any(each.findings.transformed for each in self.recordings)
+            evaluation = self._graph(False, train) if apart else as_evaluation(train)
+        kinds = self._kinds(train, evaluation)
+        check_order(subject.model, kinds, self._from_here, subject.leftovers)
+        numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
+        return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
+
+    def _from_here(self, kind: Kind) -> Recording:
+        training, size = kind
+        return recorded(self._subject, self._call(size), self.assumed, training, settle=False)
+
+    def _kinds(self, *graphs: OpGraph) -> list[Kind]:
+        """The calls that may follow one another: both modes, the usual size and another one."""
+        sizes = [self._size]
+        known = graphs[0].sizes
+        if self._splits and known.largest != known.smallest and len(graphs[0].ops) <= MANY_OPS:
+            sizes += [size for size in self._usual_sizes() if size != self._size][:1]
+        return [(graph.training, size) for graph in graphs for size in sizes]
+
+    def _call(self, size: int) -> FlatCall:
+        return self._subject.call(size) if self._splits else self._subject.flat
+
+    def _usual_sizes(self) -> tuple[int, ...]:
+        tensors = self._subject.tensors()
+        dims = [self._subject.layout.dims.get(path) for path in tensors]
+        if all(dim is None for dim in dims):
+            return (self._size,) * 2  # twice: a call must not change the next
+        return probe_sizes(self._size, list(tensors.values()), dims)
+
+    def _recording(self, training: bool, size: int) -> Recording:
+        kind = training, size
+        if kind not in self._recordings:
+            call = self._call(size)
+            try:
+                self._recordings[kind] = recorded(self._subject, call, self.assumed, training)
+            except ForwardRaised as error:
+                if size == self._size:
+                    raise
+                raise fails_at(size, error) from error
+            self._check_constants()
+        return self._recordings[kind]
+
+    def _check_constants(self) -> None:
+        """A counter that one call reads and another one writes is no constant."""
+        every = self._recordings.items()
+        written = self.assumed.rewritten.union(*(r.findings.written for _, r in every))
+        wrong = [kind for kind, r in every if written & r.findings.constants]
+        for kind in wrong:
+            del self._recordings[kind]
+        if wrong:
+            raise Refuted(replace(self.assumed, rewritten=written))
+
+    def _graph(self, training: bool, train: OpGraph | None) -> OpGraph:
+        """A graph for many batch sizes; for this one alone if need be and assumed.
+
+        Args:
+            train: the graph of training, where this is that of evaluation.
+        """
+        first = self._recording(training, self._size)
+        attempts = [self._usual_sizes()]
+        if self._splits:
+            few = few_sizes(self._size)
+            attempts = [few, *attempts]
+            if (
+                train is not None
+                and train.sizes.smallest == 1 < self._size < few[-1] == train.sizes.largest
+            ):
+                attempts = [(few[0], few[-1]), *attempts]  # what is between them, training told
+            if self.assumed.one_size and len(first.ops) > MANY_OPS:
+                attempts = [few]
+        for sizes in attempts:
+            try:
+                graph = self._fitted(training, first, sizes)
+                if len(sizes) > 2 or not self._splits or graph.sizes.smallest == 1:
+                    return graph
+            except TraceError as error:
+                failure = error
+        if self.assumed.one_size:
+            with suppress(TraceError):
+                again = recorded(self._subject, self._call(self._size), self.assumed, training)
+                sizes = (self._size,) * 2
+                graph = assemble(self._subject.model, [first, again], sizes, training=training)
+                return replace(graph, sizes=alone(self._size, failure))
+        raise failure
+
+    def _fitted(self, training: bool, first: Recording, sizes: tuple[int, ...]) -> OpGraph:
+        subject = self._subject
+        if sizes[0] == sizes[1]:
+            second = recorded(subject, self._call(sizes[1]), self.assumed, training)
+        else:
+            second = self._recording(training, sizes[1])
+        Fit(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
+        further = [self._recording(training, size) for size in sizes[2:]]
+        recordings = [first, second, *further]
+        graph = assemble(subject.model, recordings, sizes, training=training)
+        if not self._splits:
+            return graph
+        ranged = size_range(lambda size: self._recording(training, size), recordings, sizes)
+        return replace(graph, sizes=ranged)
+
+
+def recorded(
+    subject: Subject, call: FlatCall, assumed: Assumptions, training: bool, *, settle: bool = True
+) -> Recording:
+    """One recording under assumptions.
+
+    Raises:
+        Refuted: the model is not as assumed.
+        TraceError: it cannot be recorded, whatever is assumed.
+    """
+    try:
+        return record(subject, call, assumed, training=training, settle=settle)
+    except Loops as loop:
+        raise Refuted(replace(assumed, loops=assumed.loops | {loop.site})) from None
+    except Undecided as read:
+        expected = _tried(subject, call, assumed, training, read)
+        raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
+    except CannotJoin as ways:
+        sites = {decision.key[2] for decision in ways.decisions}
+        raise Refuted(replace(assumed, one_way=assumed.one_way | sites)) from None
+    except OutsideDraw:
+        if assumed.watched_draws:
+            raise
+        # Something drew or seeded; all generators are back, so it will do so again.
+        raise Refuted(replace(assumed, watched_draws=True)) from None
+    except SizeByValues as error:
+        instead = assumed.after_size(error, training)
+        if instead is None:
+            raise
+        raise Refuted(instead) from None
+    except TraceError as error:
+        # A module inside of which it was, rather than the model itself, can be kept whole.
+        if assumed.first_refusal is None or error.module_path:
+            raise
+        raise assumed.first_refusal from None
+
+
+def one_recording(
+    subject: Subject, call: FlatCall, training: bool, opaque: Collection[str] = ()
+) -> Recording:
+    """A recording of one call alone, with these opaque modules."""
+
+    def attempt(assumed: Assumptions) -> Recording | Assumptions:
+        try:
+            return recorded(subject, call, assumed, training)
+        except Refuted as refuted:
+            return refuted.instead
+
+    reason = TraceError("it is opaque in the capture")
+    return settled_on(attempt, Assumptions(opaque=dict.fromkeys(opaque, reason)))
+
+
+def _tried(
+    subject: Subject, call: FlatCall, assumed: Assumptions, training: bool, read: Undecided
+) -> Expected | None:
+    """What comes of a read: the model runs once with either value."""
+    raised: dict[bool, str] = {}
+    for value in (False, True):
+        trial = Trial(read.site, value)
+        try:
+            record(subject, call, replace(assumed, trial=trial), training=training)
+        except ForwardRaised as error:
+            text = _raised_on_purpose(error)
+            if trial.begun and text is not None:
+                raised[value] = text
+        except (TraceError, CannotJoin, GoesOn):
+            continue
+    if len(raised) != 1:
+        return None
+    ((value, text),) = raised.items()
+    return Expected(not value, text)
+
+
+def _raised_on_purpose(error: ForwardRaised) -> str | None:
+    """What a raise statement or an assert of the model's Python said; None for anything else."""
+    cause = error.__cause__
+    return _text(cause) if cause is not None and _on_purpose(cause) else None
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether a raise statement or an assert of Python raised it, outside of any operator."""
+    traceback = error.__traceback__
+    last = None
+    while traceback is not None:
+        if traceback.tb_frame.f_code is Recorder.__torch_function__.__code__:
+            return False
+        last, traceback = traceback, traceback.tb_next
+    if last is None:
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _text(error: BaseException) -> str:
+    """Kind and first line, without the fake tensors that only a capture has."""
+    line = str(error).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
+    line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,0 +1,61 @@
+"""Subject: the model that is captured, the call it is captured for, and what its calls leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.batch import BatchLayout, FlatCall, resize
+from pdcompile.passes.trace.caches import caches
+from pdcompile.passes.trace.elsewhere import Elsewhere
+from pdcompile.passes.trace.leftovers import Leftovers
+from pdcompile.passes.trace.modules import ModuleTable
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every attempt at a capture has in common.
+
+    Args:
+        flat: one minibatch.
+        layout: which dims of it follow the batch.
+        loss_fn: (output, target) -> scalar; None when the model returns its loss.
+        autocast: the region around model and loss_fn.
+    """
+
+    model: nn.Module
+    flat: FlatCall
+    layout: BatchLayout
+    loss_fn: Callable[..., Any] | None
+    autocast: str | None = None
+    table: ModuleTable = field(init=False)
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    elsewhere: Elsewhere = field(init=False)
+    caches: list[Any] = field(default_factory=caches)
+    expected: dict[bool, list[int]] = field(default_factory=dict)  # mode -> sizes that vary
+    mixed: set[Any] = field(default_factory=set)  # branches whose mixtures were tried
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", ModuleTable(self.model))
+        object.__setattr__(self, "elsewhere", Elsewhere(self.model))
+
+    def call(self, size: int) -> FlatCall:
+        """The example with so many samples."""
+        return resize(self.flat, self.layout, size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the call by path."""
+        return {p: t for p, t in self.flat.leaves.items() if isinstance(t, torch.Tensor)}
+
+
+def device_of(model: nn.Module, flat: FlatCall) -> torch.device:
+    """The device that the model runs on: its inputs', else its parameters', else the CPU."""
+    tensors = [leaf for leaf in flat.leaves.values() if isinstance(leaf, torch.Tensor)]
+    for tensor in (*tensors, *model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
