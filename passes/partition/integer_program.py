@@ -36,7 +36,7 @@ class IntegerProgram:
         self.scale = math.ldexp(1.0, BITS - math.frexp(upper)[1])
         self.cp = cp_model.CpModel()
         self.paths: set[Path] = set()
-        self.x = Thresholds(self.cp, model, upper)
+        self.x = Thresholds.of(self.cp, model, upper)
         self.loads = Loads(self.cp, model, self.x, self.scale)
         self.time = self.cp.new_int_var(0, self.units(upper), "time")
         if self.x.possible:

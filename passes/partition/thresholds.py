@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from pdcompile.passes.partition.model import Model
@@ -14,43 +14,60 @@ Literal: TypeAlias = Any  # True, False or a literal of CP-SAT
 class Thresholds:
     """Variables for stages inside each group's range; True below it, False above it.
 
-    `possible` is False when the ranges alone show that nothing is within the upper bound.
+    Stages do not decrease along `arcs`.  `possible` is False where some group has no stage left:
+    then there is nothing else.
     """
 
-    def __init__(self, cp: Any, model: Model, upper: float):
+    def __init__(
+        self,
+        cp: Any,
+        ranges: Sequence[tuple[int, int]],
+        arcs: Iterable[tuple[int, int]],
+        stages: int,
+    ):
         self.cp = cp
-        self.model = model
-        self.lowest, self.highest = tightened(model, upper)
-        self.possible = all(a <= b for a, b in zip(self.lowest, self.highest, strict=True))
+        self.lowest, self.highest = [low for low, _ in ranges], [high for _, high in ranges]
+        self.possible = all(low <= high for low, high in ranges)
         if not self.possible:
             return
         self._x = [
             [
                 True if s <= low else False if s > high else cp.new_bool_var(f"x{v}_{s}")
-                for s in range(model.num_stages + 1)
+                for s in range(stages + 1)
             ]
-            for v, (low, high) in enumerate(zip(self.lowest, self.highest, strict=True))
+            for v, (low, high) in enumerate(ranges)
         ]
-        for v in range(model.num_groups):
-            for s in range(self.lowest[v] + 1, self.highest[v]):
-                self.clause([_not(self._x[v][s + 1]), self._x[v][s]])
-        for a, b in model.arcs:
-            for s in range(1, model.num_stages):
-                self.clause([_not(self._x[a][s]), self._x[b][s]])
+        for v, (low, high) in enumerate(ranges):
+            for s in range(low + 1, high):
+                self.clause([negated(self._x[v][s + 1]), self._x[v][s]])
+        for a, b in arcs:
+            for s in range(1, stages):
+                self.clause([negated(self._x[a][s]), self._x[b][s]])
+
+    @staticmethod
+    def of(cp: Any, model: Model, upper: float) -> Thresholds:
+        """Those of a problem's model, with all that its constraints say."""
+        stages, groups = range(model.num_stages), range(model.num_groups)
+        x = Thresholds(
+            cp, list(zip(*tightened(model, upper), strict=True)), model.arcs, model.num_stages
+        )
+        if not x.possible:
+            return x
         for a, b in model.apart:
-            for s in range(model.num_stages):
-                self.clause([*self.elsewhere(a, s), *self.elsewhere(b, s)])
+            for s in stages:
+                x.clause([*x.elsewhere(a, s), *x.elsewhere(b, s)])
         for v, s in model.forbidden:
-            self.clause(self.elsewhere(v, s))
+            x.clause(x.elsewhere(v, s))
         if model.most_used < model.num_stages:
-            used = [cp.new_bool_var(f"used{s}") for s in range(model.num_stages)]
+            used = [cp.new_bool_var(f"used{s}") for s in stages]
             for s, literal in enumerate(used):
-                for v in range(model.num_groups):
-                    self.clause([*self.elsewhere(v, s), literal])
+                for v in groups:
+                    x.clause([*x.elsewhere(v, s), literal])
             cp.add(sum(used) <= model.most_used)
         if not model.problem.allow_empty:
-            for s in range(model.num_stages):
-                cp.add(sum(self.at(v, s) for v in range(model.num_groups)) >= 1)
+            for s in stages:
+                cp.add(sum(x.at(v, s) for v in groups) >= 1)
+        return x
 
     def from_stage(self, group: int, stage: int) -> Literal:
         """The group is on this stage or later."""
@@ -58,7 +75,7 @@ class Thresholds:
 
     def elsewhere(self, group: int, stage: int) -> list[Literal]:
         """Literals of which one holds unless the group is on the stage."""
-        return [_not(self._x[group][stage]), self._x[group][stage + 1]]
+        return [negated(self._x[group][stage]), self._x[group][stage + 1]]
 
     def at(self, group: int, stage: int) -> Any:
         """1 when the group is on the stage, else 0, as a linear expression."""
@@ -97,7 +114,7 @@ class Thresholds:
         return tuple(
             self.lowest[v]
             + sum(value(self._x[v][s]) for s in range(self.lowest[v] + 1, self.highest[v] + 1))
-            for v in range(self.model.num_groups)
+            for v in range(len(self._x))
         )
 
 
@@ -160,5 +177,5 @@ def _bits(mask: int) -> Iterable[int]:
     return (i for i, bit in enumerate(text) if bit == "1")
 
 
-def _not(literal: Literal) -> Literal:
+def negated(literal: Literal) -> Literal:
     return not literal if isinstance(literal, bool) else literal.negated()

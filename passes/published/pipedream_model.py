@@ -1,16 +1,14 @@
-"""ProfileGraph and HierarchyProblem: PipeDream's planning problem, as its files state it.
+"""PipeDream's planning problem: its data, the reader of its files, and the price of a plan.
 
 The model of 'PipeDream: Generalized Pipeline Parallelism for DNN Training' (SOSP 2019, section
 3.1): stages are convex parts of the graph, each on several replicas, inside levels of bandwidth.
 
-Its ``graph.txt`` profiles have node lines ``id -- description -- forward_compute_time=…,
+``graph.txt`` profiles have node lines ``id -- description -- forward_compute_time=…,
 backward_compute_time=…, activation_size=…, parameter_size=…[ -- stage_id=…]``, then edges
-``\tsource -- destination``.
-The file's milliseconds become seconds; sizes are bytes of a whole minibatch.
+``\\tsource -- destination``.  The file's milliseconds become seconds; sizes are bytes of a whole
+minibatch.
 
-Evaluate: what nested stages cost, from the raw profile alone.
-
-Shares nothing with the search: its own graph walk, sets instead of bit masks, exact sums.
+`evaluate` shares nothing with the search: its own graph walk, sets instead of masks, exact sums.
 """
 
 from __future__ import annotations

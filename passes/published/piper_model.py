@@ -1,4 +1,4 @@
-"""MenuProblem: stages that choose from a menu, as in Piper's inputs.
+"""Piper's planning problem: its data, the reader of its files, and the price of a plan.
 
 The model of 'Piper: Multidimensional Planner for DNN Parallelization' (NeurIPS 2021).  A stage is
 a convex set S of nodes with a data-parallel degree d, a tensor-parallel degree t, and one variant
@@ -13,11 +13,11 @@ of B bytes/s:
 - memory = Σ (moving_bytes·y + fixed_bytes) ≤ limit, y = ⌈(Σ of d over this and later stages)/d⌉
 - the objective is the largest stage's seconds per sample
 
-Its JSON has ``maxDevices``, ``maxMemoryPerDevice`` (bytes), ``mbsInBatch``, ``bandwidth``
+The JSON has ``maxDevices``, ``maxMemoryPerDevice`` (bytes), ``mbsInBatch``, ``bandwidth``
 (bytes/s), ``nodes`` with ``TMPCs`` (lists of variants by tensor-parallel degree) and ``edges``
 with ``communicationCost`` in bytes.
 
-What a plan costs, straight from the problem: shares no code with the solvers.
+`evaluate` shares no code with the search.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""PlacementProblem and LoadProblem: the largest load of a pipeline of unlike devices.
+"""Device placement: the problem, the reader of its files, and the load of every device.
 
 The model of 'Efficient Algorithms for Device Placement of DNN Graph Operators' (NeurIPS 2020):
 every node goes on one device; a device that pays for transfers pays each value that crosses its
 border once, out or in; the objective is the largest load.
 
-Its JSON has ``maxFPGAs`` accelerators of memory ``maxSizePerFPGA``, ``maxCPUs`` CPUs, ``nodes``
+The JSON has ``maxFPGAs`` accelerators of memory ``maxSizePerFPGA``, ``maxCPUs`` CPUs, ``nodes``
 with a latency on either kind, and ``edges`` whose cost is the time to move their source's output.
 Times and sizes are in the file's own units.
 
-What a finished pipeline costs, from the nodes and edges of the file alone.
-
-Shares nothing with the solvers: no groups, no pins, no integers.  Sums are exact (math.fsum) and
-rounded once.
+`device_loads` and `violations` share nothing with the search: no groups, no pins, no integers.
+Sums are exact (math.fsum) and rounded once.
 """
 
 from __future__ import annotations

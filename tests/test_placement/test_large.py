@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from pdcompile.passes.published.placement import search
 from pdcompile.passes.published.placement.cut_chain import arrays, best, linear_chain, positions_of
 from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.loads import Placement, compact, objective, stage_loads
-from pdcompile.passes.published.placement.nested import Nested
 from pdcompile.passes.published.placement.relaxed import Part, lines
 from pdcompile.passes.published.placement.search import solve_large as solve
 from pdcompile.passes.published.placement.series import (
@@ -200,28 +198,6 @@ def test_lines_lie_below_every_cut(made: LoadProblem, closed: bool) -> None:
             cost += float(part.costs[e]) * (len(pins) > 1)
         low = known.least(np.array([work]), np.array([work]))[0]
         assert low <= cost + 1e-9 * (1 + cost)
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems, st.floats(0.2, 1.0), st.integers(0, 100))
-def test_every_pipeline_cuts_the_values_that_must_be_cut(
-    made: LoadProblem, share: float, seed: int
-) -> None:
-    """C(T) for the largest work of a stage is at most the cost of values that are cut."""
-    nested = Nested(arrays(made))
-    n = len(made.sizes)
-    order = nested.order(random.Random(seed), 0.5)
-    place = {v: i for i, v in enumerate(order)}
-    assert all(place[s] < place[t] for s, t in made.arcs)
-    stages = max(1, round(share * 6))
-    stage = [place[v] * stages // n for v in range(n)]
-    held = [sum(made.seconds[v][0] for v in range(n) if stage[v] == s) for s in range(stages)]
-    cut = sum(
-        cost
-        for pins, cost in zip(made.pins, made.costs, strict=True)
-        if len({stage[v] for v in pins}) > 1
-    )
-    assert nested.least(max(held)) <= cut + 1e-9
 
 
 @pytest.mark.parametrize("family", ["transformer", "residual"])

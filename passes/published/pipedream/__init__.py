@@ -1,7 +1,4 @@
-"""PipeDream's planning problem: replicated stages inside levels of bandwidth, proved.
-
-Solve: from a problem of PipeDream's kind to an answer that an independent evaluator confirms.
-"""
+"""PipeDream's planning problem: replicated stages inside levels of bandwidth, proved."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ from pdcompile.passes.published.pipedream.profile_cuts import (
     lattice_of,
     segments_of,
     undominated,
-    walked,
 )
 from pdcompile.passes.published.pipedream_model import Evaluation, HierarchyProblem, evaluate
 from pdcompile.problem.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
@@ -40,7 +36,6 @@ __all__ = ["solve"]
 
 
 ENUMERATED = 20_000  # down-closed sets that are listed before they are thought too many
-WALKED = 2_500  # states of PipeDream's own walk that one search may take
 AFFORDABLE = 8e9  # nanoseconds of one core, roughly, for a search over all states
 ROUNDS = 4e9  # the same, for all rounds over chosen states
 
@@ -198,11 +193,7 @@ class _Solver:
             return operations(states, counts, self.problem.straight, limited)
 
         pool = Pool(self.dag, price, self.seed)
-        chosen = walked(self.dag, WALKED)
-        if chosen is None or price(len(chosen)) > AFFORDABLE:
-            chosen = pool.states()
-        else:
-            self.provers.append(f"the {len(chosen)} states of PipeDream's walk among the chosen")
+        chosen = pool.states()
         spent = 0.0
         visited = 0
         while True:

@@ -8,11 +8,10 @@ lies between them, so segments between buckets have lower bounds for work, param
 boundaries, and the same recursion over buckets bounds every plan from below.  Stages between
 two sets of one bucket are left out: without them a plan of buckets is only cheaper.
 
-Closures: extremes over all down-closed sets between what is inside and outside, as minimum cuts.
-
-The source's side of a cut is the set; an arc without limit from a node to each of its inputs
-keeps it down-closed (maximum closure, Picard 1976).  Weights become integers in the direction
-that keeps every result a valid bound.
+Extremes over all down-closed sets between what is inside and outside are minimum cuts: the source's
+side is the set, and an arc without limit from a node to each of its inputs keeps it down-closed
+(maximum closure, Picard 1976).  Weights become integers in the direction that keeps every result
+a valid bound.
 """
 
 from __future__ import annotations

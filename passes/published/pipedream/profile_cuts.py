@@ -1,17 +1,9 @@
-"""States: the down-closed sets of a profile after which a pipeline may be cut.
+"""Cuts: the down-closed sets of a profile after which a pipeline may be cut.
 
 A set is an integer, bit v for node v of the topological order.  A pipeline of convex stages is
 a chain of such sets, so a search over all of them covers every pipeline ('PipeDream', SOSP
 2019, section 3.1, whose own optimizer only visits those that its walk over antichains finds).
-
-The states that PipeDream's own optimizer visits, for searches that cannot take them all.
-
-It walks from the first source: an antichain is augmented (see `Dag.boundary`), one node of it
-moves on to one of its consumers, and what then lies below another node is taken out again
-('PipeDream', SOSP 2019, its published program).  A plan over these states and more is never
-worse than the one it finds.
-
-Candidates: states worth a search when there are too many down-closed sets to take them all.
+Where they are too many, `Pool` chooses.
 """
 
 from __future__ import annotations
@@ -265,39 +257,6 @@ def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:
     cut[[0, -1]] = 0
     amounts[0][~nested] = np.inf
     return Segments(amounts[0], amounts[1], amounts[2], cut)
-
-
-def walked(dag: Dag, limit: int) -> list[int] | None:
-    """The down-closed sets of all antichains on the walk, or None when they exceed `limit`."""
-    start = 1
-    known = {start: None}
-    queue = [start]
-    for antichain in queue:  # grows while it is walked
-        for following in _steps(dag, antichain):
-            if following not in known:
-                if len(known) >= limit:
-                    return None
-                known[following] = None
-                queue.append(following)
-    return list(dict.fromkeys(dag.close_down(antichain) for antichain in queue))
-
-
-def _steps(dag: Dag, antichain: int) -> list[int]:
-    augmented = antichain
-    for v in members(antichain):
-        augmented |= dag.exposed[v]
-    below = 0
-    for v in members(augmented):
-        below |= dag.ancestors[v]
-    found = []
-    for old in members(augmented):
-        for new in members(dag.after[old] & ~antichain & ~below):
-            moved = augmented & ~(1 << old) | 1 << new
-            history = 0
-            for v in members(moved):
-                history |= dag.ancestors[v]
-            found.append(moved & ~history)
-    return found
 
 
 ROUND = 1.2e9  # nanoseconds of one core that one search may take, roughly

@@ -1,10 +1,4 @@
-"""Piper's space: stages with data- and tensor-parallel degrees and a variant of every node.
-
-`solve` is the way in.  `chain` is the engine below it, which knows nothing of this cost model:
-any space whose stages are choices (devices, replicas, what may be in flight) can fill its menu.
-
-solve: the smallest bottleneck in Piper's space, with a bound on what any plan can reach.
-"""
+"""Piper's space: stages with data- and tensor-parallel degrees and a variant of every node."""
 
 from __future__ import annotations
 

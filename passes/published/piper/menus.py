@@ -1,11 +1,8 @@
-"""The problem as columns: one `Menu` for each tensor-parallel degree (and group of widths).
+"""Piper's problem as columns, lower bounds, and the choices of variants that are not dominated.
 
-Lower bounds that need no states: device-seconds and device-bytes.
-
-Which variants a stage's nodes take: sums of (seconds, moving, first) that are not dominated.
-
-A set of points is an array of three rows: seconds for the whole batch, bytes for each further
-microbatch in flight, and bytes with one in flight.
+There is one `Menu` for each tensor-parallel degree (and group of widths).  The variants of
+a stage's nodes add up to points, an array of three rows: seconds for the whole batch, bytes for
+each further microbatch in flight, and bytes with one in flight.
 """
 
 from __future__ import annotations

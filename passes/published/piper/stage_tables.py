@@ -1,12 +1,9 @@
-"""Stages between every two states: tables that are filled once and asked for every threshold.
+"""Tables of the stages between every two states, filled once and asked for every threshold.
 
-States of the chain: down-closed sets of nodes as bit masks, smaller ones first.
-
-Which two states a stage can lie between, in a plan that is better than a threshold.
-
-Tables that are sums over nodes, for all stages at once: an achievable one and a relaxed one.
-
-Stages with all their choices of variants, as far as a better plan could have them.
+States are down-closed sets of nodes as bit masks, smaller ones first.  `pairs` says between which
+two of them a stage can lie in a plan that is better than a threshold.  Three tables are filled with
+their seconds: `achievable_table` and `relaxed_table` from sums over nodes, for all stages at once,
+and `exact_table` from all choices of variants, as far as a better plan could have them.
 """
 
 from __future__ import annotations

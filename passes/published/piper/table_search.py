@@ -1,9 +1,7 @@
-"""The search over Piper's space: bounds, a quick plan, then all stages and bisection.
+"""The best plan whose stages are in given tables, and the least memory that has a plan at all.
 
-Does any plan fit into memory, and if none does, how much would be enough?
-
-Time plays no part, so that the least bytes of a stage are sums over its nodes: for every number
-y of microbatches in flight, the least over the variants of first + moving·(y − 1).
+For memory alone time plays no part, so that the least bytes of a stage are sums over its nodes: for
+every number y of microbatches in flight, the least over the variants of first + moving·(y − 1).
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
-"""A LoadProblem as arrays, for graphs where Python objects are too slow.
-
-The best pipeline whose cuts all belong to one chain of cuts.
-
-The smallest number of stages up to every cut, with all loads at most T, is a breadth-first
-search, and each cut is expanded once; bisection finds the smallest T that fits the devices.
-
-Loads of all stages between the cuts of a chain that are not too far from each other.
+"""The best pipeline whose cuts all belong to one chain of cuts, from loads in a band.
 
 A chain of cuts c_0, c_1, …, c_m is a list of down-closed sets of groups, in an order in which no
-set comes before one that it contains.  The stage from c_i to c_j is the difference of the two.
-With n_e(c) pins of a value e inside a cut and A_t(c) = [n_e(c) ≥ t], a stage touches e when it
-is not so that n_e(c_i) = n_e(c_j), and holds all of e when n_e(c_i) = 0 and n_e(c_j) = |e|:
+set comes before one that it contains; the prefixes of a linear order are one.  The stage from c_i
+to c_j is the difference of the two.  With n_e(c) pins of a value e inside a cut and
+A_t(c) = [n_e(c) ≥ t], a stage touches e when it is not so that n_e(c_i) = n_e(c_j), and holds all
+of e when n_e(c_i) = 0 and n_e(c_j) = |e|:
 
     paid = Σ_{t<|e|} A_t(c_i)·A_{t+1}(c_j) − Σ_{t≥1} A_t(c_i) − A_{|e|}(c_j)·(1 − A_1(c_i))
 
 Every A_t is a sum of steps along the chain, hence the cost of all stages is a sum of steps of i,
 of steps of j, and of corners [i ≥ a][j ≥ b], which prefix sums over the band add up.
 
-Chains of cuts along one linear order of the groups.
+The smallest number of stages up to every cut, with all loads at most T, is a breadth-first
+search, and each cut is expanded once; bisection finds the smallest T that fits the devices.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from pdcompile.passes.partition.chain_program import smallest_threshold
 from pdcompile.passes.published.placement_model import DeviceClass, LoadProblem
 
 Floats = npt.NDArray[np.float64]
@@ -262,18 +258,13 @@ def best(
     found = within(chain, chain.reach)
     if found is None:
         return None, max(low, chain.reach)
-    bound, turn = low, 0
-    while bound < found.load * (1 - precision) and not late():
-        # The bound is often sharp, or the pipeline is: look just beside them now and then.
-        width = found.load - bound
-        share = (0.5, 0.5, 0.5)[turn % 3]
-        guess = bound + share * width
-        turn += 1
-        better = within(chain, guess)
-        if better is None:
-            bound = guess
-        else:
-            found = better
+
+    def attempt(limit: float) -> tuple[float, Path] | None:
+        path = within(chain, limit)
+        return None if path is None else (path.load, path)
+
+    bound, _, better = smallest_threshold(attempt, low, found.load, exact=precision, late=late)
+    found = better or found
     return found, min(bound, found.load)
 
 
@@ -356,14 +347,14 @@ def positions_of(order: Sequence[int] | Ints) -> Ints:
 
 def crossing(a: Arrays, place: Ints) -> Floats:
     """[t]: summed cost of the values that a cut before position t goes through."""
-    first, last = _spans(a, place)
+    first, last = spans(a, place)
     change = np.zeros(a.groups + 2)
     np.add.at(change, first + 1, a.costs)
     np.add.at(change, last + 1, -a.costs)
     return np.cumsum(change)[: a.groups + 1]
 
 
-def _spans(a: Arrays, place: Ints) -> tuple[Ints, Ints]:
+def spans(a: Arrays, place: Ints) -> tuple[Ints, Ints]:
     at = place[a.pin_of]
     starts = np.flatnonzero(np.diff(a.value_of, prepend=-1))
     if not len(starts):

@@ -1,20 +1,17 @@
 """From the nodes of a file to groups: what every contiguous answer keeps on one device.
 
 The order that a pipeline has to keep, and the cost of a value as a set of pins, are explained
-with `grouped`.
-
-Reductions of a LoadProblem that cannot lose the optimum.
-
-R0, colours, components and equal pin sets, is part of what a LoadProblem is (`group.grouped`);
-R3, transitive reduction, is `group.reduced`.
+with `grouped`.  The reductions after it cannot lose the optimum either.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
+from pdcompile.passes.partition import lattice
+from pdcompile.passes.partition.lattice import by_priority
 from pdcompile.passes.published.placement.loads import neighbours
 from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 
@@ -51,32 +48,24 @@ def grouped(problem: PlacementProblem) -> LoadProblem:
             after[a].add(b)
         elif source.backward and target.backward and not (partnered[a] and partnered[b]):
             after[b].add(a)
-    part_of = components([sorted(following) for following in after])
-    member_lists: list[list[int]] = [[] for _ in range(max(part_of, default=-1) + 1)]
-    for i, color in enumerate(color_of):
-        member_lists[part_of[color]].append(i)
-    arcs = {
-        (part_of[a], part_of[b])
-        for a, following in enumerate(after)
-        for b in following
-        if part_of[a] != part_of[b]
-    }
-    order = topological(len(member_lists), arcs, [members[0] for members in member_lists])
-    place = {part: position for position, part in enumerate(order)}
-    group_of = [place[part_of[color]] for color in color_of]
-    members = tuple(tuple(member_lists[part]) for part in order)
-    pins, costs = _values(problem, group_of)
-    kinds = range(len(problem.classes))
-    return LoadProblem(
-        seconds=tuple(
-            tuple(math.fsum(nodes[i].seconds[c] for i in group) for c in kinds) for group in members
+    part, arcs = _contracted(after)
+    values: dict[int, list[int]] = {}
+    cost: dict[int, float] = {}
+    for edge in problem.edges:
+        if edge.cost > 0:
+            values.setdefault(edge.source, [edge.source]).append(edge.target)
+            cost[edge.source] = edge.cost
+    return _joined(
+        [part[color] for color in color_of],
+        LoadProblem(
+            seconds=tuple(node.seconds for node in nodes),
+            sizes=tuple(node.size for node in nodes),
+            arcs=arcs,
+            pins=tuple(map(tuple, values.values())),
+            costs=tuple(cost.values()),
+            classes=problem.classes,
+            members=tuple((i,) for i in range(len(nodes))),
         ),
-        sizes=tuple(math.fsum(nodes[i].size for i in group) for group in members),
-        arcs=reduced(len(order), sorted((place[a], place[b]) for a, b in arcs)),
-        pins=pins,
-        costs=costs,
-        classes=problem.classes,
-        members=members,
     )
 
 
@@ -85,21 +74,49 @@ def _numbered(keys: Iterable[Hashable]) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def _values(
-    problem: PlacementProblem, group_of: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
-    touched: dict[int, set[int]] = {}
-    cost_of: dict[int, float] = {}
-    for edge in problem.edges:
-        if edge.cost > 0:
-            touched.setdefault(edge.source, {group_of[edge.source]}).add(group_of[edge.target])
-            cost_of[edge.source] = edge.cost
+def _contracted(after: Sequence[Iterable[int]]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """What has to be together as one: (the part of every vertex, arcs between parts, reduced).
+
+    Parts are strongly connected, and numbered in topological order, the first vertex first.
+    """
+    part_of = components([sorted(following) for following in after])
+    first: dict[int, int] = {}
+    for v, part in enumerate(part_of):
+        first.setdefault(part, v)
+    arcs = {(part_of[a], part_of[b]) for a, following in enumerate(after) for b in following}
+    arcs = {(a, b) for a, b in arcs if a != b}
+    order = by_priority(
+        *lattice.neighbours(len(first), arcs), [first[part] for part in range(len(first))]
+    )
+    place = {part: position for position, part in enumerate(order)}
+    placed = sorted((place[a], place[b]) for a, b in arcs)
+    return [place[part] for part in part_of], reduced(len(order), placed)
+
+
+def _joined(group_of: Sequence[int], parts: LoadProblem) -> LoadProblem:
+    """The problem with its groups summed up to larger ones; `parts.arcs` are those already."""
+    groups: list[list[int]] = [[] for _ in range(max(group_of, default=-1) + 1)]
+    for v, group in enumerate(group_of):
+        groups[group].append(v)
     total: dict[tuple[int, ...], list[float]] = {}
-    for source, groups in touched.items():
-        if len(groups) > 1:
-            total.setdefault(tuple(sorted(groups)), []).append(cost_of[source])
-    pins = tuple(sorted(total))
-    return pins, tuple(math.fsum(total[pin]) for pin in pins)
+    for pins, cost in zip(parts.pins, parts.costs, strict=True):
+        held = tuple(sorted({group_of[v] for v in pins}))
+        if len(held) > 1:
+            total.setdefault(held, []).append(cost)
+    kinds = range(len(parts.classes))
+    return LoadProblem(
+        seconds=tuple(
+            tuple(math.fsum(parts.seconds[v][c] for v in group) for c in kinds) for group in groups
+        ),
+        sizes=tuple(math.fsum(parts.sizes[v] for v in group) for group in groups),
+        arcs=parts.arcs,
+        pins=tuple(sorted(total)),
+        costs=tuple(math.fsum(total[pins]) for pins in sorted(total)),
+        classes=parts.classes,
+        members=tuple(
+            tuple(sorted(i for v in group for i in parts.members[v])) for group in groups
+        ),
+    )
 
 
 def components(after: Sequence[Sequence[int]]) -> list[int]:
@@ -137,26 +154,6 @@ def components(after: Sequence[Sequence[int]]) -> list[int]:
                         break
                 parts += 1
     return part
-
-
-def topological(n: int, arcs: set[tuple[int, int]], rank: Sequence[int]) -> list[int]:
-    """An order of the vertices along the arcs, the smallest rank first where it is free."""
-    after: list[list[int]] = [[] for _ in range(n)]
-    waiting = [0] * n
-    for a, b in arcs:
-        after[a].append(b)
-        waiting[b] += 1
-    heap = [(rank[v], v) for v in range(n) if not waiting[v]]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, v = heapq.heappop(heap)
-        order.append(v)
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                heapq.heappush(heap, (rank[u], u))
-    return order
 
 
 def reduced(n: int, arcs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -294,36 +291,5 @@ def merge(problem: LoadProblem, pairs: Sequence[tuple[int, int]]) -> LoadProblem
     after: list[set[int]] = [set() for _ in problem.sizes]
     for a, b in [*problem.arcs, *pairs, *((b, a) for a, b in pairs)]:
         after[a].add(b)
-    part_of = components([sorted(following) for following in after])
-    parts: list[list[int]] = [[] for _ in range(max(part_of) + 1)]
-    for v, part in enumerate(part_of):
-        parts[part].append(v)
-    arcs = {(part_of[a], part_of[b]) for a, b in problem.arcs if part_of[a] != part_of[b]}
-    order = topological(len(parts), arcs, [part[0] for part in parts])
-    place = {part: i for i, part in enumerate(order)}
-    group_of = [place[part] for part in part_of]
-    total: dict[tuple[int, ...], list[float]] = {}
-    for pins, cost in zip(problem.pins, problem.costs, strict=True):
-        held = tuple(sorted({group_of[v] for v in pins}))
-        if len(held) > 1:
-            total.setdefault(held, []).append(cost)
-    groups = [parts[part] for part in order]
-    kinds = range(len(problem.classes))
-
-    def summed(value: Callable[[int], float]) -> tuple[float, ...]:
-        return tuple(math.fsum(value(v) for v in group) for group in groups)
-
-    return LoadProblem(
-        seconds=tuple(
-            tuple(math.fsum(problem.seconds[v][c] for v in group) for c in kinds)
-            for group in groups
-        ),
-        sizes=summed(problem.sizes.__getitem__),
-        arcs=reduced(len(order), sorted((place[a], place[b]) for a, b in arcs)),
-        pins=tuple(sorted(total)),
-        costs=tuple(math.fsum(total[pins]) for pins in sorted(total)),
-        classes=problem.classes,
-        members=tuple(
-            tuple(sorted(i for v in group for i in problem.members[v])) for group in groups
-        ),
-    )
+    part, arcs = _contracted(after)
+    return _joined(part, replace(problem, arcs=arcs))

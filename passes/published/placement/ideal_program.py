@@ -1,23 +1,18 @@
-r"""Times and sizes as integers that never promise more than the file's numbers allow.
+r"""Exact dynamic program over all ideals (down-closed sets) of the groups, when they are few.
 
-Every time is multiplied by one power of two, which is exact, and rounded down.  The integer load
-of a placement is then at most its true load times that power, whatever the placement: minimal
-integer loads are lower bounds, without a tolerance.
-
-Loads of pairs of ideals I ⊂ J: what a stage J \ I costs on a device of each class.
+Every contiguous pipeline is a chain of ideals, and every chain of ideals is one; the best chain
+is found from the loads of pairs I ⊂ J.  A known placement narrows that: with loads up to its
+objective, the devices used so far hold a limited amount of work, and so do the others, so that few
+ideals can follow each number of devices.
 
 A value with pins P is paid by J \ I unless the stage holds none of P, which is |P ∩ I| = |P ∩ J|,
 or all of P, which is P ∩ I = ∅ and P ⊆ J.  Both are products of an indicator of I with one of J,
 so that the loads of a block of pairs are one product of matrices, with columns for the values
-alone that differ both among the I and among the J of the block.  Integers below 2^52 keep it
-exact in floats.
+alone that differ both among the I and among the J of the block.
 
-Exact dynamic program over all ideals (down-closed sets) of the groups, when they are few.
-
-Every contiguous pipeline is a chain of ideals, and every chain of ideals is one; the best chain
-is found from the loads of pairs I ⊂ J (`pairs`).  A known placement narrows that: with loads up
-to its objective, the devices used so far hold a limited amount of work, and so do the others,
-so that few ideals can follow each number of devices.
+Every time is multiplied by one power of two, which is exact, and rounded down to an integer below
+2^52, which floats add exactly.  The integer load of a placement is then at most its true load times
+that power, whatever the placement: minimal integer loads are lower bounds, without a tolerance.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ class Integers:
     sizes: Ints
     limits: tuple[int | None, ...]  # [class]; None where everything fits
     shift: int  # integer time = time · 2^shift, rounded down
-    exact_sizes: bool
 
     def units(self, value: float) -> int:
         return math.floor(math.ldexp(value, self.shift))
@@ -58,16 +52,15 @@ class Integers:
         return math.ldexp(value, -self.shift)
 
 
-def integers(problem: LoadProblem, *, sizes_up: bool = True) -> Integers:
-    """`sizes_up`: sizes that are no whole numbers round up, so that what fits fits exactly;
-    otherwise down, so that what does not fit does not fit exactly."""
+def integers(problem: LoadProblem) -> Integers:
+    """Sizes round down, too: what does not fit does not fit exactly."""
     finite = [
         [row[c] if math.isfinite(row[c]) else 0.0 for row in problem.seconds]
         for c in range(len(problem.classes))
     ]
     largest = max((math.fsum(row) for row in finite), default=0.0) + math.fsum(problem.costs)
     shift = BITS - math.frexp(largest)[1]
-    sizes, limits, exact = _sizes(problem, sizes_up)
+    sizes, limits = _sizes(problem)
     return Integers(
         tuple(_floored(row, shift) for row in finite),
         tuple(
@@ -78,7 +71,6 @@ def integers(problem: LoadProblem, *, sizes_up: bool = True) -> Integers:
         sizes,
         limits,
         shift,
-        exact,
     )
 
 
@@ -86,19 +78,15 @@ def _floored(values: list[float], shift: int) -> Ints:
     return np.array([math.floor(math.ldexp(value, shift)) for value in values], dtype=np.int64)
 
 
-def _sizes(problem: LoadProblem, up: bool) -> tuple[Ints, tuple[int | None, ...], bool]:
+def _sizes(problem: LoadProblem) -> tuple[Ints, tuple[int | None, ...]]:
     total = math.fsum(problem.sizes)
-    shift = 0
     exact = total < 2**BITS and all(size.is_integer() for size in problem.sizes)
-    if not exact:
-        shift = BITS - math.frexp(total)[1] - 1
-    turn = math.ceil if up else math.floor
-    scaled = [turn(math.ldexp(size, shift)) for size in problem.sizes]
+    shift = 0 if exact else BITS - math.frexp(total)[1] - 1
     limits = tuple(
         None if kind.memory >= total else math.floor(math.ldexp(kind.memory, shift))
         for kind in problem.classes
     )
-    return np.array(scaled, dtype=np.int64), limits, exact
+    return _floored(list(problem.sizes), shift), limits
 
 
 BLOCK = 256  # ideals J whose loads are computed at once
@@ -112,7 +100,7 @@ class Pairs:
 
     def __init__(self, problem: LoadProblem, ideals: Sequence[int]) -> None:
         self.problem = problem
-        self.ints = integers(problem, sizes_up=False)
+        self.ints = integers(problem)
         present = [c for c, kind in enumerate(problem.classes) if kind.count]
         seconds = [np.where(self.ints.supported[c], self.ints.seconds[c], NEVER) for c in present]
         each = np.min(seconds, axis=0)

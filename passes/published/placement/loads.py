@@ -1,10 +1,6 @@
-"""Placement: a pipeline over the groups of a LoadProblem, and what each stage costs.
+"""Placement: a pipeline over groups, its loads, and bounds that need no search.
 
 Loads are computed in exact sums (math.fsum), rounded once.
-
-A lower bound at once: the slowest group alone, and all work shared by all devices.
-
-Which stages a group can be on, in any pipeline no slower than one that is known.
 """
 
 from __future__ import annotations

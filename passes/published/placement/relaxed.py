@@ -1,15 +1,14 @@
-"""How little a cut through part of a graph costs, as a convex function of the work inside it.
-
-For a slope λ, the smallest cost(J) − λ·work(J) over the sets J is one minimum cut; it says that
-cost(J) ≥ λ·work(J) + that, for every J.  Slopes are taken between the extreme sets found so far
-(Eisner and Severance 1976), until a new slope finds no set below the line.
-
-A lower bound where the cuts are too many to list.
+"""A lower bound where the cuts are too many to list.
 
 Between two anchors with too many down-closed sets, a cut is only known by its work, rounded to a
-grid, and pays at least what `envelope` says of cuts with that work.  The chain of these states
+grid, and pays at least what `lines` says of cuts with that work.  The chain of these states
 and of the exact cuts elsewhere has a path for every pipeline, none of whose loads is
 overestimated; its best path is a bound of all pipelines.
+
+How little a cut costs is a convex function of the work inside it.  For a slope λ, the smallest
+cost(J) − λ·work(J) over the sets J is one minimum cut; it says that cost(J) ≥ λ·work(J) + that, for
+every J.  Slopes are taken between the extreme sets found so far (Eisner and Severance 1976), until
+a new slope finds no set below the line.
 
 What is forgotten, and can only make the bound smaller: memory limits, groups that a class cannot
 run, pins inside such a part of values that leave it.
@@ -31,6 +30,7 @@ from pdcompile.passes.published.placement.cut_chain import (
     band_costs,
     main_class,
     reach_of,
+    spans,
     speeds,
 )
 from pdcompile.passes.published.placement.series import Segment, Unlisted, block_of, steps_of_series
@@ -181,27 +181,19 @@ def wide_parts(
 ) -> dict[int, Wide]:
     """The lines of all segments whose cuts are not listed."""
     work = a.seconds[main_class(a)]
-    spans = _spans(a)
+    ends = spans(a, np.arange(a.groups))
     found = {}
     for s, part in enumerate(parts):
         if isinstance(part, Segment):
             continue
         begin, free, end = part.begin, part.interior, part.end
-        chosen = _inner_values(a, spans, free, end)
-        closed = chosen & (spans[0] >= begin) & (spans[1] <= end)
+        chosen = _inner_values(a, ends, free, end)
+        closed = chosen & (ends[0] >= begin) & (ends[1] <= end)
         found[s] = Wide(
             lines(_part(a, work, begin, free, end, closed), closed=True, late=late),
             lines(_part(a, work, -1, free, end, chosen), closed=False, late=late),
         )
     return found
-
-
-def _spans(a: Arrays) -> tuple[Ints, Ints]:
-    first = np.full(len(a.costs), a.groups, dtype=np.int64)
-    last = np.full(len(a.costs), -1, dtype=np.int64)
-    np.minimum.at(first, a.value_of, a.pin_of)
-    np.maximum.at(last, a.value_of, a.pin_of)
-    return first, last
 
 
 def _inner_values(
@@ -329,13 +321,13 @@ def _without_wide_pins(a: Arrays, parts: list[Segment | Unlisted]) -> Arrays:
     for part in parts:
         if isinstance(part, Unlisted):
             keep_group[part.interior : part.end] = False
-    spans = _spans(a)
+    ends = spans(a, np.arange(a.groups))
     keep = keep_group[a.pin_of]
     # Values that are cut inside one wide segment are in its lines already.
     for part in parts:
         if isinstance(part, Unlisted):
-            local = _inner_values(a, spans, part.interior, part.end)
-            local &= (spans[0] >= part.begin) & (spans[1] <= part.end)
+            local = _inner_values(a, ends, part.interior, part.end)
+            local &= (ends[0] >= part.begin) & (ends[1] <= part.end)
             keep &= ~local[a.value_of]
     left = np.bincount(a.value_of[keep], minlength=len(a.costs)) > 1
     keep &= left[a.value_of]

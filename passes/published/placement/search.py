@@ -27,7 +27,6 @@ from pdcompile.passes.published.placement.cut_chain import (
     linear_chain,
     main_class,
     positions_of,
-    speeds,
     thinned,
 )
 from pdcompile.passes.published.placement.groups import together, without_zeros
@@ -39,7 +38,6 @@ from pdcompile.passes.published.placement.loads import (
     objective,
     simple_bound,
 )
-from pdcompile.passes.published.placement.nested import Nested, nested_bound
 from pdcompile.passes.published.placement.relaxed import relaxed_chain, wide_parts
 from pdcompile.passes.published.placement.series import (
     MOST_IN_SEGMENT,
@@ -361,7 +359,6 @@ class LargeSearch(Search):
         super().__init__(problem, budget, seed, report)
         self.random = Random(seed)
         self.early, self.late = lattice.levels(self.before, self.after)
-        self.nested: Nested | None = None
 
     def run(self, most_in_segment: int, rounds: int | None) -> None:
         self.first()
@@ -416,27 +413,6 @@ class LargeSearch(Search):
         """Bounds where some cuts cannot be listed."""
         a, late = self.a, lambda: self.budget.late
         reach = self.upper if math.isfinite(self.upper) else 4 * self.bound
-        transfers = [kind.transfers for kind in a.classes if kind.count]
-        exempt = sum(kind.count for kind in a.classes if not kind.transfers)
-        self.nested = Nested(a, late)
-        if any(transfers) and exempt < 2 and not self.budget.late:
-            # A device that pays nothing may be one of the two that hold a cut value.
-            speed = speeds(a)
-            used = [c for c, kind in enumerate(a.classes) if kind.count]
-            slowest = float(speed[used].min())
-            if slowest > 0:
-                found = nested_bound(
-                    self.nested,
-                    work=float(a.seconds[main_class(a)].sum()),
-                    shares=float(sum(a.classes[c].count / speed[c] for c in used)),
-                    slowest=slowest,
-                    paid=2.0 - exempt,
-                    low=self.bound,
-                    high=reach,
-                )
-                self.raise_bound(found, "work and cut values")
-        if self.budget.late:
-            return
         wide = wide_parts(a, parts, late)
         took = 0.0
         for share in (0.05, 0.25, 1.0):
@@ -471,9 +447,6 @@ class LargeSearch(Search):
         noise = r.choice((0.1, 0.3, 1.0))
         first = sorted(range(n), key=lambda v: -self.early[v] * (1 + noise * r.random()))
         yield lattice.depth_first(self.before, self.after, first)
-        if self.nested is not None:
-            self.nested.least(self.upper * r.choice((1.0, 0.7, 0.3, 0.1, 0.02)))
-            yield self.nested.order(r, r.random())
         for base in (self.early, self.late, list(range(n))):
             if self.best is None:
                 return

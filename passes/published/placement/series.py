@@ -1,11 +1,9 @@
-"""All cuts of a graph that is a series of small parts.
+"""All cuts of a graph that is a series of small parts, with the exact load of every stage.
 
 An anchor is a group that is comparable with every other one (in a graph with residual adds:
 nearly every group outside the attention heads).  A cut between two anchors is everything up to
 the first, and a down-closed set of the groups between them.  Where these sets are few, all cuts
 of the graph fit into one chain, and the best pipeline of the chain is the optimum.
-
-The chain of all cuts of a series of segments, with the exact load of every stage.
 """
 
 from __future__ import annotations

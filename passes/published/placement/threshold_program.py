@@ -7,12 +7,13 @@ them is a lower bound of the true objective; the best placements it meets are ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.lattice import reachable
+from pdcompile.passes.partition.thresholds import Thresholds, negated
 from pdcompile.passes.published.placement.loads import Placement, compact, neighbours, stage_ranges
 from pdcompile.passes.published.placement_model import LoadProblem
 
@@ -94,13 +95,7 @@ class Model:
         self.beyond = self.time_of(self.top + 1)
         if ranges is None:
             return
-        self.thresholds = [
-            [True] * (low + 1)
-            + [self.cp.new_bool_var("") for _ in range(low + 1, high + 1)]
-            + [False] * (self.stages - high)
-            for low, high in ranges
-        ]
-        self._order(ranges)
+        self.x = Thresholds(self.cp, ranges, problem.arcs, self.stages)
         self.kinds = self._kinds(counts)
         self.time = self.cp.new_int_var(0, self.top, "time")
         self._loads(ranges, [self._transfers(ranges, s) for s in range(self.stages)])
@@ -116,23 +111,6 @@ class Model:
             return self.top + 1
         return math.floor(math.ldexp(seconds, self.shift))
 
-    def clause(self, literals: Iterable[Any]) -> None:
-        kept = []
-        for literal in literals:
-            if literal is True:
-                return
-            if literal is not False:
-                kept.append(literal)
-        self.cp.add_bool_or(kept)
-
-    def _order(self, ranges: Sequence[tuple[int, int]]) -> None:
-        for x, (low, high) in zip(self.thresholds, ranges, strict=True):
-            for s in range(low + 1, high):
-                self.cp.add_implication(x[s + 1], x[s])
-        for a, b in self.problem.arcs:
-            for s in range(1, self.stages):
-                self.clause((_not(self.thresholds[a][s]), self.thresholds[b][s]))
-
     def _kinds(self, counts: dict[int, int]) -> list[dict[int, Any]]:
         """[stage][class]: the literal that the stage's device is of that class."""
         if len(self.classes) == 1:
@@ -141,7 +119,7 @@ class Model:
         if len(self.classes) == 2:
             first, second = self.classes
             choice = [self.cp.new_bool_var("") for _ in range(self.stages)]
-            kinds = [{first: _not(b), second: b} for b in choice]
+            kinds = [{first: negated(b), second: b} for b in choice]
             self.cp.add(sum(choice) == counts[second])
             return kinds
         kinds = [{c: self.cp.new_bool_var("") for c in self.classes} for _ in range(self.stages)]
@@ -163,9 +141,9 @@ class Model:
                 continue
             pay = self.cp.new_bool_var("")
             for v in near:
-                away = (_not(self.thresholds[v][s]), self.thresholds[v][s + 1])
-                self.clause((*away, _not(last), pay))
-                self.clause((*away, first, pay))
+                away = self.x.elsewhere(v, s)
+                self.x.clause((*away, negated(last), pay))
+                self.x.clause((*away, first, pay))
             found.append((self.units(cost), pay))
         return found
 
@@ -184,7 +162,7 @@ class Model:
             self.lasts.append([self._some(most, s) for s in range(self.stages + 1)])
 
     def _every(self, groups: Sequence[int], s: int) -> Any:
-        literals = {_key(x): x for v in groups if (x := self.thresholds[v][s]) is not True}
+        literals = {_key(x): x for v in groups if (x := self.x.from_stage(v, s)) is not True}
         if not literals:
             return True
         if any(x is False for x in literals.values()):
@@ -197,7 +175,7 @@ class Model:
         return every
 
     def _some(self, groups: Sequence[int], s: int) -> Any:
-        literals = {_key(x): x for v in groups if (x := self.thresholds[v][s]) is not False}
+        literals = {_key(x): x for v in groups if (x := self.x.from_stage(v, s)) is not False}
         if not literals:
             return False
         if any(x is True for x in literals.values()):
@@ -217,7 +195,7 @@ class Model:
         for v, amount in enumerate(amounts):
             if not amount or not ranges[v][0] <= s <= ranges[v][1]:
                 continue
-            for literal, sign in ((self.thresholds[v][s], 1), (self.thresholds[v][s + 1], -1)):
+            for literal, sign in ((self.x.from_stage(v, s), 1), (self.x.from_stage(v, s + 1), -1)):
                 if literal is True:
                     constant += sign * amount
                 elif literal is not False:
@@ -269,10 +247,10 @@ class Model:
             if size <= self.problem.classes[kind].memory:
                 continue
             for t in range(self.stages):
-                away: list[Any] = [_not(self.kinds[t][kind])]
+                away: list[Any] = [negated(self.kinds[t][kind])]
                 for v in held:
-                    away += [_not(self.thresholds[v][t]), self.thresholds[v][t + 1]]
-                self.clause(away)
+                    away += self.x.elsewhere(v, t)
+                self.x.clause(away)
 
     def solve(
         self,
@@ -308,13 +286,8 @@ class Model:
         def true(literal: Any) -> bool:
             return literal if isinstance(literal, bool) else bool(value(literal))
 
-        stage_of = [sum(map(true, x[1:-1])) for x in self.thresholds]
         kinds = [next(c for c in row if true(row[c])) for row in self.kinds]
-        return compact(stage_of, kinds)
-
-
-def _not(literal: Any) -> Any:
-    return not literal if isinstance(literal, bool) else ~literal
+        return compact(self.x.read(value), kinds)
 
 
 def _key(literal: Any) -> Any:
