@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pdcompile import load_target
+from tests.helpers.launch import processes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -99,8 +100,11 @@ def test_train_prints_the_same_losses_in_one_process_and_in_two(tmp_path: Path) 
     assert logs == [alone, alone]
 
 
-def test_own_loop_ends_with_the_weights_of_a_plain_model() -> None:
-    lines = run("examples/own_loop.py").splitlines()
+def test_own_loop_ends_with_the_weights_of_a_plain_model(tmp_path: Path) -> None:
+    script = f"import runpy; runpy.run_path({str(EXAMPLES / 'own_loop.py')!r}, run_name='__main__')"
+    done = processes(script, 1, tmp_path)
+    assert done.code == 0, done
+    lines = done.output.splitlines()
     losses = [float(line.split()[3].rstrip(",")) for line in lines[:10]]
     assert losses[-1] < losses[0]
     assert [line.split(": ")[0] for line in lines[10:]] == ["evaluated", "plain PyTorch"]

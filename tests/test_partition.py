@@ -48,13 +48,18 @@ def agrees_with_brute_force(seed: int) -> None:
     assert certificate.objective_seconds == found.objective
 
 
-@pytest.mark.parametrize("block", range(10))
+def blocks(count: int) -> list[Any]:
+    """Blocks of seeds; all but the first two are slow tests."""
+    return [pytest.param(k, marks=pytest.mark.slow if k > 1 else ()) for k in range(count)]
+
+
+@pytest.mark.parametrize("block", blocks(10))
 def test_optimal_on_two_thousand_problems(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
         agrees_with_brute_force(seed)
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", blocks(8))
 def test_integer_program_alone(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without enumeration, CP-SAT with its paths has to prove what the bounds do not."""
     monkeypatch.setattr(search, "MAX_CHAINS", 0)

@@ -27,12 +27,13 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_agree(sweep: Any, family: str) -> None:
-    found = sweep.sweep([family], 60, 100_000)[family]
-    assert found.problems == 60
+def test_all_agree(sweep: Any, family: str, count: int) -> None:
+    found = sweep.sweep([family], count, 100_000)[family]
+    assert found.problems == count
     assert not found.differences
-    assert found.infeasible < 55
+    assert found.infeasible < 0.9 * count
 
 
 def test_a_disagreement_is_reported(

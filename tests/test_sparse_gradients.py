@@ -69,6 +69,10 @@ SGD = partial(torch.optim.SGD, lr=0.3)
 APART = (pdcompile.Pin("left", stage=0), pdcompile.Pin("right", stage=1))
 
 
+# Training itself compares what stages compute.
+DEFAULTS = {"costs": "estimated", "stages": 2, "verify": "off"}
+
+
 def compare(make: Callable[[], nn.Module], optimizer: Any = SGD, **options: Any) -> Any:
     """Train a pipeline and the reference alike; the plan."""
     given: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": optimizer, "microbatches": 4}
@@ -78,7 +82,7 @@ def compare(make: Callable[[], nn.Module], optimizer: Any = SGD, **options: Any)
         torch.manual_seed(0)
         models.append(make())
     eager = pdcompile.reference(models[0], **given)
-    pipe = pdcompile.compile(models[1], **{"costs": "estimated", "stages": 2, **given, **options})
+    pipe = pdcompile.compile(models[1], **{**DEFAULTS, **given, **options})
     results = [
         (pipe.step(i, j, target=y).loss, eager.step(i, j, target=y).loss) for i, j, y in batches()
     ]

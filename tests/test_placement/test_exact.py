@@ -238,7 +238,7 @@ def test_published_optima_are_reached_and_proved(name: str) -> None:
     assert answer.objective == pytest.approx(PUBLISHED[name], abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", [1, 7])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_inception_like_training_graphs_are_proved(seed: int, tmp_path: Path) -> None:
     problem = read(write(tmp_path, inception(seed)))
     groups = grouped(problem)
