@@ -29,7 +29,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify import not_compared, verify
 from pdcompile.planner import check_refine, implied, make_plan
-from pdcompile.problem.searching import Open
+from pdcompile.problem.open_choices import Open
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.schedule.registry import DEFAULT

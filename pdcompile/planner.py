@@ -29,7 +29,7 @@ from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, 
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
-from pdcompile.problem.searching import Open, search_space
+from pdcompile.problem.open_choices import Open, search_space
 from pdcompile.schedule.registry import kind_of
 from pdcompile.steps import Steps
 

@@ -19,13 +19,15 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition, violations
-from pdcompile.passes.partition.relax import relax, relaxations, without
-from pdcompile.passes.partition.sensitivity import (
+from pdcompile.passes.partition.alternatives import (
     bottleneck,
     boundaries,
     broken,
     critical,
+    relax,
+    relaxations,
     stage_uses,
+    without,
 )
 from pdcompile.passes.planning.explain import explain
 from pdcompile.plan import Plan

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import pdcompile.passes.partition.search as search
-import pdcompile.passes.partition.state as state
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import evaluate, partition
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.ideals import all_ideals, orders, prefixes
-from pdcompile.passes.partition.integer_program import IntegerProgram
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
@@ -245,7 +244,7 @@ def test_large_problem_is_cut_and_bounded() -> None:
 
 
 def test_planner_checks_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "violations", lambda *_: [])
+    monkeypatch.setattr(search, "violations", lambda *_: [])
     monkeypatch.setattr(search, "final_violations", lambda *_: ["nonsense"])
     with pytest.raises(PlanError, match=r"internal error.*nonsense"):
         partition(chain_problem([1.0, 2.0], 2))

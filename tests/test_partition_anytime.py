@@ -20,8 +20,8 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError, solve
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.state import Search
 from tests.helpers.problems import chain_problem, gpt_problem, random_problem
 
 ROOT = Path(__file__).parent.parent

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import flush_bound
+from pdcompile.passes.partition.bounds import applies, flush_bound, ramp_bound
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.ideals import all_ideals
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.ramps import applies, ramp_bound
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.problem import (
     Item,

@@ -11,9 +11,8 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import conflict as module
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.conflict import Oracle, conflict
-from pdcompile.passes.partition.limits import keeping, limits_of, listed
-from pdcompile.passes.partition.remedies import least_memory, memory_cost, with_memory
+from pdcompile.passes.partition.conflict import Oracle, conflict, keeping, limits_of, listed
+from pdcompile.passes.partition.infeasible import least_memory, memory_cost, with_memory
 from pdcompile.plan.evaluate import memory, violations
 from pdcompile.problem import PartitionProblem, StageLimits, Wish
 from tests.helpers.problems import chain_problem, random_problem

@@ -15,9 +15,8 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.ideals import all_ideals
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.search import _barred, _neighbours
+from pdcompile.passes.partition.search import Search, _barred, _neighbours
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.state import Search
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training

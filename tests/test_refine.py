@@ -34,7 +34,7 @@ from pdcompile.passes.planning.refine import (
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem.constraints import CutBefore
-from pdcompile.problem.searching import Open
+from pdcompile.problem.open_choices import Open
 from pdcompile.workload import Workload
 from tests.helpers import models
 

@@ -17,7 +17,7 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.planning.sketch import ledgers_of, straight_sketch
+from pdcompile.passes.planning.graph_free import ledgers_of, straight_plan_of
 from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
@@ -132,13 +132,13 @@ def test_a_plan_that_just_fits_still_fits() -> None:
     assert all(use.memory_bytes <= most - 1 for use in less.after.uses)
 
 
-def test_the_sketched_ledger() -> None:
+def test_the_ledger_without_a_graph() -> None:
     """What does not need the graph is the plan's own; so is the ledger without a clock."""
     for schedule in ("1f1b", "gpipe", "2bw"):
         plan = planned(residual(4), HOSTS, schedule=schedule)
         assert plan.problem is not None
         assert plan.forecast is not None
-        drawn = straight_sketch(
+        drawn = straight_plan_of(
             plan.problem, assignment(plan), plan.certificate, plan.training, HOSTS
         )
         assert drawn.forecast is not None

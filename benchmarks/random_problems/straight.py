@@ -15,7 +15,6 @@ from typing import Literal
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.alone import by_ideals, by_integer_program
 from pdcompile.plan.evaluate import measure, memory, violations
 from pdcompile.problem import (
     Item,
@@ -26,6 +25,7 @@ from pdcompile.problem import (
     StageLimits,
     Traffic,
 )
+from random_problems.provers import by_ideals, by_integer_program
 
 AGREE = 1e-5  # relative, the integer rounding that an answer may have
 Shape = Literal["chain", "skips", "dag"]

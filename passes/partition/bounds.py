@@ -1,22 +1,39 @@
-"""Lower bounds on the makespan of a flush schedule, as costs per stage.
+"""Lower bounds on the makespan of a flush schedule.
 
-Each is the length of a path through the schedule, so it holds for every assignment; their
-minimax over all chains of ideals is a bound for the whole problem.
+As costs per stage: each is the length of a path through the schedule, so it holds for every
+assignment, and their minimax over all chains of ideals is a bound for the whole problem.
+
+For groups in a row (`always_linked`) a stage is an interval of groups, and the bound is sharper:
+is a makespan possible?  A state is (stage, interval); from a makespan follows what each state may
+cost, because these paths of the schedule go through it.  With D and T the way of one microbatch
+down to the stage and up from it, and beyond it and back (work and transfers), F and W its own
+seconds, w its warm-up:
+
+- D + m·(F+W);
+- D + F+W + T + (m−1)·max(F, W) + (m−1−w)·min(F, W);
+- for two stages s and t next to each other, whose first microbatches in flight differ by
+  d = w_s − w_t + 1: with q round trips between them, D + w_t·(F_s+W_s) + q·(both + transfers) +
+  the rest on s; and the same for all stages from s on.
+
+D and T are sums along the chain of intervals, of which the least are kept.  States above the
+makespan in question are dropped until nothing changes; if no chain is left, it is impossible.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import Cost
-from pdcompile.passes.partition.loads import always_linked
-from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.plan.makespan import Path, Timing, critical_path, warmup_of
+from pdcompile.problem import StageLimits
 
 Vector = NDArray[np.float64]
 
@@ -153,3 +170,212 @@ def crude_upper(model: Model) -> float:
         for flow in model.flows
     )
     return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250
+
+
+Array = NDArray[np.float64]
+MAX_ENTRIES = 400_000  # of the table of transfers: groups x longest stage, squared
+CLOSE = 1e-5  # relative: where the bisection ends
+
+
+def applies(segments: Segments) -> bool:
+    """Whether the problem is one of groups in a row, under a flush schedule."""
+    model = segments.model
+    return (
+        segments.complete
+        and model.problem.objective == "flush"
+        and len(segments.ideals) == model.num_groups + 1
+        and model.num_stages > 1
+        and model.most_used == model.num_stages
+        and always_linked(model, "forward")
+        and always_linked(model, "backward")
+    )
+
+
+def ramp_bound(
+    segments: Segments, lower: float, upper: float, budget: Budget
+) -> tuple[float, list[tuple[int, ...]]]:
+    """(a lower bound between `lower` and `upper`, assignments of groups worth a look).
+
+    A budget that ends leaves the bound as far as it has come.
+    """
+    upper *= 1 - 1e-9  # plans as good as the one that is known are of no interest
+    tables = _Tables.build(segments, upper)
+    found: list[tuple[int, ...]] = []
+    if tables is None:
+        return lower, found
+    low, high, middle = lower, upper, upper
+    while high - low > CLOSE * high or middle == upper:
+        chain = tables.chain(middle, budget)
+        if budget.late:
+            break
+        if chain is None:
+            low = middle
+        else:
+            found.append(chain)
+            high = middle
+        if middle == low == upper:
+            break
+        middle = (low + high) / 2
+    return low, found
+
+
+@dataclass(slots=True)
+class _Tables:
+    """Arrays [first group, length − 1] of intervals; transfers [boundary, length, length]."""
+
+    segments: Segments
+    longest: int
+    warmup: tuple[int, ...]
+    own: list[tuple[Array, Array]]  # forward and backward seconds, per stage
+    allowed: list[NDArray[np.bool_]]
+    hops: list[Array]  # there and back, between stage s and s + 1
+    before: Array  # work of the first groups at the highest speed
+    final: Array  # see `bounds.last_transfer`
+    ends: NDArray[np.intp] = field(init=False)  # [first group, length − 1] → boundary
+
+    def __post_init__(self) -> None:
+        n = self.segments.model.num_groups
+        self.ends = np.minimum(np.arange(n)[:, None] + np.arange(1, self.longest + 1), n)
+
+    @staticmethod
+    def build(segments: Segments, upper: float) -> _Tables | None:
+        model = segments.model
+        n, m = model.num_groups, model.problem.num_microbatches
+        speeds = [stage.speed for stage in model.problem.stages]
+        work: Matrix = segments.forward + segments.backward
+        fits = (m * work / max(speeds) <= upper) & segments.subset
+        longest = int(fits.sum(1).max())
+        if not longest or n * longest * longest > MAX_ENTRIES:
+            return None
+        first = np.arange(n)[:, None]
+        last = first + np.arange(1, longest + 1)
+        inside = last <= n
+        last = np.minimum(last, n)
+        own = [
+            (segments.forward[first, last] / speed, segments.backward[first, last] / speed)
+            for speed in speeds
+        ]
+        allowed = [segments.allowed(s)[first, last] & inside for s in range(len(speeds))]
+        links = {}
+        for stage in model.problem.stages[:-1]:
+            key = stage.bytes_per_second, stage.latency_seconds
+            if key not in links:
+                links[key] = _transfers(segments, longest, stage)
+        hops = [
+            links[stage.bytes_per_second, stage.latency_seconds]
+            for stage in model.problem.stages[:-1]
+        ]
+        warmup = warmup_of(model.problem.memory.in_flight, model.num_stages, m)
+        before, final = work[0] / max(speeds), last_transfer(segments)
+        return _Tables(segments, longest, warmup, own, allowed, hops, before, final)
+
+    def chain(self, makespan: float, budget: Budget) -> tuple[int, ...] | None:
+        """Stages of groups of a chain that may take no more; None when there is none."""
+        count = len(self.own)
+        states = [mask.copy() for mask in self.allowed]
+        size = -1
+        while size != (size := sum(int(mask.sum()) for mask in states)) and not budget.late:
+            behind = self._behind(states, makespan)
+            ahead = self._ahead(states, makespan)
+            for s in range(count):
+                states[s] &= self._least(s, ahead[s], behind[s]) <= makespan
+        if not all(mask.any() for mask in states):
+            return None
+        return self._follow(self._behind(states, makespan))
+
+    def _least(self, s: int, ahead: Array, behind: Array) -> Array:
+        """Seconds of the best schedule that goes through each state, at least."""
+        m = self.segments.model.problem.num_microbatches
+        f, w = self.own[s]
+        own, more, less = f + w, np.maximum(f, w), np.minimum(f, w)
+        down = self.before[:-1, None] + ahead
+        down = down + (self.final[self.ends] if s == 0 else self.final[:-1, None])
+        after = self.before[-1] - self.before[self.ends] + behind
+        depth = self.warmup[s] + 1
+        trips = -(-m // depth)
+        rest = m - 1 - (trips - 1) * depth
+        ends = own + after + (m - 1) * more + (m - depth) * less
+        around = trips * (own + after) + rest * more
+        result: Array = down + np.maximum(np.maximum(m * own, ends), around)
+        return result
+
+    def _between(self, s: int) -> Array:
+        """[boundary, length before, length after]: two stages that wait for each other."""
+        m = self.segments.model.problem.num_microbatches
+        here, there = self.warmup[s], self.warmup[s + 1]
+        trips = (m - 1 - there) // (here - there + 1) + 1
+        rest = m - 1 - there - (trips - 1) * (here - there + 1)
+        f, w = self.own[s]
+        own = f + w
+        shared = there * own + rest * np.maximum(f, w) + trips * own
+        shared = shared + (self.final[self.ends] if s == 0 else self.final[:-1, None])
+        left = self.before[:-1, None] + shared
+        right = trips * (self.own[s + 1][0] + self.own[s + 1][1])
+        result: Array = _shifted(left)[:-1, :, None] + right[:, None, :]
+        result += trips * self.hops[s]
+        return result
+
+    def _ahead(self, states: list[NDArray[np.bool_]], makespan: float) -> list[Array]:
+        """The least transfers from the first stage to each state."""
+        first = np.full(states[0].shape, np.inf)
+        first[0] = np.where(states[0][0], 0.0, np.inf)
+        found = [first]
+        for s in range(1, len(states)):
+            least = _shifted(found[-1])[:-1, :, None]
+            steps = least + self.hops[s - 1]
+            steps = np.where(least + self._between(s - 1) <= makespan, steps, np.inf)
+            found.append(np.where(states[s], steps.min(1), np.inf))
+        return found
+
+    def _behind(self, states: list[NDArray[np.bool_]], makespan: float) -> list[Array]:
+        """The least transfers from each state to the last stage."""
+        n = self.segments.model.num_groups
+        last = np.where(states[-1] & (self.ends == n), 0.0, np.inf)
+        found = [last]
+        for s in reversed(range(len(states) - 1)):
+            steps = found[-1][:, None, :] + self.hops[s]
+            steps = np.where(self._between(s) <= makespan, steps, np.inf)
+            least = np.full((n + 1, self.longest), np.inf)
+            least[:-1] = steps.min(2)
+            lengths = np.arange(self.longest)[None, :]
+            found.append(np.where(states[s], least[self.ends, lengths], np.inf))
+        return found[::-1]
+
+    def _follow(self, behind: list[Array]) -> tuple[int, ...]:
+        """A chain with the least transfers."""
+        stages: list[int] = []
+        start = 0
+        length = int(behind[0][0].argmin())
+        for s in range(len(behind)):
+            stages += [s] * (length + 1)
+            start += length + 1
+            if s + 1 < len(behind):
+                steps = self.hops[s][start, length] + behind[s + 1][start]
+                length = int(steps.argmin())
+        return tuple(stages)
+
+
+def _shifted(values: Array) -> Array:
+    """[boundary, length − 1] of the interval that ends there, from [first group, length − 1]."""
+    n, longest = values.shape
+    found = np.full((n + 1, longest), np.inf)
+    for k in range(longest):
+        found[k + 1 :, k] = values[: n - k, k]
+    return found
+
+
+def _transfers(segments: Segments, longest: int, link: StageLimits) -> Array:
+    """[boundary, length − 1 before, length − 1 after]: seconds there and back of one hop."""
+    n = segments.model.num_groups
+    found = np.zeros((n, longest, longest))
+    for flow in segments.model.flows:
+        if flow.tied:
+            continue
+        source, sinks = flow.sources[0], np.array(flow.sinks)
+        forward, back = flow.forward_seconds(link), flow.backward_seconds(link)
+        for boundary in range(source + 1, min(int(sinks.max()), source + longest) + 1):
+            nearest = int(sinks[sinks >= boundary].min())
+            reach = nearest - boundary  # the stage after has to be longer than this
+            if reach < longest:
+                found[boundary, boundary - source - 1 :, reach:] += forward + back
+    return found

@@ -3,7 +3,8 @@
 Nothing is lost: items that must share a stage (given so, or in a cycle of precedence) become
 one group, values with the same ends become one flow, pins become ranges of stages.  A flow is
 either a value or a shared trainable parameter: it starts at the first stage that holds one of
-its `sources` and goes to every other stage that holds one of its `sinks`.
+its `sources` and goes to every other stage that holds one of its `sinks`.  Only `contracted`,
+for very large problems, is not exact.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
@@ -343,3 +345,59 @@ def _ranges(
                 remedy="pins must not decrease along the flow of data",
             )
     return tuple(lowest), tuple(highest)
+
+
+def always_linked(model: Model, kind: str) -> bool:
+    """Every group sends to the next: then every stage, an interval of groups, does too."""
+    wanted = {(v, v + 1) for v in range(model.num_groups - 1)}
+    found = {
+        (flow.sources[0], sink)
+        for flow in model.flows
+        if not flow.tied and (kind == "forward" or flow.backward_messages > 0)
+        for sink in flow.sinks
+    }
+    return not model.problem.allow_empty and wanted <= found
+
+
+def contracted(model: Model, limit: int, coarse: int) -> Model:
+    """The model itself when it has at most `limit` groups, else one with about `coarse`.
+
+    In the given order the cheapest position of every block of equal length, and the cheapest of
+    all, stay as places for a cut; what lies between becomes one group.
+    """
+    n = model.num_groups
+    if n <= limit:
+        return model
+    limit = min(limit, coarse)
+    crossing = _crossing(model)
+    blocks = limit // 2
+    edges = [n * i // blocks for i in range(blocks + 1)]
+    kept = {
+        min(range(max(a, 1), b), key=lambda i: (crossing[i], i))
+        for a, b in pairwise(edges)
+        if b > max(a, 1)
+    }
+    for position in sorted(range(1, n), key=lambda i: (crossing[i], i)):
+        if len(kept) >= limit - 1:
+            break
+        kept.add(position)
+    pinned = {v for v in range(n) if model.lowest[v] == model.highest[v]}
+    kept |= {p for v in pinned for p in (v, v + 1) if 0 < p < n and len(pinned) < limit // 4}
+    cuts = [0, *sorted(kept), n]
+    fused = [[item for group in model.members[a:b] for item in group] for a, b in pairwise(cuts)]
+    return build(model.problem, fused)
+
+
+def _crossing(model: Model) -> list[float]:
+    """Bytes that cross each position of the given order."""
+    steps = [0.0] * (model.num_groups + 1)
+    for flow in model.flows:
+        if not flow.tied:
+            size = flow.forward_bytes + flow.backward_bytes
+            steps[flow.sources[0] + 1] += size
+            steps[max(flow.sinks) + 1] -= size
+    total, result = 0.0, []
+    for step in steps:
+        total += step
+        result.append(total)
+    return result

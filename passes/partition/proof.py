@@ -7,8 +7,7 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.partition.search import partition
-from pdcompile.passes.partition.state import Progress
+from pdcompile.passes.partition.search import Progress, partition
 from pdcompile.plan import Certificate, Plan, check
 from pdcompile.plan.embedded import problem_of
 

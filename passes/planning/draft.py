@@ -11,8 +11,8 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.state import Progress
-from pdcompile.passes.planning.fit import fit
+from pdcompile.passes.partition.search import Progress
+from pdcompile.passes.planning.memory_limits import fit
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Certificate, Plan, Training

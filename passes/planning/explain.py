@@ -7,14 +7,17 @@ import time
 from dataclasses import dataclass, replace
 
 from pdcompile.errors import PdcompileError
-from pdcompile.passes.partition.relax import Relaxation, Relaxed, relax, relaxations
-from pdcompile.passes.partition.sensitivity import (
+from pdcompile.passes.partition.alternatives import (
     Boundary,
+    Relaxation,
+    Relaxed,
     StageUse,
     bottleneck,
     boundaries,
     broken,
     critical,
+    relax,
+    relaxations,
     stage_uses,
 )
 from pdcompile.passes.schedules import memory_rule, warmup

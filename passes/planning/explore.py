@@ -25,13 +25,18 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs import Resident, residents
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.space.arrangements import arrangements
 from pdcompile.passes.partition.space.branches import Branch, branches
-from pdcompile.passes.partition.space.evaluate import violations
-from pdcompile.passes.partition.space.lacking import does_not_fit
-from pdcompile.passes.partition.space.neighbours import neighbours
-from pdcompile.passes.partition.space.search import Ground, Pipelines, exceeds, limited, timed
-from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.candidates import violations
+from pdcompile.passes.partition.space.pipelines import (
+    Ground,
+    Pipelines,
+    exceeds,
+    limited,
+    neighbours,
+    timed,
+)
+from pdcompile.passes.partition.space.seats import Seats, arrangements
+from pdcompile.passes.partition.space.shortage import does_not_fit
 from pdcompile.passes.planning.draft import draft
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import PartitionProblem, StageLimits

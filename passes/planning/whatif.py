@@ -3,7 +3,7 @@
 Costs are those of the plan: nothing is measured, and no plan comes out, since stages need the
 graph.  With the number of samples in a microbatch unchanged, the problem solved here is the one
 that planning anew with the same costs would solve.  Memory limits are kept as there by the
-ledger of the schedule, which is sketched (see `sketch`), so where one is met closely planning
+ledger of the schedule, which is estimated (see `graph_free`), so where one is met closely planning
 anew may decide otherwise.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.sensitivity import StageUse, bottleneck, broken, stage_uses
-from pdcompile.passes.planning.fit import advised, excess, fit
-from pdcompile.passes.planning.sketch import straight_sketch
+from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
+from pdcompile.passes.planning.graph_free import straight_plan_of
+from pdcompile.passes.planning.memory_limits import advised, excess, fit
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
@@ -28,7 +28,7 @@ from pdcompile.problem.change import Change, changed_cluster
 from pdcompile.schedule.registry import KINDS, kind_of
 from pdcompile.units import format_bytes
 
-CLOSE = 0.1  # of a memory limit: sketched ledgers were up to 7 % off at stages of real plans
+CLOSE = 0.1  # of a memory limit: ledgers without a graph were up to 7 % off at stages of real plans
 MOST_EXTRA = 4
 OPTIMAL = 1e-5  # gap that counts as none, as in `Certificate`
 
@@ -110,7 +110,7 @@ def whatif(
     known = plan.forecast if _same_memory(plan, problem, changed, training) else None
 
     def drawn(stages: tuple[int, ...], certificate: Certificate) -> Plan:
-        found = straight_sketch(changed, stages, certificate, training, cluster)
+        found = straight_plan_of(changed, stages, certificate, training, cluster)
         if known is not None and found.forecast is not None and stages == stage_of:
             return replace(found, forecast=replace(found.forecast, ledgers=known.ledgers))
         return found
@@ -180,7 +180,7 @@ def _own_cut(
 def _as_planned(
     plan: Plan, problem: PartitionProblem, stage_of: tuple[int, ...], cluster: Cluster
 ) -> Plan:
-    found = straight_sketch(problem, stage_of, plan.certificate, plan.training, cluster)
+    found = straight_plan_of(problem, stage_of, plan.certificate, plan.training, cluster)
     if found.forecast is None or not _same_memory(plan, problem, problem, plan.training):
         return found
     assert plan.forecast is not None
@@ -188,7 +188,7 @@ def _as_planned(
 
 
 def _close(plan: Plan) -> tuple[str, ...]:
-    """A stage so full that the sketch of its memory may be wrong about it."""
+    """A stage so full that the estimate of its memory may be wrong about it."""
     problem = problem_of(plan)
     if plan.forecast is None:
         return ("the schedule is too long to walk: memory is the planner's formula, which is low",)

@@ -14,7 +14,7 @@ from pdcompile.plan import Plan
 if TYPE_CHECKING:
     from pdcompile.cli.options import Flags
     from pdcompile.compiled import Compiled
-    from pdcompile.problem.searching import Open
+    from pdcompile.problem.open_choices import Open
     from pdcompile.workload import Workload
 
 

@@ -20,7 +20,7 @@ from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 
 if TYPE_CHECKING:
-    from pdcompile.problem.searching import Open
+    from pdcompile.problem.open_choices import Open
 
 Target = Annotated[
     str,
@@ -266,7 +266,7 @@ class PlanFlags(Flags):
         Raises:
             ConfigError: a flag has no such value.
         """
-        from pdcompile.problem.searching import Open
+        from pdcompile.problem.open_choices import Open
 
         _one_of("--replicas", self.replicas, ("1", "equal", "any"))
         _one_of("--recompute", self.recompute, ("off", "on", "auto"))

@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.passes.partition.relax import Relaxed
-from pdcompile.passes.partition.sensitivity import Boundary, Move, StageUse
+from pdcompile.passes.partition.alternatives import Boundary, Move, Relaxed, StageUse
 from pdcompile.passes.planning.explain import Explanation
 from pdcompile.report import names
 from pdcompile.units import format_bytes, format_seconds

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition.space import measure, violations
-from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.partition.space.pipelines import seconds_of
 from pdcompile.passes.schedules import warmup
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption

@@ -13,7 +13,7 @@ from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure, violations
-from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.partition.space.pipelines import seconds_of
 from pdcompile.passes.planning.draft import draft
 from pdcompile.passes.planning.explore import Explored, explore
 from pdcompile.plan import MemoryLedger, Plan, Training, check

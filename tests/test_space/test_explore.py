@@ -14,8 +14,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure
-from pdcompile.passes.partition.space.arrangements import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.partition.space.search import seconds_of
+from pdcompile.passes.partition.space.pipelines import seconds_of
+from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.planning.explore import Explored, explore
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check

@@ -11,7 +11,7 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.passes.partition.space.search import timed
+from pdcompile.passes.partition.space.pipelines import timed
 from pdcompile.passes.planning import explore as explore_module
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.graphs import chain

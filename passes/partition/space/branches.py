@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.partition.space.arrangements import arrangements
-from pdcompile.passes.partition.space.search import Ground, simple_bound
-from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.pipelines import Ground, simple_bound
+from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.plan import Training
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of

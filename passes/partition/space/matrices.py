@@ -3,12 +3,18 @@
 A stage J∖I with r replicas on positions p … p + r − 1 of the pipeline, `after` ranks behind it:
 what it takes depends on nothing else, but for how many stages its values go to (counted once),
 how fast the links to its neighbours are (the fastest from any of its ranks), and its warm-up
-depth (the least that the ranks behind it allow).  So the figures are lower bounds of what
-`evaluate` says, and equal for straight pipelines of values that go next door.
+depth (the least that the ranks behind it allow).  So the figures are lower bounds of what the
+evaluator says, and equal for straight pipelines of values that go next door.
+
+Groups on a path of the graph run one after the other, on one stage or on several.  So the first
+forward of a stage J∖I waits for the longest path that ends in I next to it, its backward for the
+longest path behind it and back, and the minibatch ends only after the gradients' way back
+(`Paths`), whatever the other stages are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,12 +24,121 @@ from numpy.typing import NDArray
 from pdcompile.cluster import ring_seconds
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.passes.partition.space.depths import least_depth, most_depth
-from pdcompile.passes.partition.space.paths import Paths
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem import StageLimits
 from pdcompile.problem.space import Setting, StageOption
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
+
+MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Seconds at speed 1 as matrices [I, J]: `before` forward, `behind` both ways, `back` home."""
+
+    before: Matrix
+    behind: Matrix
+    back: Matrix
+
+    @staticmethod
+    def of(segments: Segments) -> Paths:
+        model, size = segments.model, len(segments.ideals)
+        n = model.num_groups
+        if size * size * n > MAX_CELLS:
+            none = np.zeros((1, 1))
+            return Paths(none, none, none)
+        every, returning = _arcs(model, gradients=False), _arcs(model, gradients=True)
+        both = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
+        upwards = _reversed(returning)
+        return Paths(
+            _reaching(segments, every, _longest(model.forward, _reversed(every), range(n))),
+            _leaving(segments, upwards, _longest(both, returning, range(n - 1, -1, -1))),
+            _reaching(segments, returning, _longest(model.backward, upwards, range(n))),
+        )
+
+
+Arcs = list[list[int]]  # of each group, the groups that its values go to
+
+
+def _arcs(model: Model, *, gradients: bool) -> Arcs:
+    found: list[set[int]] = [set() for _ in range(model.num_groups)]
+    for flow in model.flows:
+        if not flow.tied and (flow.backward_messages > 0 or not gradients):
+            found[flow.sources[0]].update(flow.sinks)
+    return [sorted(groups) for groups in found]
+
+
+def _reversed(arcs: Arcs) -> Arcs:
+    found: Arcs = [[] for _ in arcs]
+    for a, groups in enumerate(arcs):
+        for b in groups:
+            found[b].append(a)
+    return found
+
+
+def _longest(seconds: Sequence[float], nearer: Arcs, order: Sequence[int]) -> list[float]:
+    """Of each group, the longest path that ends there, itself included."""
+    found = [0.0] * len(seconds)
+    for v in order:
+        found[v] = seconds[v] + max((found[u] for u in nearer[v]), default=0.0)
+    return found
+
+
+def _reaching(segments: Segments, arcs: Arcs, longest: list[float]) -> Matrix:
+    """The longest path that ends in I at a group with an arc into J∖I."""
+    inside, size = segments.inside, len(segments.ideals)
+    result = np.zeros((size, size))
+    for p in sorted(range(len(arcs)), key=longest.__getitem__):
+        if arcs[p]:
+            count = inside[:, arcs[p]].sum(1)
+            result[inside[:, p][:, None] & (count[None, :] > count[:, None])] = longest[p]
+    return result
+
+
+def _leaving(segments: Segments, upwards: Arcs, longest: list[float]) -> Matrix:
+    """The longest path that begins beyond J at a group with an arc from J∖I."""
+    inside, size = segments.inside, len(segments.ideals)
+    result = np.zeros((size, size))
+    for q in sorted(range(len(upwards)), key=longest.__getitem__):
+        if upwards[q]:
+            count = inside[:, upwards[q]].sum(1)
+            result[~inside[:, q][None, :] & (count[None, :] > count[:, None])] = longest[q]
+    return result
+
+
+def least_depth(
+    setting: Setting, replicas: int, after: int, ranks: int, straight: bool, guess: int | None
+) -> int:
+    """At most what `schedules.warmup` gives a stage with `after` ranks behind it.
+
+    w_s·r_s ≥ (w_{s+1} + a)·r_{s+1} ≥ … ≥ a·Σ_{i>s} r_i, with a = 1 + extra.  Where a stream has
+    too few microbatches for these depths they are scaled down together, by how much is decided
+    by all stages: then 0, or with a `guess` the depth that is likely.
+    """
+    m, apart = setting.num_microbatches, 1 + setting.extra_warmup
+    kind = kind_of(setting.schedule)
+    cap = kind.most_warmup(m, replicas)
+    if kind.warmup == "all":
+        return cap
+    depth = -(-apart * after // replicas)
+    if not kind.stream:
+        return min(depth, cap)
+    most = apart * (ranks - 1) if straight else (1 + apart) * ranks
+    if m >= most:
+        return depth
+    return 0 if guess is None else min(depth, cap)
+
+
+def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> int:
+    """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i."""
+    apart = 1 + setting.extra_warmup
+    kind = kind_of(setting.schedule)
+    cap = kind.most_warmup(setting.num_microbatches, replicas)
+    if kind.warmup == "all":
+        return cap
+    depth = apart * after if straight else ((1 + apart) * after + replicas - 1) // replicas
+    return min(depth, cap)
+
 
 Bool = NDArray[np.bool_]
 SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes

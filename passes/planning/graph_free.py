@@ -1,10 +1,10 @@
-"""Sketch: a plan without its graph, good enough for the ledger of its schedule.
+"""A plan without its graph, good enough for the ledger and the clock of its schedule.
 
-Stages, edges and tied parameters follow from the problem that a plan holds and an assignment of
-its items.  What only the graph knows is approximated: activations are the sum over items, where
-a plan counts a storage once that two items of a stage save (and what is received not as saved),
-and workspace is the largest of an op, where a plan walks the backward.  Receive slots, sends,
-weights, gradients and optimizer state are those of the plan.
+Stages, edges and tied parameters follow from a problem and an assignment of its items.  What only
+the graph knows is approximated: activations are the sum over items, where a plan counts a storage
+once that two items of a stage save (and what is received not as saved), and workspace is the
+largest of an op, where a plan walks the backward.  Receive slots, sends, weights, gradients and
+optimizer state are those of the plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALLS = 3  # of a stream, until every rank holds the most
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
 
-def sketch(
+def plan_of(
     found: Evaluation,
     training: Training,
     *,
@@ -80,7 +80,7 @@ def sketch(
     return Plan("", tuple(stages), edges, tied, training, "", NOTHING)
 
 
-def straight_sketch(
+def straight_plan_of(
     problem: PartitionProblem,
     stage_of: Sequence[int],
     certificate: Certificate,
@@ -94,7 +94,7 @@ def straight_sketch(
     """
     found = Evaluation(problem, stage_of)
     plan = replace(
-        sketch(found, training),
+        plan_of(found, training),
         certificate=certificate,
         cluster=cluster.to_toml(),
         problem=problem,

@@ -1,25 +1,103 @@
-"""Fit: keep memory limits by the schedule's own ledger, not only by the planner's formula.
+"""Memory limits kept by the schedule's own ledger, not only by the planner's formula.
 
 The planner works with a formula that adds up what ops save; the ledger, read off the schedule's
 instructions, also counts look-ahead receive slots, sends in flight and what the optimizer's step
 needs for a moment.  A plan has to keep both: the scope of its certificate says so.  Where a plan's
 ledger exceeds a device, that stage's limit is lowered and the problem is solved again.  The bound
 of the first solution stays the bound: it had the loosest limits, so nothing that keeps both can be
-better.  Where no lower limit leads to a plan, that is no proof that there is none.
+better.  Where no lower limit leads to a plan, that is no proof that there is none; whoever asked
+is then told a limit under which a plan was found, by planning under it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.passes.planning.enough import enough, with_remedy
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.conflict import Oracle
+from pdcompile.passes.partition.dynamic_program import OutOfTimeError
+from pdcompile.passes.partition.infeasible import least_memory, with_memory
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
-from pdcompile.units import format_bytes
+from pdcompile.units import format_bytes, three_digits
 
-ATTEMPTS = 8
+ATTEMPTS = 6
+CLOSE = 0.02  # relative: how near the least limit the search goes
+SECONDS = 10.0  # for all of it; a search that has begun is not broken off
+
+#: from a problem to the most bytes that a rank of a limited stage holds, by its ledger, and
+#: whether all limits are kept; raises InfeasibleError
+Trial = Callable[[PartitionProblem], tuple[int, bool]]
+
+
+class PlannedLimit(NamedTuple):
+    """`text`: a limit, as ``20.9 MB``, that a plan keeps when every limited stage has it.
+
+    `least`: bytes below which there is none, 0 where that is not known.
+    """
+
+    text: str
+    least: int
+
+
+def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | None:
+    """The least limit for which a plan was found; None where memory is not what is missing."""
+    limited = [s for s, stage in enumerate(problem.stages) if stage.memory_bytes is not None]
+    budget = Budget(SECONDS)
+
+    def needed(limit: int | None) -> int | None:
+        """Bytes that the plan under a limit holds; None where it does not keep the limit."""
+        try:
+            held, kept = trial(with_memory(problem, dict.fromkeys(limited, limit)))
+        except InfeasibleError:
+            return None
+        return held if kept else None
+
+    most = needed(None) if limited else None
+    if most is None:
+        return None
+    least, low = _least(problem)
+    high, text = three_digits(max(most, low))
+    if needed(high) is None:
+        return None
+    # By the formula `low` may be enough; `high` is by the ledgers as well.
+    limit, shown = three_digits(low)
+    for _ in range(ATTEMPTS):
+        if limit >= high or budget.late:
+            break
+        if needed(limit) is None:
+            low = limit
+        else:
+            high, text = limit, shown
+        if high - low <= CLOSE * high:
+            break
+        limit, shown = three_digits((low + high) // 2)
+    return PlannedLimit(text, least)
+
+
+def with_remedy(error: InfeasibleError, found: PlannedLimit) -> InfeasibleError:
+    """The same refusal, with that limit in place of those of the planner's formula."""
+    known = three_digits(found.least, up=False)[1]
+    known = f"; with less than {known} there is none" if found.least else ""
+    memory = f"{found.text} of memory on every stage (a plan was found for that{known})"
+    return type(error)(
+        error.message, where=error.where, remedy=", or ".join([memory, *error.others])
+    )
+
+
+def _least(problem: PartitionProblem) -> tuple[int, int]:
+    """(bytes below which nothing fits by the formula, bytes that are enough by it)."""
+    try:
+        least, formula, _ = least_memory(problem, Oracle(Budget(SECONDS / 2)))
+    except OutOfTimeError:
+        return 0, 0
+    return least, formula or least
+
+
+ROUNDS = 8
 SCOPE = "memory by formula and by the ledger of the schedule"
 LOOSER = "the bound is by the formula"
 
@@ -61,7 +139,7 @@ def advised(
         held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
         return max(held), not excess(changed, plan)
 
-    found = enough(problem, trial)
+    found = planned_limit(problem, trial)
     return error if found is None else with_remedy(error, found)
 
 
@@ -74,7 +152,7 @@ def _fit(
     failure: InfeasibleError | None = None
     for lower in (by_overhead, by_excess):
         plan, current, found = first, problem, partition
-        for _ in range(ATTEMPTS):
+        for _ in range(ROUNDS):
             current = lower(current, problem, plan, found)
             try:
                 plan, found = solve(current)

@@ -17,7 +17,7 @@ from pdcompile.passes.partition.infeasible import EXPLAIN_SECONDS
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
 from pdcompile.passes.partition.space.matrices import Matrices
-from pdcompile.passes.partition.space.search import Ground, limited
+from pdcompile.passes.partition.space.pipelines import Ground, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem.space import SearchSpace, Setting, StageOption

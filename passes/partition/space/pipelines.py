@@ -1,4 +1,6 @@
-"""One setting on given seats: candidates in the order of their bounds, and what they cost."""
+"""One setting on given seats: candidates in the order of their bounds, what they cost, and those
+next to a candidate.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,14 @@ from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.costs import Resident
-from pdcompile.passes.partition.coarse import contracted
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
-from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.model import Model, build, contracted
 from pdcompile.passes.partition.segments import Segments
+from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece
-from pdcompile.passes.partition.space.evaluate import evaluation, violations
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.planning.sketch import sketch
+from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Forecast, MemoryLedger, Training
@@ -194,21 +195,21 @@ def timed(
     below: float = float("inf"),
     held: Held | None = None,
 ) -> tuple[float, bool]:
-    """The objective of a candidate, and whether its sketch fits into the memory of the devices.
+    """The objective of a candidate, and whether its graph-free plan fits into the memory there is.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
     none.  Memory is looked at where the seconds are `below` a limit, so that it matters; a stage
-    of the sketch saves what its items do, or what it is said to have `held` where that is more.
+    of that plan saves what its items do, or what it is said to have `held` where that is more.
     """
     found = evaluation(problem, cluster, candidate)
-    sketched = cache(lambda: simulated(found, candidate, cluster))
+    forecast = cache(lambda: simulated(found, candidate, cluster))
     seconds = found.seconds
     if seconds < below and not (candidate.straight or found.deployment.flush):
-        seconds = max(seconds, sketched().step_seconds / candidate.setting.num_microbatches)
+        seconds = max(seconds, forecast().step_seconds / candidate.setting.num_microbatches)
     if not (seconds < below and limited(cluster)):
         return seconds, True
-    fits = not exceeds(sketched().ledgers, cluster)
+    fits = not exceeds(forecast().ledgers, cluster)
     if fits and held is not None:
         told = simulated(found, candidate, cluster, held(candidate))
         fits = not exceeds(told.ledgers, cluster)
@@ -225,7 +226,7 @@ def seconds_of(
 
     Args:
         ledgers: those of the plan that the candidate stands for; without a plan those of its
-            sketch.
+            graph-free plan.
     """
     seconds, fits = timed(problem, cluster, candidate)
     if ledgers is not None:
@@ -252,7 +253,7 @@ def simulated(
         step=setting.step,
     )
     merge = not any(level.latency_seconds for level in cluster.levels)
-    plan = sketch(found, training, held=held, merge=merge)
+    plan = plan_of(found, training, held=held, merge=merge)
     return simulate(plan, links=cache(cluster.level_between), timeline=False).forecast
 
 
@@ -303,3 +304,43 @@ def best(
             if seconds < least:
                 found.append((seconds, candidate))
     return found[-1] if found else None
+
+
+def neighbours(
+    ground: Ground, cluster: Cluster, candidate: Candidate, *, decide: bool
+) -> Iterator[Candidate]:
+    """All that break nothing, the candidate itself not among them.
+
+    `decide`: where memory is lacking a stage recomputes; each cut also comes with recomputation
+    nowhere else.
+    """
+    seen = {candidate}
+    for one in _cuts(ground, candidate):
+        for variant in _variants(ground, cluster, one) if decide else (one,):
+            if variant not in seen and not violations(ground.problem, cluster, variant):
+                seen.add(variant)
+                yield variant
+
+
+def _variants(ground: Ground, cluster: Cluster, candidate: Candidate) -> Iterator[Candidate]:
+    bare = tuple(StageOption(option.replicas) for option in candidate.options)
+    for options in (bare, candidate.options):
+        yield recomputing(ground.problem, cluster, replace(candidate, options=options))
+
+
+def _cuts(ground: Ground, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate, and its cut with one group over one boundary."""
+    model = ground.model
+    yield candidate
+    stage = [candidate.stage_of[members[0]] for members in model.members]
+    before: list[list[int]] = [[] for _ in stage]
+    after: list[list[int]] = [[] for _ in stage]
+    for a, b in model.arcs:
+        before[b].append(a)
+        after[a].append(b)
+    last = len(candidate.options) - 1
+    for v, s in enumerate(stage):
+        for t, bound in ((s + 1, after), (s - 1, before)):
+            free = all((stage[u] - s) * (t - s) > 0 for u in bound[v])
+            if 0 <= t <= last and free and stage.count(s) > 1:
+                yield replace(candidate, stage_of=model.items_of((*stage[:v], t, *stage[v + 1 :])))

@@ -1,0 +1,519 @@
+"""The integer program of a partition for CP-SAT: thresholds, loads, and what to minimise.
+
+The booleans are x[v, s] = "group v is on stage s or later".  What a stage pays follows from them;
+each expression holds at least what the assignment costs, and a solver that minimises never wants
+it higher.  For a flow e that starts at stage p and has sinks on other stages:
+
+    received(e, s)   a sink is on s and s ≠ p
+    leaves(e, s)     p = s and a sink is on a later stage
+    passes(e, s)     received(e, s) and a sink is on a later stage (it receives a gradient)
+    fan(e, s)        how many stages receive it, when p = s
+
+Seconds become integers floored at a power-of-two scale: the integer objective never exceeds
+scale · true objective, so a bound of the solver's is a bound on the truth.  What the integer model
+leaves out (the order of messages in a half-duplex link, faster links next door than on the way
+of a long hop) only makes it smaller.  The makespan is a longest path: a path of one assignment
+is a linear lower bound for all, so paths are added until the bound meets the best plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+from pdcompile.cluster import message_seconds, slowest
+from pdcompile.passes.partition.budget import Budget, noticed, solver_for
+from pdcompile.passes.partition.model import Flow, Model, always_linked
+from pdcompile.plan.makespan import Hop, Kind, Path
+
+Literal: TypeAlias = Any  # True, False or a literal of CP-SAT
+
+
+class Thresholds:
+    """Variables for stages inside each group's range; True below it, False above it.
+
+    Stages do not decrease along `arcs`.  `possible` is False where some group has no stage left:
+    then there is nothing else.
+    """
+
+    def __init__(
+        self,
+        cp: Any,
+        ranges: Sequence[tuple[int, int]],
+        arcs: Iterable[tuple[int, int]],
+        stages: int,
+    ):
+        self.cp = cp
+        self.lowest, self.highest = [low for low, _ in ranges], [high for _, high in ranges]
+        self.possible = all(low <= high for low, high in ranges)
+        if not self.possible:
+            return
+        self._x = [
+            [
+                True if s <= low else False if s > high else cp.new_bool_var(f"x{v}_{s}")
+                for s in range(stages + 1)
+            ]
+            for v, (low, high) in enumerate(ranges)
+        ]
+        for v, (low, high) in enumerate(ranges):
+            for s in range(low + 1, high):
+                self.clause([negated(self._x[v][s + 1]), self._x[v][s]])
+        for a, b in arcs:
+            for s in range(1, stages):
+                self.clause([negated(self._x[a][s]), self._x[b][s]])
+
+    @staticmethod
+    def of(cp: Any, model: Model, upper: float) -> Thresholds:
+        """Those of a problem's model, with all that its constraints say."""
+        stages, groups = range(model.num_stages), range(model.num_groups)
+        x = Thresholds(
+            cp, list(zip(*tightened(model, upper), strict=True)), model.arcs, model.num_stages
+        )
+        if not x.possible:
+            return x
+        for a, b in model.apart:
+            for s in stages:
+                x.clause([*x.elsewhere(a, s), *x.elsewhere(b, s)])
+        for v, s in model.forbidden:
+            x.clause(x.elsewhere(v, s))
+        if model.most_used < model.num_stages:
+            used = [cp.new_bool_var(f"used{s}") for s in stages]
+            for s, literal in enumerate(used):
+                for v in groups:
+                    x.clause([*x.elsewhere(v, s), literal])
+            cp.add(sum(used) <= model.most_used)
+        if not model.problem.allow_empty:
+            for s in stages:
+                cp.add(sum(x.at(v, s) for v in groups) >= 1)
+        return x
+
+    def from_stage(self, group: int, stage: int) -> Literal:
+        """The group is on this stage or later."""
+        return self._x[group][stage]
+
+    def elsewhere(self, group: int, stage: int) -> list[Literal]:
+        """Literals of which one holds unless the group is on the stage."""
+        return [negated(self._x[group][stage]), self._x[group][stage + 1]]
+
+    def at(self, group: int, stage: int) -> Any:
+        """1 when the group is on the stage, else 0, as a linear expression."""
+        return self._x[group][stage] - self._x[group][stage + 1]
+
+    def can(self, group: int, stage: int) -> bool:
+        return self.lowest[group] <= stage <= self.highest[group]
+
+    def clause(self, literals: Iterable[Literal]) -> None:
+        """At least one literal holds."""
+        listed = list(literals)
+        if not any(literal is True for literal in listed):
+            self.cp.add_bool_or([literal for literal in listed if literal is not False])
+
+    def implied(self, name: str, unless: Iterable[list[Literal]]) -> Literal:
+        """A new literal that holds whenever all of one list's negations hold: False if none can.
+
+        Each list holds literals of which one must hold for the new one to be free.
+        """
+        clauses = [listed for listed in unless if not any(part is True for part in listed)]
+        if not clauses:
+            return False
+        if any(all(part is False for part in listed) for listed in clauses):
+            return True
+        literal = self.cp.new_bool_var(name)
+        for listed in clauses:
+            self.clause([*listed, literal])
+        return literal
+
+    def hint(self, stages: tuple[int, ...]) -> None:
+        for v, stage in enumerate(stages):
+            for s in range(self.lowest[v] + 1, self.highest[v] + 1) if self.possible else ():
+                self.cp.add_hint(self._x[v][s], stage >= s)
+
+    def read(self, value: Callable[[Any], bool]) -> tuple[int, ...]:
+        return tuple(
+            self.lowest[v]
+            + sum(value(self._x[v][s]) for s in range(self.lowest[v] + 1, self.highest[v] + 1))
+            for v in range(len(self._x))
+        )
+
+
+def tightened(model: Model, upper: float) -> tuple[list[int], list[int]]:
+    """Ranges of stages in every assignment whose objective is at most `upper`.
+
+    A group and its ancestors need enough stages of at most `upper` seconds each (under flush,
+    of upper/m), and so do a group and its descendants from the other end.
+    """
+    flush = model.problem.objective == "flush"
+    room = upper / (model.problem.num_microbatches if flush else 1) * (1 + 1e-9)
+    speeds = [stage.speed for stage in model.problem.stages]
+    work = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
+    lowest, highest = list(model.lowest), list(model.highest)
+    for v, ahead in enumerate(_sums(work, model.arcs)):
+        lowest[v] = max(lowest[v], _first(ahead, speeds, room))
+    last = model.num_groups - 1
+    mirrored = tuple((last - b, last - a) for a, b in model.arcs)
+    for i, behind in enumerate(_sums(work[::-1], mirrored)):
+        v = last - i
+        highest[v] = min(highest[v], model.num_stages - 1 - _first(behind, speeds[::-1], room))
+    for a, b in sorted(model.arcs):
+        lowest[b] = max(lowest[b], lowest[a])
+    for a, b in sorted(model.arcs, reverse=True):
+        highest[a] = min(highest[a], highest[b])
+    return lowest, highest
+
+
+def _first(work: float, speeds: list[float], room: float) -> int:
+    """The first stage by whose end this much work can be done; the last one if never."""
+    done = 0.0
+    for s, speed in enumerate(speeds):
+        done += speed * room
+        if work <= done:
+            return s
+    return len(speeds)
+
+
+def _sums(work: list[float], arcs: tuple[tuple[int, int], ...]) -> list[float]:
+    """Work of each group and all its ancestors (groups are in topological order)."""
+    before: list[list[int]] = [[] for _ in work]
+    for a, b in arcs:
+        before[b].append(a)
+    ancestors: list[int] = []
+    result: list[float] = []
+    for v, own in enumerate(work):
+        mask = 1 << v
+        for u in before[v]:
+            mask |= ancestors[u]
+        ancestors.append(mask)
+        if len(before[v]) == 1 and mask.bit_count() == ancestors[before[v][0]].bit_count() + 1:
+            result.append(result[before[v][0]] + own)
+        else:
+            result.append(math.fsum(work[u] for u in _bits(mask)))
+    return result
+
+
+def _bits(mask: int) -> Iterable[int]:
+    text = bin(mask)[:1:-1]
+    return (i for i, bit in enumerate(text) if bit == "1")
+
+
+def negated(literal: Literal) -> Literal:
+    return not literal if isinstance(literal, bool) else literal.negated()
+
+
+Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
+
+
+class Loads:
+    """Expressions in integer units (seconds · scale, floored), made when first asked for."""
+
+    def __init__(self, cp: Any, model: Model, x: Thresholds, scale: float):
+        self.cp, self.model, self.x, self.scale = cp, model, x, scale
+        self.stages = model.problem.stages
+        self.chained = {kind: always_linked(model, kind) for kind in ("forward", "backward")}
+        # Made once each: a flow's literal is shared by all who ask.
+        self.received = cache(self._received)
+        self.leaves = cache(self._leaves)
+        self.passes = cache(self._passes)
+        self.fan = cache(self._fan)
+        self.source = cache(self._source)
+        self.pair = cache(self._pair)
+        self.linked = cache(self._linked)
+        self.hop = cache(self._hop)
+        self.forward = cache(lambda s: self._work(s, self.model.forward))
+        self.backward = cache(lambda s: self._work(s, self.model.backward))
+
+    def units(self, seconds: float) -> int:
+        return math.floor(seconds * self.scale)
+
+    def transfer(self, stage: int) -> list[Linear]:
+        """Seconds sent and received by the stage; their sum when links are half duplex."""
+        link, before = self.stages[stage], self.stages[max(stage - 1, 0)]
+        sent: Linear = 0
+        received: Linear = 0
+        for e, flow in enumerate(self.model.flows):
+            out = self.units(flow.forward_seconds(link))
+            back_in = self.units(flow.backward_seconds(link))
+            into = self.units(flow.forward_seconds(before))
+            back_out = self.units(flow.backward_seconds(before))
+            if out:
+                sent = sent + out * self.fan(e, stage)
+            if back_in:
+                received = received + back_in * (self.leaves(e, stage) + self.passes(e, stage))
+            if into or back_out:
+                literal = self.received(e, stage)
+                sent, received = sent + back_out * literal, received + into * literal
+        parts = [sent, received] if link.full_duplex else [sent + received]
+        return [part for part in parts if not isinstance(part, int)]
+
+    def limit_memory(self) -> None:
+        """`MemoryRule`'s formula for every stage with a limit; bytes floored to units."""
+        model = self.model
+        for s, stage in enumerate(self.stages):
+            if stage.memory_bytes is None:
+                continue
+            unit = 2 ** max(0, self._all_bytes.bit_length() - 50)
+            count = model.in_flight(s)
+            total: Linear = 0
+            workspace = self.cp.new_int_var(0, max(model.workspace_bytes) // unit, f"workspace{s}")
+            for v in range(model.num_groups):
+                if not self.x.can(v, s):
+                    continue
+                own = math.floor(model.fixed_bytes[v]) + count * model.saved_bytes[v]
+                total = total + own // unit * self.x.at(v, s)
+                if size := model.workspace_bytes[v] // unit:
+                    self.cp.add(workspace >= size * self.x.at(v, s))
+            for e, flow in enumerate(model.flows):
+                if size := flow.received_bytes * count // unit:
+                    total = total + size * self.received(e, s)
+            for c, copy in enumerate(model.copies):
+                absent = [self.x.elsewhere(v, s) for v in copy.ends]
+                held = self.x.implied(f"held{c}_{s}", absent)
+                total = total + math.floor(copy.held_bytes) // unit * held
+                if size := math.floor(copy.updated_bytes) // unit:
+                    earlier = [negated(self.x.from_stage(v, s)) for v in copy.ends]
+                    cases = [[*one, *earlier] for one in absent]
+                    total = total + size * self.x.implied(f"updated{c}_{s}", cases)
+            self.cp.add(total + workspace <= -(-stage.memory_bytes // unit))
+
+    @property
+    def _all_bytes(self) -> int:
+        model = self.model
+        most = max((model.in_flight(s) for s in range(model.num_stages)), default=1)
+        kept = sum(model.saved_bytes) + sum(flow.received_bytes for flow in model.flows)
+        copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
+        largest = max(model.workspace_bytes, default=0)
+        return math.ceil(sum(model.fixed_bytes) + copies) + most * kept + largest
+
+    def _work(self, stage: int, seconds: tuple[float, ...]) -> Linear:
+        speed = self.stages[stage].speed
+        terms = [
+            (units, v)
+            for v, own in enumerate(seconds)
+            if self.x.can(v, stage) and (units := self.units(own / speed))
+        ]
+        return sum(units * self.x.at(v, stage) for units, v in terms)
+
+    # -- flows and stages --------------------------------------------------------------------
+
+    def _source(self, e: int, stage: int) -> Literal:
+        """The flow starts on this stage or later: all its sources are."""
+        sources = self.model.flows[e].sources
+        parts = [self.x.from_stage(v, stage) for v in sources]
+        if len(parts) == 1 or any(part is False for part in parts):
+            return parts[0] if len(parts) == 1 else False
+        if all(part is True for part in parts):
+            return True
+        literal = self.cp.new_bool_var(f"source{e}_{stage}")
+        for part in parts:
+            self.x.clause([negated(literal), part])
+        self.x.clause([literal, *(negated(part) for part in parts)])
+        return literal
+
+    def _not_source(self, e: int, stage: int) -> list[Literal]:
+        """One of these holds unless the flow starts on the stage."""
+        return [negated(self.source(e, stage)), self.source(e, stage + 1)]
+
+    def _received(self, e: int, stage: int) -> Literal:
+        earlier = self.source(e, stage)  # negated: the flow starts before the stage
+        sinks = self.model.flows[e].sinks
+        cases = [[*self.x.elsewhere(v, stage), earlier] for v in sinks]
+        return self.x.implied(f"received{e}_{stage}", cases)
+
+    def _leaves(self, e: int, stage: int) -> Literal:
+        here = self._not_source(e, stage)
+        later = [negated(self.x.from_stage(v, stage + 1)) for v in self.model.flows[e].sinks]
+        return self.x.implied(f"leaves{e}_{stage}", [[*here, part] for part in later])
+
+    def _passes(self, e: int, stage: int) -> Literal:
+        sinks = self.model.flows[e].sinks
+        if len(sinks) == 1:
+            return False
+        received = negated(self.received(e, stage))
+        later = [negated(self.x.from_stage(v, stage + 1)) for v in sinks]
+        return self.x.implied(f"passes{e}_{stage}", [[received, part] for part in later])
+
+    def _fan(self, e: int, stage: int) -> Linear:
+        sinks = self.model.flows[e].sinks
+        most = min(len(sinks), self.model.num_stages - 1 - stage)
+        if most <= 1:
+            return self.leaves(e, stage)
+        here = [negated(part) for part in self._not_source(e, stage)]
+        if any(part is False for part in here):
+            return 0
+        fan = self.cp.new_int_var(0, most, f"fan{e}_{stage}")
+        count = sum(self.received(e, t) for t in range(stage + 1, self.model.num_stages))
+        conditions = [part for part in here if part is not True]
+        added = self.cp.add(fan >= count)
+        if conditions:
+            added.only_enforce_if(conditions)
+        return fan
+
+    # -- hops between two stages ---------------------------------------------------------------
+
+    def _pair(self, e: int, near: int, far: int) -> Literal:
+        """The flow starts on `near` and has a sink on `far`."""
+        here = self._not_source(e, near)
+        cases = [[*here, *self.x.elsewhere(v, far)] for v in self.model.flows[e].sinks]
+        return self.x.implied(f"pair{e}_{near}_{far}", cases)
+
+    def _carries(self, hop: Hop, kind: Kind, flow: Flow) -> bool:
+        """Whether the flow uses the hop whenever it joins the two stages."""
+        if kind == "forward":
+            return not flow.tied
+        if kind == "final":
+            return flow.tied
+        # A gradient's chain may visit a stage in between; next door it cannot.
+        direct = abs(hop[0] - hop[1]) == 1 or len(set(flow.sources) | set(flow.sinks)) == 2
+        return flow.backward_messages > 0 and direct
+
+    def _hop(self, hop: Hop, kind: Kind) -> Linear:
+        """Seconds of everything that one hop carries, at least."""
+        near, far = min(hop), max(hop)
+        link = slowest(self.stages[near:far])
+        total: Linear = 0
+        for e, flow in enumerate(self.model.flows):
+            if self._carries(hop, kind, flow):
+                forward = (flow.forward_bytes, flow.forward_messages)
+                back = (flow.backward_bytes, flow.backward_messages)
+                size, messages = back if kind == "backward" else forward
+                once = self.model.problem.num_microbatches if kind == "final" else 1
+                if units := self.units(message_seconds(link, size, messages) * once):
+                    total = total + units * self.pair(e, near, far)
+        return total
+
+    def _linked(self, hop: Hop, kind: Kind) -> Literal:
+        """Whether something that compute waits for takes the hop, at least."""
+        near, far = min(hop), max(hop)
+        if kind != "final" and far - near == 1 and self.chained[kind]:
+            return True
+        cases = []
+        for e, flow in enumerate(self.model.flows):
+            if self._carries(hop, kind, flow):
+                here = self._not_source(e, near)
+                cases += [[*here, *self.x.elsewhere(v, far)] for v in flow.sinks]
+        return self.x.implied(f"linked{near}_{far}_{kind}", cases)
+
+
+BITS = 34  # of the upper bound: products with a few hundred microbatches stay below 2**63
+
+
+class IntegerProgram:
+    """One model for one upper bound; `solve` may be called again after `add_path`."""
+
+    def __init__(self, model: Model, upper: float, hint: tuple[int, ...] | None = None):
+        from ortools.sat.python import cp_model
+
+        self.model = model
+        self.scale = math.ldexp(1.0, BITS - math.frexp(upper)[1])
+        self.cp = cp_model.CpModel()
+        self.paths: set[Path] = set()
+        self.x = Thresholds.of(self.cp, model, upper)
+        self.loads = Loads(self.cp, model, self.x, self.scale)
+        self.time = self.cp.new_int_var(0, self.units(upper), "time")
+        if self.x.possible:
+            self.loads.limit_memory()
+            if model.problem.objective == "bottleneck":
+                self._bottleneck()
+            else:
+                self._flush()
+        if hint is not None:
+            self.x.hint(hint)
+        self.cp.minimize(self.time)
+        self._cp_model = cp_model
+
+    def units(self, seconds: float) -> int:
+        return math.floor(seconds * self.scale)
+
+    def below(self, seconds: float) -> None:
+        """Only assignments that the relaxation puts at or below this remain."""
+        self.cp.add(self.time <= self.units(seconds))
+
+    def _bottleneck(self) -> None:
+        stages = range(self.model.num_stages)
+        for s in stages:
+            self.cp.add(self.time >= self.loads.forward(s) + self.loads.backward(s))
+            for transfer in self.loads.transfer(s):
+                self.cp.add(self.time >= transfer)
+        for s, count in enumerate(self.model.problem.memory.in_flight):
+            trip: Linear = self.loads.forward(s) + self.loads.backward(s)
+            linked: list[Any] = []
+            for t in stages[s + 1 :]:
+                trip = trip + self.loads.forward(t) + self.loads.backward(t)
+                for hop, kind in (((t - 1, t), "forward"), ((t, t - 1), "backward")):
+                    trip = trip + self.loads.hop(hop, kind)
+                    linked.append(self.loads.linked(hop, kind))
+                self._enforce(count * self.time >= trip, linked)
+
+    def _flush(self) -> None:
+        m = self.model.problem.num_microbatches
+        for s in range(self.model.num_stages):
+            self.cp.add(self.time >= m * (self.loads.forward(s) + self.loads.backward(s)))
+
+    def add_path(self, path: Path) -> bool:
+        """The makespan is at least this path's sum, wherever its hops exist; False if known."""
+        if path in self.paths:
+            return False
+        self.paths.add(path)
+        total: Linear = 0
+        for s in range(self.model.num_stages):
+            total = total + path.forward[s] * self.loads.forward(s)
+            total = total + path.backward[s] * self.loads.backward(s)
+        linked = []
+        for hop, kind, count in path.hops:
+            total = total + count * self.loads.hop(hop, kind)
+            linked.append(self.loads.linked(hop, kind))
+        self._enforce(self.time >= total, linked)
+        return True
+
+    def forbid(self, stages: tuple[int, ...]) -> None:
+        """Not this assignment: rounding of bytes let it through."""
+        self.x.clause(part for v, s in enumerate(stages) for part in self.x.elsewhere(v, s))
+
+    def _enforce(self, constraint: Any, literals: Iterable[Any]) -> None:
+        conditions = [literal for literal in literals if literal is not True]
+        if any(literal is False for literal in conditions):
+            return
+        added = self.cp.add(constraint)
+        if conditions:
+            added.only_enforce_if(conditions)
+
+    def solve(
+        self,
+        budget: Budget,
+        seed: int,
+        offer: Callable[[tuple[int, ...]], object],
+        bounded: Callable[[float], None] | None = None,
+        *,
+        first: bool = False,
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """(bound in seconds, assignment of groups).
+
+        The bound is infinite when nothing satisfies the model; there is no assignment when none
+        was found in time.  Every solution on the way is offered, `bounded` is told of better
+        bounds.  With `first` the first solution ends the search.
+        """
+        if not self.x.possible:
+            return math.inf, None
+        solver = solver_for(budget, seed=seed)
+        solver.parameters.stop_after_first_solution = first
+        if bounded is not None:
+            solver.best_bound_callback = lambda bound: bounded(bound / self.scale)
+        status = solver.solve(self.cp, self._callback(offer))
+        if not (first and status == self._cp_model.FEASIBLE):
+            noticed(budget, solver, status)
+        if status == self._cp_model.INFEASIBLE:
+            return math.inf, None
+        bound = solver.best_objective_bound / self.scale
+        if status not in (self._cp_model.OPTIMAL, self._cp_model.FEASIBLE):
+            return bound, None
+        return bound, self.x.read(solver.boolean_value)
+
+    def _callback(self, offer: Callable[[tuple[int, ...]], object]) -> Any:
+        thresholds = self.x
+
+        class Offer(self._cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
+            def on_solution_callback(self) -> None:
+                offer(thresholds.read(self.boolean_value))
+
+        return Offer()
