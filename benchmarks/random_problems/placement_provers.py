@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
-from pdcompile.passes.published.placement.loads import Placement, objective
+from pdcompile.passes.published.placement.node_groups import grouped
+from pdcompile.passes.published.placement.placements import Placement, objective
 from pdcompile.passes.published.placement.threshold_program import prove
 from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 from random_problems import placement

@@ -13,7 +13,7 @@ one with less of both is at least as good.  Few pairs are left at each state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,6 +45,13 @@ class Choices:
     def take(self, rows: NDArray[Any]) -> Choices:
         columns = (self.before, self.after, self.devices, self.replicas, self.reach)
         return Choices(*(column[rows] for column in columns))
+
+    @staticmethod
+    def joined(parts: Sequence[Choices]) -> Choices:
+        names = ("before", "after", "devices", "replicas", "reach")
+        nothing = np.zeros(0, dtype=np.int64)
+        columns = [[nothing, *(getattr(part, name) for part in parts)] for name in names]
+        return Choices(*(np.concatenate(column) for column in columns))
 
 
 def fewest_before(choices: Choices, states: int) -> Ints:
@@ -126,6 +133,29 @@ def cheapest_chain(choices: Choices, states: int, devices: int) -> list[int] | N
         chain.append(int(keep[rows[point_at]]))
         state, point_at = int(menu.after[rows[point_at]]), int(points[point_at])
     return chain
+
+
+def cheapest_among(
+    parts: Sequence[Choices], states: int, devices: int
+) -> list[tuple[int, int, int, int]] | None:
+    """(state before, state after, part, replicas) of a chain's stages, from several menus.
+
+    None: `devices` do not suffice.
+    """
+    choices = Choices.joined(parts)
+    chain = cheapest_chain(choices, states, devices)
+    if chain is None:
+        return None
+    ends = np.cumsum([len(part) for part in parts])
+    return [
+        (
+            int(choices.before[row]),
+            int(choices.after[row]),
+            int(np.searchsorted(ends, row, side="right")),
+            int(choices.replicas[row]),
+        )
+        for row in chain
+    ]
 
 
 def smallest_threshold(

@@ -264,7 +264,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PipedreamCost:
     """The plan's bottleneck, seconds per minibatch, its leaves and the workers they take."""
 
     objective: float
@@ -275,7 +275,7 @@ class Evaluation:
         return sum(leaf.replicas for leaf in self.leaves)
 
 
-def evaluate(problem: HierarchyProblem, stages: Sequence[LevelAnswer]) -> Evaluation:
+def evaluate(problem: HierarchyProblem, stages: Sequence[LevelAnswer]) -> PipedreamCost:
     """Price nested stages, outermost first, over all levels (with one level: without `inner`).
 
     Raises:
@@ -283,10 +283,10 @@ def evaluate(problem: HierarchyProblem, stages: Sequence[LevelAnswer]) -> Evalua
             an edge points backwards, a level has too many components, or a worker too little
             memory.
     """
-    return _Check(problem).plan(tuple(stages))
+    return _PlanCheck(problem).plan(tuple(stages))
 
 
-class _Check:
+class _PlanCheck:
     def __init__(self, problem: HierarchyProblem) -> None:
         self.problem = problem
         nodes = problem.graph.nodes
@@ -297,7 +297,7 @@ class _Check:
             self.consumers[nodes[source].id].add(nodes[target].id)
             self.producers[nodes[target].id].add(nodes[source].id)
 
-    def plan(self, stages: tuple[LevelAnswer, ...]) -> Evaluation:
+    def plan(self, stages: tuple[LevelAnswer, ...]) -> PipedreamCost:
         top = len(self.problem.levels) - 1
         objective = self._pipeline(stages, set(), set(self.node), top)
         flat: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
@@ -324,7 +324,7 @@ class _Check:
                     where=f"stages[{s}]",
                 )
             leaves.append(leaf)
-        return Evaluation(objective, tuple(leaves))
+        return PipedreamCost(objective, tuple(leaves))
 
     def _pipeline(
         self, stages: tuple[LevelAnswer, ...], before: set[str], inside: set[str], depth: int

@@ -40,7 +40,7 @@ _KEYS = "maxDevices, maxMemoryPerDevice, mbsInBatch, bandwidth, nodes, edges"
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class NodeVariant:
     """One way to run a node on `t` devices.
 
     `seconds` per sample; `moving_bytes` are held once for every microbatch in flight,
@@ -62,7 +62,7 @@ class MenuNode:
     """`variants` by tensor-parallel degree; a degree that is not there is not allowed."""
 
     id: int | str
-    variants: Mapping[int, tuple[Variant, ...]]
+    variants: Mapping[int, tuple[NodeVariant, ...]]
     name: str = ""
 
 
@@ -139,7 +139,7 @@ def parse(data: Any, *, where: str, given: Mapping[str, Any] | None = None) -> M
 
 def _node(place: Place, index: Mapping[str, int], sources: set[int], targets: set[int]) -> MenuNode:
     menus = place.inside("TMPCs")
-    variants: dict[int, tuple[Variant, ...]] = {}
+    variants: dict[int, tuple[NodeVariant, ...]] = {}
     for key in menus.data:
         degree = int(key) if key.isascii() and key.isdigit() and len(key) < 9 else 0
         if not degree >= 1 or degree in variants:
@@ -168,8 +168,8 @@ def _node(place: Place, index: Mapping[str, int], sources: set[int], targets: se
 
 def _variant(
     place: Place, index: Mapping[str, int], sources: set[int], targets: set[int]
-) -> Variant:
-    return Variant(
+) -> NodeVariant:
+    return NodeVariant(
         id=place.name("id"),
         seconds=place.number("timePerSample"),
         parameter_bytes=place.number("parameterSize"),
@@ -242,7 +242,7 @@ SLACK = 1e-9  # of the memory limit, where the file has fractions of bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PiperCost:
     """Per stage, in pipeline order; `objective` is the largest of `seconds`."""
 
     objective: float
@@ -251,7 +251,7 @@ class Evaluation:
     in_flight: tuple[int, ...]
 
 
-def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> Evaluation:
+def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> PiperCost:
     """The exact objective of Piper's model (see `piper_model`) for stages in pipeline order.
 
     Every stage has its data-parallel degree in `replicas`, and ``"tensor_parallel"`` and
@@ -261,19 +261,7 @@ def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> Evaluation:
         PlanError: a node is missing, there twice or unknown, an edge points backwards, a degree
             or variant is not on the menu, or devices or memory do not suffice.
     """
-    index = {node.id: i for i, node in enumerate(problem.nodes)}
-    stage_of: dict[int, int] = {}
-    for s, stage in enumerate(stages):
-        for name in stage.members:
-            if name not in index or index[name] in stage_of:
-                raise PlanError(f"node {name!r} is unknown or in two stages", where=f"stages[{s}]")
-            stage_of[index[name]] = s
-        if not stage.members:
-            raise PlanError("the stage is empty", where=f"stages[{s}]")
-    if len(stage_of) < len(problem.nodes):
-        raise PlanError(f"{len(problem.nodes) - len(stage_of)} nodes are in no stage")
-    if any(stage_of[edge.source] > stage_of[edge.target] for edge in problem.edges):
-        raise PlanError("an edge points to an earlier stage")
+    stage_of = _stage_of(problem, stages)
     devices = sum(stage.replicas * _degree(stage) for stage in stages)
     if devices > problem.devices:
         raise PlanError(f"the plan takes {devices} devices, there are {problem.devices}")
@@ -312,9 +300,26 @@ def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> Evaluation:
         seconds.append(moved / problem.bytes_per_second + busy)
         memory.append(held)
         in_flight.append(y)
-    return Evaluation(
+    return PiperCost(
         max(seconds), tuple(seconds[::-1]), tuple(memory[::-1]), tuple(in_flight[::-1])
     )
+
+
+def _stage_of(problem: MenuProblem, stages: Sequence[StageAnswer]) -> dict[int, int]:
+    index = {node.id: i for i, node in enumerate(problem.nodes)}
+    stage_of: dict[int, int] = {}
+    for s, stage in enumerate(stages):
+        for name in stage.members:
+            if name not in index or index[name] in stage_of:
+                raise PlanError(f"node {name!r} is unknown or in two stages", where=f"stages[{s}]")
+            stage_of[index[name]] = s
+        if not stage.members:
+            raise PlanError("the stage is empty", where=f"stages[{s}]")
+    if len(stage_of) < len(problem.nodes):
+        raise PlanError(f"{len(problem.nodes) - len(stage_of)} nodes are in no stage")
+    if any(stage_of[edge.source] > stage_of[edge.target] for edge in problem.edges):
+        raise PlanError("an edge points to an earlier stage")
+    return stage_of
 
 
 def allowed(problem: MenuProblem) -> float:
@@ -332,7 +337,7 @@ def _degree(stage: StageAnswer) -> int:
     return int(stage.details["tensor_parallel"])
 
 
-def _chosen(problem: MenuProblem, v: int, degree: int, names: Mapping[str, object]) -> Variant:
+def _chosen(problem: MenuProblem, v: int, degree: int, names: Mapping[str, object]) -> NodeVariant:
     node = problem.nodes[v]
     for variant in node.variants.get(degree, ()):
         if variant.id == names.get(str(node.id)):

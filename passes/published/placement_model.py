@@ -158,14 +158,14 @@ SLACK = 1e-12  # of the memory limit: sums of fractions err, each order of summi
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PlacedDevice:
     """One stage of the pipeline: its device's class and its nodes, as indices."""
 
     kind: int
     nodes: tuple[int, ...]
 
 
-def device_loads(problem: PlacementProblem, devices: Sequence[Device]) -> list[float]:
+def device_loads(problem: PlacementProblem, devices: Sequence[PlacedDevice]) -> list[float]:
     """The load of every device, as the paper defines it.
 
     A class with transfers pays the cost of every value that it produces and somebody else uses,
@@ -187,7 +187,7 @@ def device_loads(problem: PlacementProblem, devices: Sequence[Device]) -> list[f
     return [math.fsum(part) for part in parts]
 
 
-def memories(problem: PlacementProblem, devices: Sequence[Device]) -> list[float]:
+def memories(problem: PlacementProblem, devices: Sequence[PlacedDevice]) -> list[float]:
     """The summed sizes of every device's nodes, in the file's unit."""
     return [math.fsum(problem.nodes[v].size for v in device.nodes) for device in devices]
 
@@ -204,7 +204,7 @@ def allowed(problem: PlacementProblem) -> list[float]:
     return [kind.memory * (1 + SLACK) for kind in problem.classes]
 
 
-def violations(problem: PlacementProblem, devices: Sequence[Device]) -> list[str]:
+def violations(problem: PlacementProblem, devices: Sequence[PlacedDevice]) -> list[str]:
     """Everything that keeps the devices from being a contiguous pipeline; empty when it is one."""
     nodes = problem.nodes
     placed = [v for device in devices for v in device.nodes]

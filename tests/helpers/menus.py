@@ -8,7 +8,7 @@ import random
 from fractions import Fraction
 from functools import cache
 
-from pdcompile.passes.published.piper_model import MenuEdge, MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import MenuEdge, MenuNode, MenuProblem, NodeVariant
 
 
 def random_menu(seed: int, *, nodes: int = 5, devices: int = 5, even: bool = False) -> MenuProblem:
@@ -31,13 +31,13 @@ def random_menu(seed: int, *, nodes: int = 5, devices: int = 5, even: bool = Fal
     for v in range(n):
         ins = [edge.source for edge in edges if edge.target == v]
         outs = [edge.target for edge in edges if edge.source == v]
-        variants: dict[int, tuple[Variant, ...]] = {}
+        variants: dict[int, tuple[NodeVariant, ...]] = {}
         for degree in rng.choice(((1,), (1,), (1, 2), (1, 2), (2,), (1, 3))):
             weights = size(60)
             forward = {u: size(10) for u in ins}
             backward = {w: size(10) for w in outs}
             variants[degree] = tuple(
-                Variant(
+                NodeVariant(
                     id=f"v{k}",
                     seconds=rng.choice((0.0, rng.uniform(0, 10), float(rng.randint(0, 5)))),
                     parameter_bytes=weights if even else size(60),

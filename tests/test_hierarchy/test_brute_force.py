@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import PlanError
 from pdcompile.passes.published.pipedream import solve
 from pdcompile.passes.published.pipedream.profile_cuts import dag_of
-from pdcompile.passes.published.pipedream_model import Evaluation, HierarchyProblem, evaluate
+from pdcompile.passes.published.pipedream_model import HierarchyProblem, PipedreamCost, evaluate
 from tests.helpers.hierarchies import boundary, down_sets, plans, random_graph, recursion
 
 CLUSTERS = [
@@ -25,7 +25,7 @@ CLUSTERS = [
 RATIOS = [1.0, 1.0, 2.5, None]
 
 
-def best(problem: HierarchyProblem) -> Evaluation | None:
+def best(problem: HierarchyProblem) -> PipedreamCost | None:
     """The best of all plans that fit, and of these one with the fewest workers."""
     found = None
     for plan in plans(problem):

@@ -34,7 +34,7 @@ from pdcompile.passes.published.piper_model import (
     MenuEdge,
     MenuNode,
     MenuProblem,
-    Variant,
+    NodeVariant,
     evaluate,
 )
 from pdcompile.problem.answer import StageAnswer
@@ -215,8 +215,8 @@ def test_divisors() -> None:
 
 
 def pair() -> MenuProblem:
-    first = MenuNode(0, {1: (Variant("a", 2.0, 8.0, 3.0, 5.0, {}, {1: 4.0}),)})
-    second = MenuNode(1, {1: (Variant("a", 3.0, 0.0, 1.0, 1.0, {0: 6.0}, {}),)})
+    first = MenuNode(0, {1: (NodeVariant("a", 2.0, 8.0, 3.0, 5.0, {}, {1: 4.0}),)})
+    second = MenuNode(1, {1: (NodeVariant("a", 3.0, 0.0, 1.0, 1.0, {0: 6.0}, {}),)})
     return MenuProblem((first, second), (MenuEdge(0, 1, 10.0),), 3, 11.0, 4, 2.0)
 
 

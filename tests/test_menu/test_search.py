@@ -13,7 +13,7 @@ from pdcompile.passes.published.piper_model import (
     MenuEdge,
     MenuNode,
     MenuProblem,
-    Variant,
+    NodeVariant,
     evaluate,
 )
 from pdcompile.problem.answer import Answer
@@ -55,7 +55,7 @@ def chain(count: int, **changes: object) -> MenuProblem:
             v,
             {
                 1: (
-                    Variant(
+                    NodeVariant(
                         "vanilla",
                         1.0,
                         8.0,
@@ -64,7 +64,7 @@ def chain(count: int, **changes: object) -> MenuProblem:
                         {v - 1: 0.0} if v else {},
                         {v + 1: 0.0} if v < count - 1 else {},
                     ),
-                    Variant(
+                    NodeVariant(
                         "recompute",
                         1.4,
                         8.0,
@@ -135,7 +135,7 @@ def test_where_not_all_cuts_are_looked_at_nothing_is_proved(
 
 
 def test_degrees_that_do_not_go_together_need_more_devices() -> None:
-    one, two = ({1: (Variant("a", 1.0),)}, {2: (Variant("a", 1.0),)})
+    one, two = ({1: (NodeVariant("a", 1.0),)}, {2: (NodeVariant("a", 1.0),)})
     problem = MenuProblem((MenuNode(0, one), MenuNode(1, two)), (), 2, math.inf, 4, 1.0)
     answer = solve(problem)
     assert answer.status == "infeasible"
@@ -144,7 +144,7 @@ def test_degrees_that_do_not_go_together_need_more_devices() -> None:
 
 
 def test_a_degree_above_all_devices_is_named() -> None:
-    problem = MenuProblem((MenuNode("big", {4: (Variant("a", 1.0),)}),), (), 2, 1.0, 4, 1.0)
+    problem = MenuProblem((MenuNode("big", {4: (NodeVariant("a", 1.0),)}),), (), 2, 1.0, 4, 1.0)
     assert "node 'big' has variants for 4 devices or more" in solve(problem).reason
 
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import place
-from pdcompile.passes.published.placement.groups import grouped
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
-from pdcompile.passes.published.placement.loads import Placement, objective
-from pdcompile.passes.published.placement.search import ExactSearch
+from pdcompile.passes.published.placement.node_groups import grouped
+from pdcompile.passes.published.placement.placement_search import ExactSearch
+from pdcompile.passes.published.placement.placements import Placement, objective
 from pdcompile.passes.published.placement.threshold_program import prove
 from pdcompile.passes.published.placement_model import (
     SLACK,
-    Device,
     DeviceClass,
     LoadProblem,
+    PlacedDevice,
     device_loads,
     parse,
     read,
@@ -178,8 +178,8 @@ def test_evaluation_refuses_what_is_no_pipeline() -> None:
         where="graph.json",
     )
 
-    def devices(*nodes: tuple[int, ...]) -> list[Device]:
-        return [Device(0, held) for held in nodes]
+    def devices(*nodes: tuple[int, ...]) -> list[PlacedDevice]:
+        return [PlacedDevice(0, held) for held in nodes]
 
     assert "not every node" in violations(problem, devices((0, 1), (2, 3)))[0]
     assert "colour 'a'" in violations(problem, devices((0,), (1, 2, 3, 4)))[0]

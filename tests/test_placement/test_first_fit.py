@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import FAMILIES, problem
 from pdcompile.passes.published.placement import first_fit, place
-from pdcompile.passes.published.placement.groups import grouped
-from pdcompile.passes.published.placement.loads import objective
+from pdcompile.passes.published.placement.node_groups import grouped
+from pdcompile.passes.published.placement.placements import objective
 
 
 def test_without_any_time_there_is_a_placement() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import networkx as nx
 import pytest
 
-from pdcompile.passes.published.placement.groups import components, grouped, reduced
+from pdcompile.passes.published.placement.node_groups import components, grouped, reduced
 from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,

@@ -14,10 +14,15 @@ from benchmarks.graphs import FAMILIES, Sketch, problem
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published.placement import search
 from pdcompile.passes.published.placement.cut_chain import arrays, best, linear_chain, positions_of
-from pdcompile.passes.published.placement.groups import grouped
-from pdcompile.passes.published.placement.loads import Placement, compact, objective, stage_loads
-from pdcompile.passes.published.placement.relaxed import Part, lines
-from pdcompile.passes.published.placement.search import solve_large as solve
+from pdcompile.passes.published.placement.node_groups import grouped
+from pdcompile.passes.published.placement.placement_search import solve_large as solve
+from pdcompile.passes.published.placement.placements import (
+    Placement,
+    compact,
+    objective,
+    stage_loads,
+)
+from pdcompile.passes.published.placement.relaxed import GraphPart, lines
 from pdcompile.passes.published.placement.series import (
     anchors,
     listed,
@@ -178,7 +183,7 @@ def test_lines_lie_below_every_cut(made: LoadProblem, closed: bool) -> None:
     a = arrays(made)
     n = min(a.groups, 8)
     keep = a.pin_of < n
-    part = Part(
+    part = GraphPart(
         a.seconds[0][:n],
         a.source[a.target < n],
         a.target[a.target < n],

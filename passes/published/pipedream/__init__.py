@@ -11,8 +11,8 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.pipedream.bucket_bounds import relaxation
 from pdcompile.passes.published.pipedream.nested_stages import (
-    Outcome,
-    Part,
+    NestedPlan,
+    NestedStage,
     Report,
     levels_of,
     operations,
@@ -20,16 +20,16 @@ from pdcompile.passes.published.pipedream.nested_stages import (
     unfit,
 )
 from pdcompile.passes.published.pipedream.profile_cuts import (
+    CutSegments,
     Dag,
     Pool,
-    Segments,
     arrange,
     dag_of,
     lattice_of,
     segments_of,
     undominated,
 )
-from pdcompile.passes.published.pipedream_model import Evaluation, HierarchyProblem, evaluate
+from pdcompile.passes.published.pipedream_model import HierarchyProblem, PipedreamCost, evaluate
 from pdcompile.problem.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
 
 __all__ = ["solve"]
@@ -62,7 +62,7 @@ class _Family:
     """States in order, and what they are."""
 
     sets: list[int]
-    segments: Segments
+    segments: CutSegments
     text: str  # what the prover went through
     complete: bool
 
@@ -77,10 +77,10 @@ class _Solver:
         self.progress = progress
         self.levels = levels_of(problem)
         self.dag: Dag = dag_of(problem.graph)
-        self.best: tuple[Evaluation, tuple[LevelAnswer, ...]] | None = None
+        self.best: tuple[PipedreamCost, tuple[LevelAnswer, ...]] | None = None
         self.bound = 0.0
         self.provers: list[str] = []
-        self._relaxed: Segments | None = None
+        self._relaxed: CutSegments | None = None
 
     def solve(self) -> Answer:
         family = self._all_states(memory=False)
@@ -159,7 +159,7 @@ class _Solver:
             self._keep(family.sets, outcome)  # it may fit all the same
         self.provers.append(text)
 
-    def _optimistic(self, segments: Segments, limit: float) -> Outcome:
+    def _optimistic(self, segments: CutSegments, limit: float) -> NestedPlan:
         """Raise the bound by what no plan that fits is below."""
         outcome = search(
             self.levels, segments, self.budget, limit=limit, sound=False, low=self.bound
@@ -167,7 +167,7 @@ class _Solver:
         self.bound = max(self.bound, outcome.bound)
         return outcome
 
-    def _search(self, segments: Segments) -> Outcome:
+    def _search(self, segments: CutSegments) -> NestedPlan:
         """Plans that fit; proves nothing beyond the states where there are several levels."""
         return search(
             self.levels,
@@ -179,7 +179,7 @@ class _Solver:
             report=self._reporter(),
         )
 
-    def _buckets(self) -> Segments:
+    def _buckets(self) -> CutSegments:
         if self._relaxed is None:
             self._relaxed = relaxation(self.dag, self.levels)
         return self._relaxed
@@ -217,7 +217,7 @@ class _Solver:
 
     # Results
 
-    def _keep(self, sets: Sequence[int], outcome: Outcome) -> bool:
+    def _keep(self, sets: Sequence[int], outcome: NestedPlan) -> bool:
         """Price a plan from the profile; True when it is the best that fits so far."""
         if outcome.parts is None:
             return False
@@ -234,7 +234,7 @@ class _Solver:
         self._tell()
         return True
 
-    def _named(self, parts: Sequence[Part], sets: Sequence[int]) -> tuple[LevelAnswer, ...]:
+    def _named(self, parts: Sequence[NestedStage], sets: Sequence[int]) -> tuple[LevelAnswer, ...]:
         return tuple(
             LevelAnswer(
                 members=self._ids(sets[part.j] & ~sets[part.i]),
@@ -315,7 +315,7 @@ class _Solver:
         )
 
 
-def _cuts(parts: Sequence[Part], sets: Sequence[int]) -> list[int]:
+def _cuts(parts: Sequence[NestedStage], sets: Sequence[int]) -> list[int]:
     """The states at which a plan cuts, on all levels."""
     found: dict[int, None] = {}
     for part in parts:

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.lattice import members
-from pdcompile.passes.published.pipedream.nested_stages import Level, operations
-from pdcompile.passes.published.pipedream.profile_cuts import Dag, Floats, Segments, membership
+from pdcompile.passes.published.pipedream.nested_stages import PricedLevel, operations
+from pdcompile.passes.published.pipedream.profile_cuts import CutSegments, Dag, Floats, membership
 
 BUCKETS = 800
 AFFORDABLE = 2.5e9  # nanoseconds of one core, roughly
@@ -43,7 +43,7 @@ class _Buckets:
     outside: Flags  # the node is in none of them
 
 
-def relaxation(dag: Dag, levels: Sequence[Level]) -> Segments:
+def relaxation(dag: Dag, levels: Sequence[PricedLevel]) -> CutSegments:
     """Lower bounds of all segments between buckets, as many as their search affords."""
     counts = [level.count for level in levels]
     size = BUCKETS
@@ -52,7 +52,7 @@ def relaxation(dag: Dag, levels: Sequence[Level]) -> Segments:
     return bounded_segments(dag, size)
 
 
-def bounded_segments(dag: Dag, size: int) -> Segments:
+def bounded_segments(dag: Dag, size: int) -> CutSegments:
     """Lower bounds of all segments between up to about `size` buckets."""
     buckets = _merge(dag, _atoms(dag, size), size)
     before, behind = buckets.outside.astype(float), buckets.inside.astype(float)
@@ -69,7 +69,7 @@ def bounded_segments(dag: Dag, size: int) -> Segments:
         )
         sure = (before * weights) @ behind.T
         amounts.append(np.where(nested, np.maximum(sure, least[None, :] - most[:, None]), 0))
-    return Segments(
+    return CutSegments(
         seconds, amounts[0], amounts[1], least_boundaries(dag, buckets.inside, buckets.outside)
     )
 

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chain_program import smallest_threshold
-from pdcompile.passes.published.pipedream.profile_cuts import Floats, Segments
+from pdcompile.passes.published.pipedream.profile_cuts import CutSegments, Floats
 from pdcompile.passes.published.pipedream_model import HierarchyProblem
 from pdcompile.units import format_bytes
 
@@ -56,7 +56,7 @@ Report = Callable[[float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class PricedLevel:
     """One level of the cluster as the recursion sees it."""
 
     count: int  # components
@@ -80,39 +80,39 @@ class Level:
         return 2 * cut / (self.bandwidth * m) / self.compression
 
 
-def levels_of(problem: HierarchyProblem) -> list[Level]:
+def levels_of(problem: HierarchyProblem) -> list[PricedLevel]:
     """The cluster's levels, innermost first."""
     ratio = problem.activation_compression
     compression = math.inf if ratio is None else ratio
     found, inside = [], 1
     for count, bandwidth in problem.levels:
-        found.append(Level(count, bandwidth, inside, problem.straight, compression))
+        found.append(PricedLevel(count, bandwidth, inside, problem.straight, compression))
         inside *= count
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NestedStage:
     """States i → j on `replicas` components, and the pipeline inside each (none in a worker)."""
 
     i: int
     j: int
     replicas: int
-    inner: tuple[Part, ...] = ()
+    inner: tuple[NestedStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class NestedPlan:
     """Nested stages between states (None: there are none), seconds, and what is proved."""
 
-    parts: tuple[Part, ...] | None
+    parts: tuple[NestedStage, ...] | None
     seconds: float
     bound: float
 
 
 def search(
-    levels: Sequence[Level],
-    segments: Segments,
+    levels: Sequence[PricedLevel],
+    segments: CutSegments,
     budget: Budget,
     *,
     limit: float | None = None,
@@ -120,7 +120,7 @@ def search(
     low: float = 0.0,
     fewer: bool = False,
     report: Report | None = None,
-) -> Outcome:
+) -> NestedPlan:
     """The best plan whose cuts are all among the states, under `limit` bytes of a worker.
 
     Under a limit: with `sound` its parts fit, but better ones may too; otherwise its bound holds,
@@ -128,19 +128,19 @@ def search(
     is tried even when the budget is used up.
     """
     limited = limit is not None
-    below: Component = Worker(segments, limit)
-    inner: Group | None = None
+    below: Component = SingleWorker(segments, limit)
+    inner: LevelGroup | None = None
     for level in levels[:-1]:
         step = _step(levels, len(segments.cut)) if limited else 0
-        below = inner = Group(level, below, segments, sound=sound, step=step, fewer=fewer)
+        below = inner = LevelGroup(level, below, segments, sound=sound, step=step, fewer=fewer)
     outermost = Outermost(levels[-1], below, segments, limited=limited, sound=sound)
     # Without a limit, all on one component is a plan.
     high = ceiling(levels, segments) if limited else float(below.seconds(0)[0, -1])
     stages = outermost.decide(high)
     if stages is None:
-        return Outcome(None, math.inf, math.inf)
+        return NestedPlan(None, math.inf, math.inf)
 
-    def attempt(target: float) -> tuple[float, tuple[Part, ...]] | None:
+    def attempt(target: float) -> tuple[float, tuple[NestedStage, ...]] | None:
         found = outermost.decide(target)
         return None if found is None else (outermost.price(found), found)
 
@@ -159,7 +159,7 @@ def search(
     seconds = outermost.price(stages)
     if fewer and inner is not None and not limited:
         stages = _fewest(outermost, inner, seconds)
-    return Outcome(outermost.filled(stages, seconds), seconds, bound)
+    return NestedPlan(outermost.filled(stages, seconds), seconds, bound)
 
 
 def operations(
@@ -174,7 +174,7 @@ def operations(
     return tables + 45 * states**2 * (1 if straight else counts[-1])
 
 
-def ceiling(levels: Sequence[Level], segments: Segments) -> float:
+def ceiling(levels: Sequence[PricedLevel], segments: CutSegments) -> float:
     """Seconds that no stage of any plan exceeds."""
     slow = sum(
         4 * float(segments.parameters[0, -1]) / level.bandwidth
@@ -184,7 +184,7 @@ def ceiling(levels: Sequence[Level], segments: Segments) -> float:
     return (float(segments.seconds[0, -1]) + slow) * 2
 
 
-def _step(levels: Sequence[Level], states: int) -> int:
+def _step(levels: Sequence[PricedLevel], states: int) -> int:
     """Later workers are rounded so coarsely that the tables stay affordable."""
     most = (levels[-1].count - 1) * levels[-1].inside
     pairs = max((level.count**2 for level in levels[:-1]), default=1)
@@ -199,15 +199,15 @@ class Component(Protocol):
         """[i, j] -> seconds, inf where memory forbids, with `later` workers behind it."""
         ...
 
-    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[NestedStage, ...]:
         """The pipeline inside, within the budget (seconds), on the fewest components."""
         ...
 
 
-class Worker:
+class SingleWorker:
     """A single worker: the stage either fits or does not."""
 
-    def __init__(self, segments: Segments, limit: float | None) -> None:
+    def __init__(self, segments: CutSegments, limit: float | None) -> None:
         self._work = segments.seconds
         self.room: Floats | None = None  # later workers at most
         if limit is not None:
@@ -222,11 +222,11 @@ class Worker:
     def seconds(self, later: int) -> Floats:
         return self._work if self.room is None else np.where(later <= self.room, self._work, np.inf)
 
-    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[NestedStage, ...]:
         return ()
 
 
-class Group:
+class LevelGroup:
     """A level's component: a pipeline over `level.count` components of the level below.
 
     Later workers are rounded to multiples of `step`; 0: there is no limit, and they do not count.
@@ -234,9 +234,9 @@ class Group:
 
     def __init__(
         self,
-        level: Level,
+        level: PricedLevel,
         below: Component,
-        segments: Segments,
+        segments: CutSegments,
         *,
         sound: bool,
         step: int,
@@ -309,7 +309,7 @@ class Group:
         self._tables[later] = best, ends
         return best, ends
 
-    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[Part, ...]:
+    def parts(self, i: int, j: int, later: int, budget: float) -> tuple[NestedStage, ...]:
         later = self.rounded(later)
         best, ends = self._table(later)
         budget = max(budget, float(best[i, j]))
@@ -329,7 +329,7 @@ class Group:
         ends: list[Floats],
         *,
         first: bool,
-    ) -> tuple[Part, ...] | None:
+    ) -> tuple[NestedStage, ...] | None:
         """Stages of i → j on c components within the budget; None: there are none."""
         while self.free and not first and c > 1 and ends[c - 1][i, j] <= budget:
             c -= 1
@@ -345,7 +345,7 @@ class Group:
             alone = float(self.below.seconds(inside)[i, k])
             reduced /= self.level.inside if first else 1
             inner = self.below.parts(i, k, inside, max(alone, budget * ROUNDED * m - reduced))
-            here = (Part(i, k, m, inner),)
+            here = (NestedStage(i, k, m, inner),)
             if k == j:
                 return here
             rest = self._from(k, j, after, later, budget, ends, first=False)
@@ -384,9 +384,9 @@ class Outermost:
 
     def __init__(
         self,
-        level: Level,
+        level: PricedLevel,
         below: Component,
-        segments: Segments,
+        segments: CutSegments,
         *,
         limited: bool,
         sound: bool = True,
@@ -403,18 +403,18 @@ class Outermost:
         self._stack: Floats | None = None
         self._place = np.zeros((level.count + 1, level.most), np.int64)
 
-    def decide(self, target: float) -> tuple[Part, ...] | None:
+    def decide(self, target: float) -> tuple[NestedStage, ...] | None:
         """Stages that stay within the target (seconds) on the fewest components, or None."""
         last = len(self.segments.cut) - 1
         fewest = np.full(last + 1, _NEVER, np.int64)
         fewest[last] = 0
-        chosen: list[Part | None] = [None] * (last + 1)
+        chosen: list[NestedStage | None] = [None] * (last + 1)
         needed = None if self.limited else self._needed(target)
         for i in range(last - 1, -1, -1):
             if needed is not None:
                 total = fewest[i + 1 :] + needed[i, i + 1 :]
                 at = int(total.argmin())
-                stage = Part(i, i + 1 + at, int(needed[i, i + 1 + at]))
+                stage = NestedStage(i, i + 1 + at, int(needed[i, i + 1 + at]))
                 if total[at] <= self.level.count:
                     fewest[i], chosen[i] = total[at], stage
             else:
@@ -453,7 +453,9 @@ class Outermost:
             fits = cost(m) <= target
         return np.where(one, 1, np.where(fits, m, _NEVER)).astype(np.int64)
 
-    def _cheapest(self, i: int, target: float, fewest: Ints, chosen: list[Part | None]) -> None:
+    def _cheapest(
+        self, i: int, target: float, fewest: Ints, chosen: list[NestedStage | None]
+    ) -> None:
         """Find the stage from i that leaves the fewest components used, where memory counts."""
         inside = np.isfinite(self.segments.seconds[i, i + 1 :])
         ends = i + 1 + np.flatnonzero(inside & (fewest[i + 1 :] < self.level.count))
@@ -466,11 +468,11 @@ class Outermost:
         row, column = divmod(int(total.argmin()), len(ends))
         if total[row, column] <= self.level.count:
             fewest[i] = total[row, column]
-            chosen[i] = Part(i, int(ends[column]), row + 1)
+            chosen[i] = NestedStage(i, int(ends[column]), row + 1)
 
     def _alone(self, i: int, ends: Ints, after: Ints) -> Floats:
         """[replicas, end] -> seconds of one component."""
-        if isinstance(self.below, Worker) and self.below.room is not None:
+        if isinstance(self.below, SingleWorker) and self.below.room is not None:
             later = -(-after // self._replicas[:, None])
             room = later <= self.below.room[i, ends]
             return np.where(room, self.segments.seconds[i, ends], np.inf)
@@ -488,7 +490,7 @@ class Outermost:
         alone: Floats = self._stack[self._place[after].T, i, ends]
         return alone
 
-    def later(self, stages: Sequence[Part]) -> list[int]:
+    def later(self, stages: Sequence[NestedStage]) -> list[int]:
         """Workers behind each stage, for one of its components."""
         behind = [sum(s.replicas for s in stages[k + 1 :]) for k in range(len(stages))]
         return [
@@ -496,7 +498,7 @@ class Outermost:
             for after, stage in zip(behind, stages, strict=True)
         ]
 
-    def price(self, stages: Sequence[Part]) -> float:
+    def price(self, stages: Sequence[NestedStage]) -> float:
         """Seconds of the slowest stage, boundaries included."""
         worst = 0.0
         for stage, later in zip(stages, self.later(stages), strict=True):
@@ -506,7 +508,7 @@ class Outermost:
             worst = max(worst, (alone + reduced) / m, float(self.edge[i, j]) / m)
         return worst
 
-    def filled(self, stages: Sequence[Part], target: float) -> tuple[Part, ...]:
+    def filled(self, stages: Sequence[NestedStage], target: float) -> tuple[NestedStage, ...]:
         """The stages with their insides, within the target (seconds)."""
         found = []
         for stage, later in zip(stages, self.later(stages), strict=True):
@@ -514,11 +516,11 @@ class Outermost:
             alone = float(self.below.seconds(later)[i, j])
             reduced = float(self.reduced[i, j]) * (m - 1) / m
             budget = max(alone, target * ROUNDED * m - reduced)
-            found.append(Part(i, j, m, self.below.parts(i, j, later, budget)))
+            found.append(NestedStage(i, j, m, self.below.parts(i, j, later, budget)))
         return tuple(found)
 
 
-def _fewest(outermost: Outermost, inner: Group, target: float) -> tuple[Part, ...]:
+def _fewest(outermost: Outermost, inner: LevelGroup, target: float) -> tuple[NestedStage, ...]:
     """Stages within the target that take the fewest components of the level below."""
     level, size = outermost.level, len(outermost.segments.cut)
     target *= 2 - ROUNDED
@@ -532,7 +534,7 @@ def _fewest(outermost: Outermost, inner: Group, target: float) -> tuple[Part, ..
         price.append(taken)
     least = np.full((level.count + 1, size), _NEVER, np.int64)
     least[:, -1] = 0
-    chosen: dict[tuple[int, int], Part] = {}
+    chosen: dict[tuple[int, int], NestedStage] = {}
     for i in range(size - 2, -1, -1):
         for count in range(1, level.count + 1):
             for m in range(1, min(count, len(price)) + 1):
@@ -540,7 +542,7 @@ def _fewest(outermost: Outermost, inner: Group, target: float) -> tuple[Part, ..
                 j = int(total.argmin())
                 if total[j] < least[count, i]:
                     least[count, i] = total[j]
-                    chosen[count, i] = Part(i, i + 1 + j, m)
+                    chosen[count, i] = NestedStage(i, i + 1 + j, m)
     stages = []
     i, count = 0, level.count
     while i < size - 1:
@@ -549,7 +551,9 @@ def _fewest(outermost: Outermost, inner: Group, target: float) -> tuple[Part, ..
     return tuple(stages)
 
 
-def unfit(problem: HierarchyProblem, levels: Sequence[Level], segments: Segments) -> str | None:
+def unfit(
+    problem: HierarchyProblem, levels: Sequence[PricedLevel], segments: CutSegments
+) -> str | None:
     """Why no chain of these states fits, or None when one does, as far as this test sees.
 
     Only the workers behind a stage matter to memory, not how they are joined, so every plan
@@ -557,11 +561,11 @@ def unfit(problem: HierarchyProblem, levels: Sequence[Level], segments: Segments
     """
     limit, workers = problem.memory_bytes, problem.workers
     assert limit is not None
-    level = Level(workers, math.inf, 1, levels[0].straight, math.inf)
+    level = PricedLevel(workers, math.inf, 1, levels[0].straight, math.inf)
     target = ceiling(levels, segments)
 
-    def attempt(bytes_each: float) -> tuple[float, tuple[Part, ...]] | None:
-        worker = Worker(segments, bytes_each)
+    def attempt(bytes_each: float) -> tuple[float, tuple[NestedStage, ...]] | None:
+        worker = SingleWorker(segments, bytes_each)
         stages = Outermost(level, worker, segments, limited=True).decide(target)
         return None if stages is None else (_held(stages, segments), stages)
 
@@ -586,7 +590,7 @@ def unfit(problem: HierarchyProblem, levels: Sequence[Level], segments: Segments
     )
 
 
-def _held(stages: Sequence[Part], segments: Segments) -> float:
+def _held(stages: Sequence[NestedStage], segments: CutSegments) -> float:
     """Bytes of the worker that holds most."""
     behind = [sum(s.replicas for s in stages[k:]) for k in range(len(stages))]
     return max(

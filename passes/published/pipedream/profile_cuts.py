@@ -208,7 +208,7 @@ def _maps(
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class CutSegments:
     """Amounts between two cuts i ⊂ j, for the recursion: state 0 is empty, the last is everything.
 
     `seconds` is inf where state i is no proper subset of state j; the other amounts are 0 there.
@@ -244,7 +244,7 @@ def membership(dag: Dag, sets: Sequence[int]) -> Floats:
     return unpacked(sets, dag.size).astype(np.float64)
 
 
-def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:
+def segments_of(dag: Dag, sets: Sequence[int]) -> CutSegments:
     """Amounts of all segments between `sets`, which `arrange` has put into order."""
     inside = membership(dag, sets)
     apart = inside.astype(np.float32) @ (1 - inside).astype(np.float32).T
@@ -256,7 +256,7 @@ def segments_of(dag: Dag, sets: Sequence[int]) -> Segments:
     cut = np.array([dag.boundary(s) for s in sets])
     cut[[0, -1]] = 0
     amounts[0][~nested] = np.inf
-    return Segments(amounts[0], amounts[1], amounts[2], cut)
+    return CutSegments(amounts[0], amounts[1], amounts[2], cut)
 
 
 ROUND = 1.2e9  # nanoseconds of one core that one search may take, roughly

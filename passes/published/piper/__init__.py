@@ -14,8 +14,8 @@ from pdcompile.passes.partition.chain_program import cheapest_chain, smallest_th
 from pdcompile.passes.published.piper.menus import device_seconds, heaviest_alone, menus
 from pdcompile.passes.published.piper.stage_tables import (
     POINTS,
-    Pairs,
     Space,
+    StatePairs,
     achievable_table,
     all_ideals,
     exact_table,
@@ -24,7 +24,7 @@ from pdcompile.passes.published.piper.stage_tables import (
     pairs,
     relaxed_table,
 )
-from pdcompile.passes.published.piper.table_search import EXACT, Found, Least, Search
+from pdcompile.passes.published.piper.table_search import EXACT, LeastMemory, PiperPlan, TableSearch
 from pdcompile.passes.published.piper_model import MenuProblem
 from pdcompile.problem.answer import ROUNDING, Answer, Progress
 from pdcompile.units import format_bytes
@@ -76,7 +76,7 @@ class _Solve:
         self.progress = progress
         self.lower = device_seconds(problem)
         self.prover = "device-seconds"
-        self.best: Found | None = None
+        self.best: PiperPlan | None = None
 
     def run(self) -> Answer:
         problem = self.problem
@@ -98,7 +98,7 @@ class _Solve:
                 lattice.prefixes(orders_of(problem, self.seed), math.inf, each=PREFIXES),
             )
         stages = self._all(space)
-        self.least = Least(space, stages)
+        self.least = LeastMemory(space, stages)
         self._begin(space, stages)
         if not complete and self.best is not None:
             self._look_around()
@@ -106,16 +106,16 @@ class _Solve:
             self._prove(space if complete else Space(problem, masks))
         return self._answer(complete)
 
-    def _all(self, space: Space) -> list[Pairs]:
+    def _all(self, space: Space) -> list[StatePairs]:
         found = [pairs(space, menu, math.inf, len(space.masks) ** 2) for menu in self.menus]
         return [stages for stages in found if stages is not None]
 
-    def _begin(self, space: Space, stages: list[Pairs]) -> None:
+    def _begin(self, space: Space, stages: list[StatePairs]) -> None:
         """A first plan: with the least bytes, then with simple rules for the variants."""
         chain = self.least.chain(self.problem.memory_bytes)
         if chain is None:
             return
-        search = Search(space, [achievable_table(space, part) for part in stages], self.budget)
+        search = TableSearch(space, [achievable_table(space, part) for part in stages], self.budget)
         self.best = search.plan(chain[0])
         _, self.best = search.bisect(self.lower, self.best, self.progress)
 
@@ -135,7 +135,7 @@ class _Solve:
             if stages is None:
                 return
             tables = [achievable_table(space, part, FINE) for part in stages]
-            search = Search(space, tables, self.budget)
+            search = TableSearch(space, tables, self.budget)
             _, self.best = search.bisect(self.lower, self.best, self.progress)
             assert self.best is not None
             idle = 0 if self.best.objective < before else idle + 1
@@ -161,18 +161,18 @@ class _Solve:
         if not self.budget.late:
             self._raise(bound, name)
 
-    def _relaxed(self, space: Space) -> Search | None:
+    def _relaxed(self, space: Space) -> TableSearch | None:
         """The stages that a better plan may have, with bounds; None: too many to look at."""
         assert self.best is not None
         stages = self._below(space, self.best.objective)
         if stages is None:
             return None
         tables = [relaxed_table(space, part) for part in stages]
-        search = Search(space, tables, self.budget)
+        search = TableSearch(space, tables, self.budget)
         search.narrow(self.best.objective)
         return search
 
-    def _improve(self, relaxed: Search, points: int) -> tuple[float, Search | None]:
+    def _improve(self, relaxed: TableSearch, points: int) -> tuple[float, TableSearch | None]:
         """The best plan of what `relaxed` leaves, with up to `points` sums of variants a stage.
 
         Returns a threshold below which there is no plan with them, and, if that is not all of
@@ -185,16 +185,16 @@ class _Solve:
             )
             for table, rows in zip(relaxed.tables, relaxed.rows, strict=True)
         ]
-        search = Search(relaxed.space, [real for real, _ in both], self.budget)
+        search = TableSearch(relaxed.space, [real for real, _ in both], self.budget)
         bound, self.best = search.bisect(self.lower, self.best, self.progress)
         if all(hoped is None for _, hoped in both):
             return bound, None
         tables = [real if hoped is None else hoped for real, hoped in both]
-        return bound, Search(relaxed.space, tables, self.budget)
+        return bound, TableSearch(relaxed.space, tables, self.budget)
 
-    def _below(self, space: Space, threshold: float) -> list[Pairs] | None:
+    def _below(self, space: Space, threshold: float) -> list[StatePairs] | None:
         """Stages that a better plan may have; None: too many to look at."""
-        found: list[Pairs] = []
+        found: list[StatePairs] = []
         left = STAGES
         for menu in self.menus:
             part = None if self.budget.late else pairs(space, menu, threshold, left)
@@ -204,7 +204,7 @@ class _Solve:
             left -= len(part)
         return found
 
-    def _bound(self, search: Search, exact: float) -> float:
+    def _bound(self, search: TableSearch, exact: float) -> float:
         """A threshold below which there is no plan, not even one with the table's bounds."""
         assert self.best is not None
         states, devices = len(search.space.masks), self.problem.devices
@@ -263,7 +263,7 @@ class _Solve:
             reason = f"{problem.devices} devices of {limit} cannot hold all nodes"
         # The stages of `least` fit into the limit with one microbatch in flight; now all are asked.
         roomy = Space(replace(problem, memory_bytes=math.inf), self.least.space.masks)
-        least = Least(roomy, self._all(roomy))
+        least = LeastMemory(roomy, self._all(roomy))
         enough = least.chain(math.inf)
         proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
         if self.least.chain(problem.memory_bytes) is not None:
@@ -285,7 +285,7 @@ class _Solve:
         problem = replace(self.problem, devices=most, memory_bytes=math.inf)
         space = Space(problem, self.least.space.masks)
         self.menus = menus(problem)
-        chain = Least(space, self._all(space)).chain(math.inf)
+        chain = LeastMemory(space, self._all(space)).chain(math.inf)
         return most if chain is None else sum(w * menu.degree for _, _, menu, w in chain[0])
 
     def _without(self, status: Status, reason: str) -> Answer:

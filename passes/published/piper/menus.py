@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.published.piper_model import MenuNode, MenuProblem, Variant
+from pdcompile.passes.published.piper_model import MenuNode, MenuProblem, NodeVariant
 
 Floats = NDArray[np.float64]
 
@@ -86,7 +86,7 @@ def _menu(
     problem: MenuProblem,
     degree: int,
     widths: tuple[int, ...],
-    lists: list[list[tuple[int, Variant]]],
+    lists: list[list[tuple[int, NodeVariant]]],
     snap: Callable[[float], float],
 ) -> Menu:
     n = len(problem.nodes)
@@ -138,7 +138,7 @@ def _menu(
     return Menu(degree, widths, tuple(items), missing, entering, leaving, resent)
 
 
-def _undominated(node: MenuNode, degree: int) -> list[tuple[int, Variant]]:
+def _undominated(node: MenuNode, degree: int) -> list[tuple[int, NodeVariant]]:
     """Variants that no other one equals or beats in everything that counts."""
     variants = list(enumerate(node.variants.get(degree, ())))
     figures = [

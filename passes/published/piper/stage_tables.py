@@ -58,14 +58,7 @@ class Table:
     def choices(self, threshold: float, width: int, rows: NDArray[np.int64]) -> Choices:
         """Those of `rows` that take at most `threshold` seconds per sample on `width` replicas."""
         budget = threshold * width - self.cut[rows] - (width - 1) * self.resent[rows]
-        low, high = self.start[rows], self.stop[rows]
-        most = int((high - low).max(initial=0))
-        for _ in range(most.bit_length()):
-            middle = (low + high) >> 1
-            inside = low < high
-            right = inside & (self.seconds[np.where(inside, middle, 0)] <= budget)
-            low = np.where(right, middle + 1, low)
-            high = np.where(inside & ~right, middle, high)
+        low = bisected(self.start[rows], self.stop[rows], lambda at: self.seconds[at] <= budget)
         some = low > self.start[rows]
         rows, low = rows[some], low[some]
         # y = 1 + ⌈later/width⌉ ≤ flights, with `later` the replicas of all later stages.
@@ -78,6 +71,17 @@ class Table:
             same * width,
             reach,
         )
+
+
+def bisected(low: Ints, high: Ints, fits: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
+    """For each range, where what fits ends; all that fits comes first."""
+    for _ in range(int((high - low).max(initial=0)).bit_length()):
+        middle = (low + high) >> 1
+        inside = low < high
+        right = inside & fits(np.where(inside, middle, 0))
+        low = np.where(right, middle + 1, low)
+        high = np.where(inside & ~right, middle, high)
+    return low
 
 
 class Space:
@@ -213,7 +217,7 @@ WEIGHTS = (1.0, 0.7, 0.4)  # of seconds against bytes, when devices are counted
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class StatePairs:
     """Stages of one menu: states, seconds of the cut edges, seconds for each further replica."""
 
     menu: Menu
@@ -226,7 +230,7 @@ class Pairs:
         return len(self.before)
 
 
-def pairs(space: Space, menu: Menu, threshold: float, most: int) -> Pairs | None:
+def pairs(space: Space, menu: Menu, threshold: float, most: int) -> StatePairs | None:
     """All that have a choice below `threshold` and leave enough devices for the rest.
 
     What is before and after them is counted in device-seconds and device-bytes
@@ -285,7 +289,7 @@ def pairs(space: Space, menu: Menu, threshold: float, most: int) -> Pairs | None
             return None
         found.append((i.astype(np.int64), j.astype(np.int64), cut, resent))
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]
-    return Pairs(menu, columns[0], columns[1], columns[2], columns[3])
+    return StatePairs(menu, columns[0], columns[1], columns[2], columns[3])
 
 
 POLICIES = 12  # rules for the variants
@@ -293,7 +297,7 @@ FLIGHTS = 24  # numbers of microbatches in flight for which the relaxed table ha
 ROUNDING = 1e-13  # of the sums whose differences are taken
 
 
-def achievable_table(space: Space, pairs: Pairs, policies: int = POLICIES) -> Table:
+def achievable_table(space: Space, pairs: StatePairs, policies: int = POLICIES) -> Table:
     """Every stage with a few choices of variants, made by the same rule for all of its nodes.
 
     Each rule weighs bytes for a further microbatch in flight against seconds.
@@ -323,7 +327,7 @@ def achievable_table(space: Space, pairs: Pairs, policies: int = POLICIES) -> Ta
     return _dense(pairs, seconds, np.maximum.accumulate(flights, axis=0))
 
 
-def relaxed_table(space: Space, pairs: Pairs) -> Table:
+def relaxed_table(space: Space, pairs: StatePairs) -> Table:
     """Every stage with a bound on its seconds for some numbers y of microbatches in flight.
 
     Variants that fit have Σ bytes ≤ limit; with any price for a byte, the least of
@@ -355,7 +359,7 @@ def relaxed_table(space: Space, pairs: Pairs) -> Table:
     return _dense(pairs, seconds, np.repeat(flights[:, None], len(before), 1))
 
 
-def _dense(pairs: Pairs, seconds: Floats, flights: Floats) -> Table:
+def _dense(pairs: StatePairs, seconds: Floats, flights: Floats) -> Table:
     """A table from [step, stage]; steps that hold nothing, or take for ever, are left out."""
     height = len(seconds)
     seconds = np.maximum.accumulate(seconds, axis=0)

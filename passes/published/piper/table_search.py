@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chain_program import (
     Choices,
     Ints,
-    cheapest_chain,
+    cheapest_among,
     fewest_after,
     fewest_before,
     smallest_threshold,
@@ -25,14 +25,15 @@ from pdcompile.passes.partition.chain_program import (
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper.menus import Floats, Menu, pick
 from pdcompile.passes.published.piper.stage_tables import (
-    Pairs,
     Space,
+    StatePairs,
     Table,
     alive,
+    bisected,
     in_flight,
     options_of,
 )
-from pdcompile.passes.published.piper_model import MenuProblem, evaluate
+from pdcompile.passes.published.piper_model import evaluate
 from pdcompile.problem.answer import Progress, StageAnswer
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this
@@ -40,7 +41,7 @@ PAIRS = 20_000  # of (seconds, bytes), when the variants of a plan's stage are p
 
 
 @dataclass(slots=True)
-class Found:
+class PiperPlan:
     """The best plan so far and what is known of all plans."""
 
     objective: float
@@ -48,7 +49,7 @@ class Found:
     masks: tuple[int, ...]  # states between the stages
 
 
-class Search:
+class TableSearch:
     """Plans through the states of one space, whose tables are given."""
 
     def __init__(self, space: Space, tables: Sequence[Table], budget: Budget) -> None:
@@ -57,25 +58,17 @@ class Search:
         self.budget = budget
         self.rows: list[dict[int, Ints]] = [alive(table, math.inf) for table in tables]
 
-    def attempt(self, threshold: float) -> tuple[float, Found | None] | None:
+    def attempt(self, threshold: float) -> tuple[float, PiperPlan | None] | None:
         """A plan whose stages take at most `threshold` seconds per sample; None: there is none.
 
         The plan is missing where there is one but its variants were not found (`PAIRS`).
         """
-        choices, origin = self._choices(threshold)
-        chain = cheapest_chain(choices, len(self.space.masks), self.space.problem.devices)
+        parts, owner = self._parts(threshold)
+        states, devices = len(self.space.masks), self.space.problem.devices
+        chain = cheapest_among(parts, states, devices)
         if chain is None:
             return None
-        ends = np.cumsum([count for _, count in origin])
-        picked = [
-            (
-                int(choices.before[row]),
-                int(choices.after[row]),
-                self.tables[origin[int(np.searchsorted(ends, row, side="right"))][0]].menu,
-                int(choices.replicas[row]),
-            )
-            for row in chain
-        ]
+        picked = [(i, j, self.tables[owner[part]].menu, width) for i, j, part, width in chain]
         plan = self.plan(picked)
         return (math.inf, None) if plan is None else (plan.objective, plan)
 
@@ -102,8 +95,8 @@ class Search:
                 by_width[width] = rows[fits]
 
     def bisect(
-        self, lower: float, best: Found | None, progress: Progress | None
-    ) -> tuple[float, Found | None]:
+        self, lower: float, best: PiperPlan | None, progress: Progress | None
+    ) -> tuple[float, PiperPlan | None]:
         """The best plan in this space, and a threshold below which there is none."""
         if best is None:
             first = self.attempt(math.inf)
@@ -115,7 +108,7 @@ class Search:
         if progress is not None:
             progress(best.objective, lower)
 
-        def found(_: float, plan: Found | None) -> None:
+        def found(_: float, plan: PiperPlan | None) -> None:
             if plan is not None and plan.objective < holder[0].objective:
                 holder[0] = plan
                 self.narrow(plan.objective)
@@ -139,21 +132,19 @@ class Search:
 
     def choices(self, threshold: float) -> Choices:
         """All stages that take at most `threshold` seconds per sample."""
-        return self._choices(threshold)[0]
+        return Choices.joined(self._parts(threshold)[0])
 
-    def _choices(self, threshold: float) -> tuple[Choices, list[tuple[int, int]]]:
-        parts, origin = [], []
-        for k, table in enumerate(self.tables):
-            for width, rows in self.rows[k].items():
-                part = table.choices(threshold, width, rows)
-                parts.append(part)
-                origin.append((k, len(part)))
-        names = ("before", "after", "devices", "replicas", "reach")
-        nothing = np.zeros(0, dtype=np.int64)
-        columns = [np.concatenate([nothing, *(getattr(p, name) for p in parts)]) for name in names]
-        return Choices(*columns), origin
+    def _parts(self, threshold: float) -> tuple[list[Choices], list[int]]:
+        """The same by table and width, and the table of each."""
+        owner = [k for k, by_width in enumerate(self.rows) for _ in by_width]
+        parts = [
+            table.choices(threshold, width, rows)
+            for table, by_width in zip(self.tables, self.rows, strict=True)
+            for width, rows in by_width.items()
+        ]
+        return parts, owner
 
-    def plan(self, picked: Sequence[tuple[int, int, Menu, int]]) -> Found | None:
+    def plan(self, picked: Sequence[tuple[int, int, Menu, int]]) -> PiperPlan | None:
         """The fastest variants for stages (state, state, menu, width); None: they do not fit."""
         problem = self.space.problem
         flights = in_flight(problem, [width for *_, width in picked])
@@ -170,47 +161,38 @@ class Search:
                 assert item is not None
                 chosen = node.variants[menu.degree][item.positions[column]]
                 variants[str(node.id)] = chosen.id
-            stages.append(
-                stage_answer(tuple(problem.nodes[v].id for v in nodes), width, menu, variants)
+            names = tuple(problem.nodes[v].id for v in nodes)
+            details = {
+                "data_parallel": width,
+                "tensor_parallel": menu.degree,
+                "variants": variants,
+            }
+            stages.append(StageAnswer(names, width, details))
+        result = evaluate(problem, stages)
+        found = zip(stages, result.seconds, result.memory_bytes, result.in_flight, strict=True)
+        done = tuple(
+            replace(
+                stage,
+                details={
+                    **stage.details,
+                    "seconds": seconds,
+                    "memory_bytes": held,
+                    "in_flight": y,
+                },
             )
-        done = described(problem, stages)
-        objective = max(stage.details["seconds"] for stage in done)
-        return Found(objective, done, tuple(self.space.masks[i] for i, *_ in picked))
-
-
-def stage_answer(
-    ids: tuple[int | str, ...], width: int, menu: Menu, variants: dict[str, int | str]
-) -> StageAnswer:
-    details = {
-        "data_parallel": width,
-        "tensor_parallel": menu.degree,
-        "variants": variants,
-    }
-    return StageAnswer(ids, width, details)
-
-
-def described(problem: MenuProblem, stages: Sequence[StageAnswer]) -> tuple[StageAnswer, ...]:
-    """The stages with what the evaluator says of them."""
-    result = evaluate(problem, stages)
-    return tuple(
-        StageAnswer(
-            stage.members,
-            stage.replicas,
-            {**stage.details, "seconds": seconds, "memory_bytes": held, "in_flight": y},
+            for stage, seconds, held, y in found
         )
-        for stage, seconds, held, y in zip(
-            stages, result.seconds, result.memory_bytes, result.in_flight, strict=True
-        )
-    )
+        masks = tuple(self.space.masks[i] for i, *_ in picked)
+        return PiperPlan(result.objective, done, masks)
 
 
 MOST_FLIGHTS = 256  # all numbers up to it; beyond it a grid
 
 
-class Least:
+class LeastMemory:
     """Least bytes of the stages of a space, for any number of microbatches in flight."""
 
-    def __init__(self, space: Space, stages: list[Pairs]) -> None:
+    def __init__(self, space: Space, stages: list[StatePairs]) -> None:
         self.space = space
         self.menus = [pairs.menu for pairs in stages]
         most = space.problem.devices
@@ -253,20 +235,10 @@ class Least:
                     )
                 )
                 origin.append(menu)
-        columns = [
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("before", "after", "devices", "replicas", "reach")
-        ]
-        choices = Choices(*columns)
-        chain = cheapest_chain(choices, len(self.space.masks), self.space.problem.devices)
+        chain = cheapest_among(parts, len(self.space.masks), self.space.problem.devices)
         if chain is None:
             return None
-        ends = np.cumsum([len(part) for part in parts])
-        stages = []
-        for row in chain:
-            menu = origin[int(np.searchsorted(ends, row, side="right"))]
-            width = int(choices.replicas[row])
-            stages.append((int(choices.before[row]), int(choices.after[row]), menu, width))
+        stages = [(i, j, origin[part], width) for i, j, part, width in chain]
         flights_of = in_flight(self.space.problem, [width for *_, width in stages])
         held = [
             self.bytes(i, j, menu, y) for (i, j, menu, _), y in zip(stages, flights_of, strict=True)
@@ -284,26 +256,20 @@ class Least:
 
     def enough(self, fits: float) -> float:
         """The least limit, to a millionth, with which there is a plan; `fits` is enough."""
-        low, high = 0.0, fits
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            found = self.chain(middle)
-            if found is None:
-                low = middle
-            else:
-                high = max(min(found[1], middle), low)
-        return high
+
+        def attempt(limit: float) -> tuple[float, None] | None:
+            found = self.chain(limit)
+            return None if found is None else (found[1], None)
+
+        return smallest_threshold(attempt, 0.0, fits, exact=1e-6)[1]
 
     def _flights(self, along: Floats, rows: NDArray[np.int64], limit: float) -> NDArray[np.int64]:
-        low = np.zeros(rows.shape[1], dtype=np.int64)
-        high = np.full(rows.shape[1], len(self.grid), dtype=np.int64)
-        for _ in range(len(self.grid).bit_length()):
-            middle = (low + high) >> 1
-            inside = low < high
-            at = np.where(inside, middle, 0)
-            fits = inside & (along[rows[1], at] - along[rows[0], at] <= limit)
-            low = np.where(fits, middle + 1, low)
-            high = np.where(inside & ~fits, middle, high)
+        number = rows.shape[1]
+        low = bisected(
+            np.zeros(number, dtype=np.int64),
+            np.full(number, len(self.grid), dtype=np.int64),
+            lambda at: along[rows[1], at] - along[rows[0], at] <= limit,
+        )
         # Up to just before the next number of the grid it may fit too.
         beyond = np.r_[0, self.grid[1:] - 1, self.grid[-1]]
         result: NDArray[np.int64] = beyond[low]

@@ -9,13 +9,18 @@ from typing import Literal
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement.groups import grouped
-from pdcompile.passes.published.placement.loads import Placement, objective
-from pdcompile.passes.published.placement.search import Found, memory_problem, solve, solve_large
+from pdcompile.passes.published.placement.node_groups import grouped
+from pdcompile.passes.published.placement.placement_search import (
+    PlacementFound,
+    memory_problem,
+    solve,
+    solve_large,
+)
+from pdcompile.passes.published.placement.placements import Placement, objective
 from pdcompile.passes.published.placement_model import (
-    Device,
     DeviceClass,
     LoadProblem,
+    PlacedDevice,
     PlacementProblem,
     allowed,
     device_loads,
@@ -56,7 +61,7 @@ def place(
             ),
         )
         if impossible(problem, groups):
-            found = Found(None, math.inf, math.inf, "no device is large enough")
+            found = PlacementFound(None, math.inf, math.inf, "no device is large enough")
         else:
             found = _solve(groups, budget, seed, progress)
             if found.placement is None and math.isfinite(found.bound):
@@ -69,7 +74,9 @@ def place(
         return _answer(problem, groups, found, why, budget.spent)
 
 
-def _solve(groups: LoadProblem, budget: Budget, seed: int, progress: Progress | None) -> Found:
+def _solve(
+    groups: LoadProblem, budget: Budget, seed: int, progress: Progress | None
+) -> PlacementFound:
     devices = sum(min(kind.count, len(groups.sizes)) for kind in groups.classes)
     if len(groups.sizes) > MOST_GROUPS or len(groups.sizes) * devices > MOST_CELLS:
         return solve_large(groups, budget=budget, seed=seed, report=progress)
@@ -78,20 +85,20 @@ def _solve(groups: LoadProblem, budget: Budget, seed: int, progress: Progress | 
 
 def devices_of(
     problem: PlacementProblem, groups: LoadProblem, placement: Placement
-) -> list[Device]:
+) -> list[PlacedDevice]:
     """The devices in pipeline order, empty ones left out, nodes in the file's order."""
     held: list[list[int]] = [[] for _ in placement.kinds]
     for group, stage in zip(groups.members, placement.stage_of, strict=True):
         held[stage] += group
     return [
-        Device(kind, tuple(sorted(nodes)))
+        PlacedDevice(kind, tuple(sorted(nodes)))
         for kind, nodes in zip(placement.kinds, held, strict=True)
         if nodes
     ]
 
 
 def _answer(
-    problem: PlacementProblem, groups: LoadProblem, found: Found, why: str, seconds: float
+    problem: PlacementProblem, groups: LoadProblem, found: PlacementFound, why: str, seconds: float
 ) -> Answer:
     scope = "all contiguous placements on " + " and ".join(
         f"{kind.count} {kind.name}{'' if kind.count == 1 else 's'}" for kind in problem.classes
@@ -171,7 +178,7 @@ def reason(problem: PlacementProblem, groups: LoadProblem, *, budget: Budget, se
     return known + _relief(least, limited[0])
 
 
-def _relief(least: Found, kind: DeviceClass) -> str:
+def _relief(least: PlacementFound, kind: DeviceClass) -> str:
     if least.placement is None or not least.proved or not least.objective > kind.memory:
         return ""
     return f"; the least memory of one {kind.name} that is enough is {least.objective:.12g}"

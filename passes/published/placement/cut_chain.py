@@ -108,7 +108,7 @@ MANY = 64  # combinations of devices of the smaller classes that are told apart
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class CutChain:
     """`loads[class][i, d]`: load of the stage from cut i to cut i + d + 1, or a lower bound of
     it; inf: no such stage, or a load above `reach`.  Stages that do not lie in the band have a
     load above `reach`.  Cut 0 is empty and the last one holds everything.
@@ -125,7 +125,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class CutPath:
     """Cuts of a pipeline, from the empty set to everything, and the class of each stage."""
 
     cuts: tuple[int, ...]
@@ -138,7 +138,7 @@ def combinations(counts: Sequence[int]) -> int:
     return math.prod(count + 1 for count in counts) // (max(counts, default=0) + 1)
 
 
-def within(chain: Chain, limit: float) -> Path | None:
+def within(chain: CutChain, limit: float) -> CutPath | None:
     """A pipeline with all loads ≤ `limit` ≤ `chain.reach`; None: the chain has none."""
     main = max(range(len(chain.counts)), key=lambda c: chain.counts[c])
     others = [c for c in range(len(chain.counts)) if c != main and chain.counts[c] > 0]
@@ -162,7 +162,7 @@ def within(chain: Chain, limit: float) -> Path | None:
 
 
 def _one_stage(
-    chain: Chain, c: int, limit: float, stages: Ints, start: Ints, parent: Ints, kind: Ints
+    chain: CutChain, c: int, limit: float, stages: Ints, start: Ints, parent: Ints, kind: Ints
 ) -> None:
     """Offer every cut that one stage of class `c` reaches."""
     sources = np.flatnonzero(stages < NEVER)
@@ -179,7 +179,7 @@ def _one_stage(
 
 
 def _fewest(
-    chain: Chain,
+    chain: CutChain,
     main: int,
     limit: float,
     start: Ints,
@@ -221,13 +221,13 @@ def _fewest(
 
 
 def _back(
-    chain: Chain,
+    chain: CutChain,
     ends: dict[tuple[int, ...], tuple[Ints, Ints, Ints]],
     others: Sequence[int],
     main: int,
     used: tuple[int, ...],
     limit: float,
-) -> Path:
+) -> CutPath:
     cuts, kinds = [chain.cuts - 1], []
     load = 0.0
     while cuts[-1] > 0:
@@ -240,16 +240,16 @@ def _back(
             used = (*used[:place], used[place] - 1, *used[place + 1 :])
         cuts.append(begin)
         kinds.append(c)
-    return Path(tuple(reversed(cuts)), tuple(reversed(kinds)), load)
+    return CutPath(tuple(reversed(cuts)), tuple(reversed(kinds)), load)
 
 
 def best(
-    chain: Chain,
+    chain: CutChain,
     low: float,
     *,
     precision: float = 1e-7,
     late: Callable[[], bool] = lambda: False,
-) -> tuple[Path | None, float]:
+) -> tuple[CutPath | None, float]:
     """The best pipeline with loads ≤ `chain.reach`, and what the chain cannot stay below.
 
     `low`: a lower bound that is known already.  The bound is proved even when `late` ends the
@@ -259,7 +259,7 @@ def best(
     if found is None:
         return None, max(low, chain.reach)
 
-    def attempt(limit: float) -> tuple[float, Path] | None:
+    def attempt(limit: float) -> tuple[float, CutPath] | None:
         path = within(chain, limit)
         return None if path is None else (path.load, path)
 
@@ -269,7 +269,7 @@ def best(
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CostSteps:
     """What the values cost along a chain: `begin[i]` and `end[j]` are added to the cost of the
     stage from i to j, and so is every corner with corner_begin ≤ i and corner_end ≤ j."""
 
@@ -280,13 +280,13 @@ class Steps:
     corner_cost: Floats
 
 
-def steps_of(cuts: int, value_of: Ints, at: Ints, costs: Floats) -> Steps:
+def steps_of(cuts: int, value_of: Ints, at: Ints, costs: Floats) -> CostSteps:
     """The steps of values whose pins enter the chain for good: pin p is inside the cuts from
     `at[p]` on.  Pins are sorted by value, then by `at`."""
     begin, end = np.zeros(cuts + 1), np.zeros(cuts + 1)
     if not len(at):
         none = np.zeros(0, dtype=np.int64)
-        return Steps(begin[:-1], end[:-1], none, none, np.zeros(0))
+        return CostSteps(begin[:-1], end[:-1], none, none, np.zeros(0))
     cost = costs[value_of]
     same = value_of[1:] == value_of[:-1]
     first = np.concatenate(([True], ~same))
@@ -295,7 +295,7 @@ def steps_of(cuts: int, value_of: Ints, at: Ints, costs: Floats) -> Steps:
     np.add.at(end, at[first], cost[first])  # A_0·A_1(c_j)
     np.add.at(end, at[last], -cost[last])  # −A_{|e|}(c_j)
     inner_begin, inner_end = at[:-1][same], at[1:][same]  # A_t(c_i)·A_{t+1}(c_j)
-    return Steps(
+    return CostSteps(
         np.cumsum(begin)[:-1],
         np.cumsum(end)[:-1],
         np.concatenate((inner_begin, at[first])),
@@ -304,7 +304,7 @@ def steps_of(cuts: int, value_of: Ints, at: Ints, costs: Floats) -> Steps:
     )
 
 
-def band_costs(steps: Steps, width: int) -> Floats:
+def band_costs(steps: CostSteps, width: int) -> Floats:
     """[i, d]: what the values cost the stage from cut i to cut i + d + 1, for d < width.
 
     Entries beyond the last cut mean nothing.
@@ -383,7 +383,7 @@ def reach_of(work: Floats, limit: float) -> int:
     return max(1, int((ends - np.arange(len(work))).max()))
 
 
-def linear_chain(a: Arrays, place: Ints, cuts: Ints, reach: float) -> Chain:
+def linear_chain(a: Arrays, place: Ints, cuts: Ints, reach: float) -> CutChain:
     """The chain of the given positions (ascending, 0 and n among them) of an order."""
     count = len(cuts)
     block = np.searchsorted(cuts, place, side="right") - 1  # the block of every group
@@ -406,7 +406,7 @@ def linear_chain(a: Arrays, place: Ints, cuts: Ints, reach: float) -> Chain:
         if kind.memory < sizes[-1]:
             load[differences(sizes, width) > kind.memory] = np.inf
         loads.append(load)
-    return Chain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
+    return CutChain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
 
 
 def _prefix(block: Ints, amount: Floats, cuts: int) -> Floats:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement.loads import Placement, neighbours
+from pdcompile.passes.published.placement.placements import Placement, neighbours
 from pdcompile.passes.published.placement_model import LoadProblem
 
 Ints = npt.NDArray[np.int64]
@@ -94,7 +94,7 @@ Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Pairs:
+class IdealPairs:
     """Ideals are sorted by `least`, the summed least time over classes, which grows with
     inclusion: no ideal comes before a part of it, and those within reach lie side by side."""
 
@@ -219,7 +219,7 @@ def all_ideals(problem: LoadProblem, limit: int) -> list[int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class IdealChain:
     """`bound` ≤ the least objective (inf: there is no placement); the placement that reaches it
     but for rounding, None when there is none.  Where sizes are no whole numbers, it fits but for
     rounding too."""
@@ -234,7 +234,7 @@ def best_chain(
     budget: Budget,
     upper: float = math.inf,
     most: float = math.inf,
-) -> Chain | None:
+) -> IdealChain | None:
     """The best placement over chains of the given ideals (∅ and all groups among them).
 
     With `upper`, the objective of a known placement, only loads up to that count.  None when the
@@ -254,7 +254,7 @@ def promising(problem: LoadProblem, ideals: list[int], number: int) -> list[int]
 
     A chain of them is a placement, hence a good upper bound, found at little cost.
     """
-    pairs = Pairs(problem, ideals)
+    pairs = IdealPairs(problem, ideals)
     count, full = pairs.count, pairs.full[:, None]
     cut = pairs.costs @ ((count > 0) & (count < full))
     size = len(ideals)
@@ -271,7 +271,7 @@ class _Program:
 
     def __init__(self, problem: LoadProblem, ideals: list[int], upper: float) -> None:
         self.problem = problem
-        self.pairs = Pairs(problem, ideals)
+        self.pairs = IdealPairs(problem, ideals)
         self.looked = 0
         n = len(problem.sizes)
         self.top = NEVER - 1 if math.isinf(upper) else self.pairs.ints.units(upper)
@@ -291,7 +291,7 @@ class _Program:
         self.value[self.states[0]][0] = 0.0
 
     def _share(self, c: int) -> float:
-        """The most least work (see `Pairs.least`) that a device of class c does within `top`."""
+        """The most least work (`IdealPairs.least`) that a device of class c does within `top`."""
         ints = self.pairs.ints
         if not self.counts[c]:
             return 0.0
@@ -372,12 +372,12 @@ class _Program:
         value = self.value[state][begin:end]
         np.minimum(value, best, out=value)
 
-    def result(self) -> Chain:
+    def result(self) -> IdealChain:
         state, at = tuple(self.counts), len(self.pairs.ideals) - 1
         value = self.value[state][at]
         if value > self.top:
             free = self.top >= NEVER - 1
-            return Chain(math.inf if free else self.pairs.ints.time(self.top + 1), None)
+            return IdealChain(math.inf if free else self.pairs.ints.time(self.top + 1), None)
         bound = self.pairs.ints.time(int(value))
         stages: list[tuple[int, int]] = []
         while any(state):
@@ -391,7 +391,7 @@ class _Program:
             for v in range(len(stage_of)):
                 if mask >> v & 1:
                     stage_of[v] = s
-        return Chain(bound, Placement(tuple(stage_of), tuple(c for _, c in stages)))
+        return IdealChain(bound, Placement(tuple(stage_of), tuple(c for _, c in stages)))
 
     def _before(self, state: tuple[int, ...], at: int) -> tuple[int, int]:
         """(I, class) of the last stage of a best chain with these devices that leads to `at`.

@@ -23,10 +23,10 @@ import numpy as np
 
 from pdcompile.passes.published.placement.cut_chain import (
     Arrays,
-    Chain,
+    CostSteps,
+    CutChain,
     Floats,
     Ints,
-    Steps,
     band_costs,
     main_class,
     reach_of,
@@ -40,7 +40,7 @@ MOST_LINES = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GraphPart:
     """Groups 0 … groups − 1 of a part of the graph, and two more: `groups` stands for all that
     is in every cut, `groups` + 1 for all that is in none.  Pins are sorted by value."""
 
@@ -75,7 +75,7 @@ class Cutter:
     """Minimum cuts of one part: of down-closed sets, or of any sets (`closed` False), for which
     everything outside the part is outside."""
 
-    def __init__(self, part: Part, *, closed: bool) -> None:
+    def __init__(self, part: GraphPart, *, closed: bool) -> None:
         from ortools.graph.python import max_flow  # type: ignore[import-untyped]
 
         self.part = part
@@ -143,7 +143,7 @@ class Cutter:
         return offset, work, offset + slope * work
 
 
-def lines(part: Part, *, closed: bool, late: Callable[[], bool] = lambda: False) -> Lines:
+def lines(part: GraphPart, *, closed: bool, late: Callable[[], bool] = lambda: False) -> Lines:
     """Lines below the cost of all down-closed sets (`closed`), or of all sets."""
     cutter = Cutter(part, closed=closed)
     total = float(part.work.sum())
@@ -212,7 +212,7 @@ def _part(
     free: int,
     end: int,
     chosen: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> Part:
+) -> GraphPart:
     """Groups free … end − 1; the anchor `begin` is in every cut, everything else in none."""
     n = end - free
     taken = np.flatnonzero(chosen[a.value_of])
@@ -221,7 +221,7 @@ def _part(
     local = np.where((pins >= free) & (pins < end), pins - free, np.where(pins == begin, n, n + 1))
     keys = np.unique(number[a.value_of[taken]] * (n + 2) + local)
     arcs = (a.source >= free) & (a.target < end) & (a.source < end) & (a.target >= free)
-    return Part(
+    return GraphPart(
         work[free:end],
         a.source[arcs] - free,
         a.target[arcs] - free,
@@ -237,7 +237,7 @@ def relaxed_chain(
     wide: dict[int, Wide],
     reach: float,
     share: float = 1.0,
-) -> Chain | None:
+) -> CutChain | None:
     """The chain of exact and rounded cuts, as fine as `share` of the memory allows; None: the
     exact ones alone are too many."""
     work = a.seconds[main_class(a)]
@@ -250,39 +250,10 @@ def relaxed_chain(
     span = reach / slowest if slowest > 0 else total
     wide_work = sum(float(work[p.interior : p.end].sum()) for p in parts if isinstance(p, Unlisted))
     step = max((wide_work * span / (share * MOST_ENTRIES)) ** 0.5, span / 1000, 1e-300)
-    made: list[Segment] = []
-    lows, highs, costs = [], [], []
-    sofar = 0.0
-    for s, part in enumerate(parts):
-        if isinstance(part, Segment):
-            local = part.inside @ work[part.interior : part.end]
-            start = sofar + (float(work[part.begin]) if part.has_anchor else 0.0)
-            lows.append(start + local)
-            highs.append(start + local)
-            costs.append(np.zeros(len(local)))
-            made.append(part)
-            sofar += float(work[part.begin : part.end].sum())
-            continue
-        begin, end = part.begin, part.end
-        inner = float(work[part.interior : end].sum())
-        count = max(1, int(np.ceil(inner / step)))
-        grid = np.linspace(0.0, inner, count + 1)
-        low = np.concatenate(([0.0], grid[:-1], [inner]))
-        high = np.concatenate(([0.0], grid[1:], [inner]))
-        start = sofar + (float(work[begin]) if part.has_anchor else 0.0)
-        lows.append(start + low)
-        highs.append(start + high)
-        costs.append(wide[s].cuts.least(low, high))
-        made.append(Segment(begin, end, part.has_anchor, np.zeros((len(low), 0), dtype=np.bool_)))
-        sofar += float(work[begin:end].sum())
-    low, high = np.concatenate(lows), np.concatenate(highs)
-    first = np.concatenate(([0], np.cumsum([len(x) for x in lows])))
+    made, low, high, cut_cost, first = _states(a, parts, wide, step)
     exact = _without_wide_pins(a, parts)
     steps, inner_values = steps_of_series(exact, made, first)
-    cut_cost = np.concatenate(costs)
-    cut_cost[-1] = 0.0  # everything is inside: nothing is cut
-    cut_cost[0] = 0.0
-    steps = Steps(
+    steps = CostSteps(
         steps.begin + cut_cost,
         steps.end + cut_cost,
         steps.corner_begin,
@@ -312,7 +283,44 @@ def relaxed_chain(
             load[np.isinf(moved)] = np.inf
         loads.append(load)
     after = (total - high).clip(min=0.0) * slowest
-    return Chain(tuple(loads), tuple(k.count for k in a.classes), reach, after)
+    return CutChain(tuple(loads), tuple(k.count for k in a.classes), reach, after)
+
+
+def _states(
+    a: Arrays, parts: list[Segment | Unlisted], wide: dict[int, Wide], step: float
+) -> tuple[list[Segment], Floats, Floats, Floats, Ints]:
+    """Segments with their cuts, exact or rounded to `step`: the least and most work of each, what
+    a rounded one costs at least, and the first cut of each segment."""
+    work = a.seconds[main_class(a)]
+    made: list[Segment] = []
+    lows, highs, costs = [], [], []
+    sofar = 0.0
+    for s, part in enumerate(parts):
+        if isinstance(part, Segment):
+            local = part.inside @ work[part.interior : part.end]
+            start = sofar + (float(work[part.begin]) if part.has_anchor else 0.0)
+            lows.append(start + local)
+            highs.append(start + local)
+            costs.append(np.zeros(len(local)))
+            made.append(part)
+            sofar += float(work[part.begin : part.end].sum())
+            continue
+        begin, end = part.begin, part.end
+        inner = float(work[part.interior : end].sum())
+        count = max(1, int(np.ceil(inner / step)))
+        grid = np.linspace(0.0, inner, count + 1)
+        low = np.concatenate(([0.0], grid[:-1], [inner]))
+        high = np.concatenate(([0.0], grid[1:], [inner]))
+        start = sofar + (float(work[begin]) if part.has_anchor else 0.0)
+        lows.append(start + low)
+        highs.append(start + high)
+        costs.append(wide[s].cuts.least(low, high))
+        made.append(Segment(begin, end, part.has_anchor, np.zeros((len(low), 0), dtype=np.bool_)))
+        sofar += float(work[begin:end].sum())
+    cost = np.concatenate(costs)
+    cost[0] = cost[-1] = 0.0  # nothing, or everything, is inside: nothing is cut
+    first = np.concatenate(([0], np.cumsum([len(x) for x in lows])))
+    return made, np.concatenate(lows), np.concatenate(highs), cost, first
 
 
 def _without_wide_pins(a: Arrays, parts: list[Segment | Unlisted]) -> Arrays:

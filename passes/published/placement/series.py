@@ -18,10 +18,10 @@ import numpy.typing as npt
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.published.placement.cut_chain import (
     Arrays,
-    Chain,
+    CostSteps,
+    CutChain,
     Floats,
     Ints,
-    Steps,
     band_costs,
     differences,
     main_class,
@@ -139,7 +139,7 @@ class Series:
     parts: list[Segment]
     first: Ints  # [segment]: its first cut; one more entry: the number of cuts
     work: Floats  # [cut]: least seconds of everything inside
-    steps: Steps
+    steps: CostSteps
     blocks: dict[int, Floats]  # [segment][set, set]: what the values cost; inf: not nested
 
 
@@ -163,7 +163,7 @@ def prefix(parts: Sequence[Segment], amount: Floats) -> Floats:
     return np.concatenate(sums)
 
 
-def series_chain(made: Series, reach: float, keep: Ints) -> Chain | None:
+def series_chain(made: Series, reach: float, keep: Ints) -> CutChain | None:
     """The chain of the cuts in `keep` (ascending, the first and last among them), for loads up
     to `reach`; None when it does not fit into memory."""
     a, count = made.a, len(keep)
@@ -173,7 +173,7 @@ def series_chain(made: Series, reach: float, keep: Ints) -> Chain | None:
         return None
     steps = made.steps
     moved = band_costs(
-        Steps(
+        CostSteps(
             steps.begin[keep],
             steps.end[keep],
             np.searchsorted(keep, steps.corner_begin),
@@ -203,7 +203,7 @@ def series_chain(made: Series, reach: float, keep: Ints) -> Chain | None:
             # Sums are rounded unless they are whole numbers; a stage that fits is never lost.
             load[differences(sizes, width) > kind.memory + slack] = np.inf
         loads.append(load)
-    return Chain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
+    return CutChain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
 
 
 def useful(made: Series, limit: float) -> Ints:
@@ -248,7 +248,7 @@ def stages_of(made: Series, cuts: Sequence[int]) -> Ints:
 
 def steps_of_series(
     a: Arrays, parts: list[Segment], first: Ints
-) -> tuple[Steps, dict[int, list[int]]]:
+) -> tuple[CostSteps, dict[int, list[int]]]:
     """The steps of all values, and the values with pins inside each segment.
 
     Costs of stages inside one segment are left to the blocks, so that a pair of pins inside
@@ -326,7 +326,7 @@ class _Events:
                 )
             )
 
-    def added_to(self, steps: Steps) -> Steps:
+    def added_to(self, steps: CostSteps) -> CostSteps:
         if not self.begin:
             return steps
         begin, end = np.zeros(self.cuts + 1), np.zeros(self.cuts + 1)
@@ -339,7 +339,7 @@ class _Events:
         corner_begin, corner_end, corner_cost = (
             np.concatenate(column) for column in zip(*self.corners, strict=True)
         )
-        return Steps(
+        return CostSteps(
             steps.begin + np.cumsum(begin)[:-1],
             steps.end + np.cumsum(end)[:-1],
             np.concatenate((steps.corner_begin, corner_begin)),

@@ -14,7 +14,12 @@ from typing import Any
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.cpsat import Thresholds, negated
 from pdcompile.passes.partition.lattice import reachable
-from pdcompile.passes.published.placement.loads import Placement, compact, neighbours, stage_ranges
+from pdcompile.passes.published.placement.placements import (
+    Placement,
+    compact,
+    neighbours,
+    stage_ranges,
+)
 from pdcompile.passes.published.placement_model import LoadProblem
 
 BITS = 40  # of the largest load; the sum of all stays far below 63
@@ -24,7 +29,7 @@ Offer = Callable[[Placement], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class PlacementProof:
     """`bound` ≤ the least objective; `complete`: the search ended, and did not run out of time.
 
     A complete search that met no placement has proved that none has an objective below `bound`;
@@ -45,7 +50,7 @@ def prove(
     effort: float = math.inf,
     enough: float = -math.inf,
     progress: Callable[[float], object] | None = None,
-) -> Proof:
+) -> PlacementProof:
     """Search for placements better than `upper` (by at least `BETTER`), offering each.
 
     Args:
@@ -54,9 +59,9 @@ def prove(
         enough: an objective at which the search may stop.
         progress: called with improved lower bounds.
     """
-    model = Model(problem, upper)
+    model = ThresholdModel(problem, upper)
     if not model.possible:
-        return Proof(model.beyond, True)
+        return PlacementProof(model.beyond, True)
     while True:
         solver = solver_for(budget, seed=seed)
         if math.isfinite(effort):
@@ -64,7 +69,7 @@ def prove(
         status, wrong, stopped = model.solve(solver, offer, progress, enough)
         names = model.cp_model
         if status == names.INFEASIBLE:
-            return Proof(model.beyond, True)
+            return PlacementProof(model.beyond, True)
         if status == names.OPTIMAL and wrong is not None:
             # Rounding let a stage through that is too large by less than a unit.
             model.forbid(wrong)
@@ -72,10 +77,10 @@ def prove(
         if not stopped and solver.deterministic_time < effort:
             noticed(budget, solver, status)
         bound = model.time_of(math.ceil(solver.best_objective_bound - 1e-6))
-        return Proof(bound, status == names.OPTIMAL)
+        return PlacementProof(bound, status == names.OPTIMAL)
 
 
-class Model:
+class ThresholdModel:
     """The CP-SAT model of placements of Σ count stages with all loads below `upper`."""
 
     def __init__(self, problem: LoadProblem, upper: float) -> None:
@@ -264,7 +269,7 @@ class Model:
         wrong: list[Placement] = []
         good: list[Placement] = []
 
-        class Found(self.cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
+        class OnSolution(self.cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
             def on_solution_callback(self) -> None:
                 placement = model.read(self.boolean_value)
                 value = offer(placement)
@@ -279,7 +284,7 @@ class Model:
         if progress is not None:
             report = progress
             solver.best_bound_callback = lambda units: report(self.time_of(math.ceil(units - 1e-6)))
-        status = solver.solve(self.cp, Found())
+        status = solver.solve(self.cp, OnSolution())
         return status, wrong[-1] if wrong else None, bool(good)
 
     def read(self, value: Callable[[Any], bool]) -> Placement:

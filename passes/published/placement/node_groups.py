@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.lattice import by_priority
-from pdcompile.passes.published.placement.loads import neighbours
+from pdcompile.passes.published.placement.placements import neighbours
 from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 
 

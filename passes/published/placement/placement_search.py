@@ -29,9 +29,9 @@ from pdcompile.passes.published.placement.cut_chain import (
     positions_of,
     thinned,
 )
-from pdcompile.passes.published.placement.groups import together, without_zeros
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain, promising
-from pdcompile.passes.published.placement.loads import (
+from pdcompile.passes.published.placement.node_groups import together, without_zeros
+from pdcompile.passes.published.placement.placements import (
     Placement,
     compact,
     neighbours,
@@ -72,7 +72,7 @@ Report = Callable[[float | None, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlacementFound:
     """The best placement of the problem's groups, and `bound` ≤ the least objective.
 
     No placement and bound inf: there is none, proved.  No placement and a finite bound: unknown.
@@ -95,7 +95,7 @@ def solve(
     seed: int = 0,
     report: Report | None = None,
     enough: float = -math.inf,
-) -> Found:
+) -> PlacementFound:
     """The best placement, or the best within the budget.
 
     Args:
@@ -107,7 +107,7 @@ def solve(
     placement = search.best
     if placement is not None:
         placement = lifted(search.problem, problem, placement)
-    return Found(placement, search.upper, min(search.bound, search.upper), search.prover)
+    return PlacementFound(placement, search.upper, min(search.bound, search.upper), search.prover)
 
 
 def solve_large(
@@ -118,7 +118,7 @@ def solve_large(
     report: Report | None = None,
     most_in_segment: int = MOST_IN_SEGMENT,
     rounds: int | None = None,
-) -> Found:
+) -> PlacementFound:
     """The best placement found within the budget, and a proved bound.
 
     Args:
@@ -133,10 +133,10 @@ def solve_large(
     search = LargeSearch(problem, budget, seed, report)
     if math.isfinite(search.bound):
         search.run(most_in_segment, rounds)
-    return Found(search.best, search.upper, min(search.bound, search.upper), search.prover)
+    return PlacementFound(search.best, search.upper, min(search.bound, search.upper), search.prover)
 
 
-class Search:
+class PlacementSearch:
     """The best placement so far, the bound so far, and how linear orders improve the former."""
 
     def __init__(
@@ -203,7 +203,7 @@ class Search:
         self.offer(compact(stages.tolist(), kinds))
 
 
-class ExactSearch(Search):
+class ExactSearch(PlacementSearch):
     """All down-closed sets where they are few, CP-SAT elsewhere."""
 
     def __init__(
@@ -350,7 +350,7 @@ class ExactSearch(Search):
                 effort *= 2
 
 
-class LargeSearch(Search):
+class LargeSearch(PlacementSearch):
     """All cuts of a series of parts where they can be listed, relaxations elsewhere."""
 
     def __init__(
