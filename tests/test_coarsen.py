@@ -15,8 +15,8 @@ from pdcompile.errors import CostError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.coarsen import coarsen, spans
-from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.items import Assembly
+from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import profile
 from pdcompile.plan.evaluate import evaluate

@@ -66,7 +66,7 @@ def test_a_missing_file_is_named(tmp_path, missing):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(SourceError, match="there is no folder"):
+    with pytest.raises(SourceError, match="does not exist"):
         read(tmp_path / "nowhere", sources())
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdcompile.passes.costs import Machine
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.profile import fitted_sizes as module
-from pdcompile.passes.profile.fitted_sizes import Line, fit_line, fitted, measured_sizes
+from pdcompile.passes.profile.fitted_sizes import FittedLine, fit_line, fitted, measured_sizes
 from pdcompile.passes.profile.op_bench import _timed_by_events
 from tests.helpers.graphs import GraphBuilder
 
@@ -38,7 +38,7 @@ def test_no_line_goes_below_zero(points: list[tuple[float, float]], work: float)
 
 
 def test_what_one_point_or_a_falling_line_says() -> None:
-    assert fit_line([(2.0, 6.0)]) == Line(0.0, 3.0)
+    assert fit_line([(2.0, 6.0)]) == FittedLine(0.0, 3.0)
     assert fit_line([(0.0, 6.0)]).at(5.0) == 6.0
     assert fit_line([(1.0, 4.0), (1.0, 4.0)]).at(9.0) == pytest.approx(4.0)
     falling = fit_line([(1.0, 4.0), (2.0, 2.0)])

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.coarsen.spans import NO_GRADIENT, join_spans
+from pdcompile.passes.coarsen.spans import NO_GRADIENT, Groups, join_spans
 from tests.helpers.captures import captured, make, rows
 
 Forward = Callable[..., Any]

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pdcompile
 from pdcompile import Cluster
-from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.coarsen.spans import close_cycles, join_spans
+from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
 from pdcompile.passes.untouched import untouched
 from tests.helpers.captures import captured, faithful, make, rows
 

@@ -13,10 +13,9 @@ from typing import Literal
 
 from pdcompile.errors import ConfigError, CostError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.coarsen.groups import Groups
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.neutral import Neutral
-from pdcompile.passes.coarsen.spans import close_cycles, join_spans
+from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.partition.infeasible import refuse_contradictions
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish

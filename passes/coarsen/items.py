@@ -10,7 +10,7 @@ from functools import cached_property
 from pdcompile.eager.summation import summation_order
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
-from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.problem import Item, SharedParameter, Traffic
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import OpGraph, Ref, Value, walk
-from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 
 VIEW = "views moved to the op that reads or makes their bytes"
@@ -73,7 +73,7 @@ class Neutral:
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.outputs = {ref.name for ref in walk(graph.output, Ref)}
         members = self.groups.members()
-        fixed = {given.name for given in graph.inputs}  # values that are no constants
+        fixed = {given.name for given in graph.inputs}  # values that are not constant
         written = {fqn for op in graph.ops for fqn in op.buffers_written}
         written |= {fqn for fqn, info in graph.tensors.items() if info.kind == "parameter"}
         summed = {name for pair in summation_order(graph) for name in pair[:2]}

@@ -7,11 +7,13 @@ because ops of one group that reach each other through an outsider form a cycle 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import networkx as nx  # type: ignore[import-untyped]
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
-from pdcompile.passes.coarsen.groups import Groups
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
@@ -30,6 +32,41 @@ CAST = "uses of one weight that autocast casts once"
 CYCLE = "ops between others that stay together"
 
 _FLAGS = ("register_hook", "retain_grad", "requires_grad_")
+
+
+class Groups:
+    """Disjoint sets over 0 … size−1; the root of a set is its smallest member."""
+
+    def __init__(self, size: int) -> None:
+        self.parent = list(range(size))
+        self.reasons: Counter[str] = Counter()
+
+    def find(self, i: int) -> int:
+        parent = self.parent
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    def join(self, members: Iterable[int], reason: str) -> None:
+        """Put members into one group; `reason` counts how many joins it was the cause of."""
+        first: int | None = None
+        for member in members:
+            root = self.find(member)
+            if first is None:
+                first = root
+            elif root != first:
+                low, high = min(first, root), max(first, root)
+                self.parent[high] = low
+                first = low
+                self.reasons[reason] += 1
+
+    def members(self) -> dict[int, list[int]]:
+        """Root to members, both ascending."""
+        found: dict[int, list[int]] = {}
+        for i in range(len(self.parent)):
+            found.setdefault(self.find(i), []).append(i)
+        return found
 
 
 def join_spans(graph: OpGraph, groups: Groups) -> None:

@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.coarsen.groups import Groups
+from pdcompile.passes.coarsen.spans import Groups
+from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.problem import Wish
 from pdcompile.problem.constraints import (
     Apart,
@@ -32,7 +33,7 @@ class Wishes:
 
     @staticmethod
     def resolve(graph: OpGraph, constraints: Sequence[Constraint]) -> Wishes:
-        """Raises ConfigError for something that is no constraint and for unknown names."""
+        """Raises ConfigError for anything but constraints, and for unknown names."""
         wishes = Wishes(graph)
         for constraint in constraints:
             if not isinstance(constraint, Constraint):
@@ -125,14 +126,14 @@ def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
     A module's name stands for all ops below it.  Raises ConfigError, with the nearest names,
     when nothing matches.
     """
-    named = {op.name for op in graph.ops}.union(*(_above(op.module_path) for op in graph.ops))
+    named = {op.name for op in graph.ops}.union(*(ancestors(op.module_path) for op in graph.ops))
     chosen = {pattern} & named
     if any(sign in pattern for sign in "*?["):
         chosen |= {name for name in named if fnmatchcase(name, pattern)}
     found = [
         i
         for i, op in enumerate(graph.ops)
-        if op.name in chosen or not chosen.isdisjoint(_above(op.module_path))
+        if op.name in chosen or not chosen.isdisjoint(ancestors(op.module_path))
     ]
     if not found:
         near = get_close_matches(pattern, sorted(named), n=3) or sorted(named - {""})[:1]
@@ -141,8 +142,3 @@ def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
             remedy=f"did you mean {' or '.join(repr(name) for name in near)}?",
         )
     return tuple(found)
-
-
-def _above(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]

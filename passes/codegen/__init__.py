@@ -23,7 +23,7 @@ def generate(capture: Capture, plan: Plan) -> Sources:
 
     Raises:
         PlanError: the plan does not fit the graph.
-        SourceError: something has no form as source, or the result fails its safety check.
+        SourceError: something cannot be written as source, or the result fails its safety check.
     """
     train_of = stage_of_ops(capture.train, plan)
     eval_of = place_eval(capture, train_of)

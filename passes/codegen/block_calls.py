@@ -9,7 +9,7 @@ read from outside and returns what others read of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from pdcompile.ir.graph import Attr, DictOf, ListOf, Op, Ref, Slice
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.ir.targets import resolve
+from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.stages.naming import scope_of
 
 
@@ -65,6 +66,14 @@ def tensors_of(item: Item) -> tuple[str, ...]:
 def ops_of(item: Item) -> list[Op]:
     """All ops below an item, in order."""
     return [item] if isinstance(item, Op) else [op for part in item.items for op in ops_of(part)]
+
+
+def calls_below(call: BlockCall) -> Iterator[BlockCall]:
+    """All calls inside a call, outer ones first."""
+    for item in call.items:
+        if isinstance(item, BlockCall):
+            yield item
+            yield from calls_below(item)
 
 
 def call_tree(
@@ -124,13 +133,8 @@ class _TreeBuilder:
 
     def next_block(self, scope: str, path: str) -> str | None:
         """The outermost block strictly below `path` that contains `scope`."""
-        parts = relative(scope, path).split(".") if scope != path else []
-        at = path
-        for part in parts:
-            at = f"{at}.{part}" if at else part
-            if self.is_block(at):
-                return at
-        return None
+        inside = ancestors(scope)[len(ancestors(path)) :]
+        return next((at for at in inside if self.is_block(at)), None)
 
 
 def _calls(run: list[Op], path: str) -> list[list[Op]]:

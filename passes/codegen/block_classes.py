@@ -29,14 +29,15 @@ from pdcompile.passes.codegen.block_calls import (
     BlockCall,
     below,
     call_tree,
+    calls_below,
     is_container,
     ops_of,
     relative,
     same_arity,
 )
 from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
-from pdcompile.passes.form.expressions import Named
-from pdcompile.passes.form.module_tree import Node
+from pdcompile.passes.form.module_tree import Node, ancestors, skeleton
+from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.stages.naming import scope_of
 
 
@@ -74,21 +75,21 @@ def name_below(fqn: str, path: str, names: Mapping[str, str]) -> str:
 
 def divide(
     capture: Capture,
-    train_ops: Sequence[Op],
-    eval_ops: Sequence[Op],
+    ops: tuple[Sequence[Op], Sequence[Op]],
     wanted: tuple[Collection[str], Collection[str]],
     names: Mapping[str, str],
-    root: Node,
 ) -> CodeLayout:
     """Find the blocks of a stage; modules that cannot be one function each stay flat.
 
     Args:
-        train_ops, eval_ops: this stage's ops of the model (not of the loss).
+        ops: of this stage, in training and in evaluation; those of the loss are in no block.
         wanted: values that the stage returns, in training and in evaluation.
         names: every tensor name on the stage, mapped to its canonical FQN.
-        root: the stage's modules; `Node.block` and `Node.arguments` are filled in.
     """
-    candidates, partial = _candidates(capture, train_ops, eval_ops)
+    classes_of = {**capture.eval.classes, **capture.train.classes}
+    root = skeleton(names, all_tensors(capture), [*ops[0], *ops[1]], classes_of)
+    train, evaluation = ([op for op in each if op.region == "forward"] for each in ops)
+    candidates, partial = _candidates(capture, train, evaluation)
     reach: dict[str, list[str]] = defaultdict(list)
     for name, fqn in names.items():
         reach[fqn].append(name)
@@ -99,8 +100,8 @@ def divide(
     apart: set[Hashable] = set()  # blocks that differ in too many numbers for one class
     while True:
         calls = tuple(
-            call_tree(ops, keep, candidates.__contains__, reachable)
-            for ops, keep in zip((train_ops, eval_ops), wanted, strict=True)
+            call_tree(each, keep, candidates.__contains__, reachable)
+            for each, keep in zip((train, evaluation), wanted, strict=True)
         )
         layout = CodeLayout(calls[0], calls[1], root, partial=partial)
         classes = Classes(capture, names, layout, apart)
@@ -121,25 +122,20 @@ def _candidates(
     for graph, ops in ((capture.train, train_ops), (capture.eval, eval_ops)):
         for op in graph.ops:
             if op.region == "forward":
-                for path in _ancestors(scope_of(op)):
+                for path in ancestors(scope_of(op)):
                     whole[path] += 1
         for op in ops:
-            for path in _ancestors(scope_of(op)):
+            for path in ancestors(scope_of(op)):
                 whole[path] -= 1
     classes = {**capture.eval.classes, **capture.train.classes}
-    # What takes a leaf's result apart stands in the leaf's scope, and yet is no part of it.
+    # What takes a leaf's result apart stands in the leaf's scope without being a part of it.
     leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
-    here = {path for op in (*train_ops, *eval_ops) for path in _ancestors(scope_of(op))}
+    here = {path for op in (*train_ops, *eval_ops) for path in ancestors(scope_of(op))}
     return {
         path
         for path, missing in whole.items()
         if missing == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
     }, frozenset(path for path in here if whole[path] > 0)
-
-
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 @dataclass(slots=True)
@@ -153,7 +149,6 @@ class Classes:
     index_of: dict[Hashable, int] = field(default_factory=dict)
     keys: list[Hashable] = field(default_factory=list)  # by index, without numbers
     facts: dict[str, Facts] = field(default_factory=dict)  # by path
-    inner: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)  # by path
 
     def assign(self) -> set[str]:
         """Fill in the layout's blocks; returns the modules that have to stay flat instead."""
@@ -165,7 +160,7 @@ class Classes:
         )
         found: dict[str, tuple[list[BlockCall], list[BlockCall]]] = {}
         for side, (call, _) in enumerate(modes):
-            for inner in _calls_below(call):
+            for inner in calls_below(call):
                 found.setdefault(inner.path, ([], []))[side].append(inner)
         flat: set[str] = set()
         for path in sorted(found, key=lambda p: -p.count(".")):
@@ -175,11 +170,10 @@ class Classes:
             if node is None:
                 flat.add(path)
                 continue
-            reader = _Reader()
+            reader = Facts()
             keys: list[Hashable] = [self._read_node(node, path, reader)]
-            sizes: tuple[float, ...] = ()
             for calls, (_, graph) in zip(found[path], modes, strict=True):
-                read = [_Reader() for _ in calls]
+                read = [Facts() for _ in calls]
                 distinct = {
                     (self._body_key(call, graph, one), tuple(map(repr, one.numbers)))
                     for call, one in zip(calls, read, strict=True)
@@ -188,14 +182,14 @@ class Classes:
                     flat.add(path)
                 keys.append(next(iter(distinct))[0] if distinct else None)
                 if calls:
-                    reader.take(read[0])
-                    sizes += class_arguments.sizes_of(calls[0], graph)
+                    reader.numbers += read[0].numbers
+                    reader.hints += read[0].hints
+                    reader.sizes += class_arguments.sizes_of(calls[0], graph)
             train, evaluation = (next(iter(calls), None) for calls in found[path])
             if train is not None and evaluation is not None and not same_arity(train, evaluation):
                 flat.add(path)
             if path not in flat:
-                self.facts[path] = Facts(tuple(reader.numbers), tuple(reader.hints), sizes)
-                self.inner[path] = reader.inner
+                self.facts[path] = reader
                 self._intern(path, tuple(keys), train, evaluation, node)
         return flat
 
@@ -225,7 +219,7 @@ class Classes:
             members = [p for p, index in self.layout.block_of.items() if index == block.index]
             inner = {
                 position: found[index].names[found[index].at[number]]
-                for position, (index, number) in self.inner[block.path].items()
+                for position, (index, number) in self.facts[block.path].inner.items()
                 if number in found[index].at
             }
             taken = (*block.node.children, *block.node.tensors)
@@ -269,7 +263,7 @@ class Classes:
         classes = self.capture.train.classes
         return classes.get(path, self.capture.eval.classes.get(path, ("", "")))[0]
 
-    def _body_key(self, call: BlockCall, graph: OpGraph, reader: _Reader) -> Hashable:
+    def _body_key(self, call: BlockCall, graph: OpGraph, reader: Facts) -> Hashable:
         number: dict[str, int] = {name: i for i, name in enumerate(call.inputs)}
         key: list[Hashable] = [self._class_name(call.path), len(call.inputs)]
         key.extend(_facts(graph, name) for name in call.inputs)
@@ -311,7 +305,7 @@ class Classes:
             return call.tensors.index(fqn)
         return relative(name_below(fqn, call.path, self.names), call.path)
 
-    def _read_node(self, node: Node, path: str, reader: _Reader) -> Hashable:
+    def _read_node(self, node: Node, path: str, reader: Facts) -> Hashable:
         """The key of a module without its numbers, which the reader takes down."""
 
         def inner(child: Node, change: Change) -> Node:
@@ -325,24 +319,6 @@ class Classes:
         return _node_key(class_arguments.in_node(node, reader.read, inner, path), path)
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Takes numbers down, in order, with what they are called and where they come from."""
-
-    numbers: list[float] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
-    inner: dict[int, tuple[int, int]] = field(default_factory=dict)  # -> (class, its number)
-
-    def read(self, number: float, hint: str) -> Named:
-        self.numbers.append(number)
-        self.hints.append(hint)
-        return Named(type(number).__name__)
-
-    def take(self, other: _Reader) -> None:
-        self.numbers += other.numbers
-        self.hints += other.hints
-
-
 def _node_key(node: Node, path: str) -> Hashable:
     if node.path != path and node.block is not None:
         return ("block", node.block)
@@ -353,15 +329,6 @@ def _node_key(node: Node, path: str) -> Hashable:
     leaf = node.leaf and (node.leaf.target, repr(node.leaf.constructor))
     children = tuple((name, _node_key(child, path)) for name, child in node.children.items())
     return (leaf, node.frozen, node.dtype, tensors, children)
-
-
-def _calls_below(call: BlockCall) -> list[BlockCall]:
-    found = []
-    for item in call.items:
-        if isinstance(item, BlockCall):
-            found.append(item)
-            found.extend(_calls_below(item))
-    return found
 
 
 def _facts(graph: OpGraph, name: str) -> Hashable:

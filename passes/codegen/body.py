@@ -77,9 +77,9 @@ class Body:
         current, section = ambient, ""
         for piece in pieces:
             region = ambient if ambient != Region() else region_of(item_of(piece))
-            heading = self._section(piece)
+            heading = _section(self.context, self.call.path, item_of(piece))
             if heading != section:
-                done += self._heading(heading) if done or heading else []
+                done += _heading(self.context, self.call.path, heading) if done or heading else []
                 current = ambient
             section = heading
             if region != current and region != ambient:
@@ -127,7 +127,7 @@ class Body:
 
     def _statement(self, piece: Piece) -> Statement:
         item = item_of(piece)
-        place = self._section(piece), region_of(item)
+        place = _section(self.context, self.call.path, item), region_of(item)
         if isinstance(piece, Loop):
             return Statement(reads(piece), None, place, None)
         twin = None if isinstance(item, BlockCall) else piece.twin
@@ -298,34 +298,33 @@ class Body:
             return quote(path)
         return self._module(path)
 
-    # Sections
 
-    def _section(self, piece: Piece) -> str:
-        """The module whose forward the piece stands in, if that is not this body's."""
-        item = item_of(piece)
-        if isinstance(item, Op) and item.region == "loss":
-            return ""
-        scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
-        while scope and below(scope, self.call.path) and scope != self.call.path:
-            node = self.context.layout.root.find(scope)
-            name = self.context.classes.get(scope, ("", ""))[0]
-            if not is_container(name) and (node is None or node.leaf is None):
-                return scope
-            scope = scope.rpartition(".")[0]
+def _section(context: FileContext, base: str, item: Op | BlockCall) -> str:
+    """The module whose forward an item stands in, if that is not the body of `base`."""
+    if isinstance(item, Op) and item.region == "loss":
         return ""
+    scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
+    while scope and below(scope, base) and scope != base:
+        node = context.layout.root.find(scope)
+        name = context.classes.get(scope, ("", ""))[0]
+        if not is_container(name) and (node is None or node.leaf is None):
+            return scope
+        scope = scope.rpartition(".")[0]
+    return ""
 
-    def _heading(self, scope: str) -> list[Line]:
-        if not scope:
-            return [Line()]
-        name, source = self.context.classes.get(scope, ("", ""))
-        about = [clean(name.rpartition(".")[2], 40)] if name else []
-        if source:
-            about.append(self.context.locations.short(source))
-        if scope in self.context.layout.partial:
-            about.append("a part of it")
-        path = clean(relative(scope, self.call.path), 88)
-        text = f"{path} ({', '.join(about)})" if about else path
-        return [Line("", text if len(text) < 88 else path)]
+
+def _heading(context: FileContext, base: str, scope: str) -> list[Line]:
+    if not scope:
+        return [Line()]
+    name, source = context.classes.get(scope, ("", ""))
+    about = [clean(name.rpartition(".")[2], 40)] if name else []
+    if source:
+        about.append(context.locations.short(source))
+    if scope in context.layout.partial:
+        about.append("a part of it")
+    path = clean(relative(scope, base), 88)
+    text = f"{path} ({', '.join(about)})" if about else path
+    return [Line("", text if len(text) < 88 else path)]
 
 
 def _in_place_on(piece: Piece) -> str | None:

@@ -103,13 +103,23 @@ def _inside(change: Change, owner: str) -> Change:
     return changed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Facts:
-    """What is known of one instance of a class: its numbers, and the sizes in its comments."""
+    """What is known of one instance of a class: numbers in order, with what they are called.
 
-    numbers: tuple[Number, ...]
-    hints: tuple[str, ...]
-    sizes: tuple[Number, ...] = ()
+    `sizes`: those in its comments; `inner`: number -> class of a child, and its number there.
+    """
+
+    numbers: list[Number] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    sizes: list[Number] = field(default_factory=list)
+    inner: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def read(self, number: Number, hint: str) -> Named:
+        """Take a number down; in its place a key has only its type."""
+        self.numbers.append(number)
+        self.hints.append(hint)
+        return Named(type(number).__name__)
 
 
 @dataclass(slots=True)

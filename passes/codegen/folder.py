@@ -6,13 +6,11 @@ import.  What `generate` wrote is recognised by its text; anything else counts a
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import linecache
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -40,16 +38,14 @@ def read(folder: str | os.PathLike[str], expected: Sources) -> Sources:
     root = Path(folder)
     if not root.is_dir():
         raise SourceError(
-            f"there is no folder {str(root)!r}",
+            f"the folder {str(root)!r} does not exist",
             where=str(root),
             remedy="write one with pipe.dump(folder)",
         )
     files = {name: _text(root / name) for name in expected.files if name.startswith("stage_")}
     for name in expected.files.keys() - files.keys():
         files[name] = _text(root / name) if (root / name).is_file() else expected.files[name]
-    edited = tuple(
-        name for name, text in files.items() if _digest(text) != _digest(expected.files[name])
-    )
+    edited = tuple(name for name, text in files.items() if text != expected.files[name])
     return Sources(files, expected.interfaces, edited, expected.constants)
 
 
@@ -102,7 +98,7 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
     cls = vars(module).get(name)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise SourceError(
-            f"{file} defines no class {name}(nn.Module)",
+            f"{file} does not define class {name}(nn.Module)",
             where=file,
             remedy=f"keep the class name {name}",
         )
@@ -132,10 +128,6 @@ def _text(path: Path) -> str:
         raise SourceError(f"{path.name} cannot be read: {error}", where=str(path)) from error
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode()).hexdigest()
-
-
 def write(
     sources: Sources,
     folder: str | os.PathLike[str],
@@ -148,7 +140,7 @@ def write(
     plan last.  Other files in the folder are left alone.
 
     Raises:
-        SourceError: the folder is a symbolic link or no folder, or cannot be written.
+        SourceError: the target is a symbolic link or a file, or cannot be written.
     """
     root = Path(folder)
     contents = {name: text.encode() for name, text in sources.files.items()}
@@ -182,25 +174,18 @@ def _replace(root: Path, name: str, data: bytes) -> None:
     target = root / name
     if target.is_symlink() or (target.exists() and not target.is_file()):
         raise SourceError(
-            f"{name} is there already, and no plain file", where=str(target), remedy="remove it"
+            f"{name} exists already and is not a plain file", where=str(target), remedy="remove it"
         )
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=root)
+    draft = root / f".{name}.{os.getpid()}.tmp"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
+        draft.replace(target)
     except BaseException:
-        os.unlink(temporary)
+        draft.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _tensors(sources: Sources, model: nn.Module) -> dict[str, bytes]:

@@ -225,7 +225,7 @@ def with_line(region: Region) -> Line:
 def _autocast(text: str) -> str:
     device, _, dtype = text.partition(":")
     if not re.fullmatch(r"[a-z]+", device):
-        raise SourceError(f"{text!r} is no autocast region", remedy="cpu:bfloat16")
+        raise SourceError(f"{text!r} is not an autocast region", remedy="cpu:bfloat16")
     if dtype in ("", "off", "disabled", "none"):
         return f"torch.autocast({quote(device)}, enabled=False)"
     from_literal(TorchLiteral("dtype", dtype), torch.device("cpu"))  # raises if there is none

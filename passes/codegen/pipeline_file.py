@@ -200,16 +200,13 @@ def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     kept = _kept(interfaces)
     lines = [
         Line("def main(model=None):" if kept else "def main():"),
-        Line("torch.manual_seed(0)", depth=1),
-        Line(f"stages = [{made}]", depth=1),
-        *([Line("fill(stages, model)", depth=1)] if kept else []),
-        Line("for k, stage in enumerate(stages):", depth=1),
+        *_inside("torch.manual_seed(0)", f"stages = [{made}]"),
+        *(_inside("fill(stages, model)") if kept else []),
+        *_inside("for k, stage in enumerate(stages):"),
         Line('load(stage, Path(__file__).with_name(f"stage_{k}.pt"))', depth=2),
-    ]
-    lines += _ties(plan, interfaces)
-    lines += [
+        *_ties(plan, interfaces),
         Line(),
-        Line("inputs = make_inputs()", depth=1),
+        *_inside("inputs = make_inputs()"),
     ]
     variables: dict[str, str] = {}
     for interface in interfaces:
@@ -217,27 +214,24 @@ def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     return lines + _loss(interfaces[-1], variables)
 
 
+def _inside(*statements: str) -> list[Line]:
+    return [Line(code, depth=1) for code in statements]
+
+
 def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
-    done = []
-    for one in plan.tied:
-        places = [_expression(k, _name_on(interfaces[k], one.fqn)) for k in one.stages]
-        for other in places[1:]:
-            done.append(Line(f"{other} = {places[0]}", "tied", 1))
-    return done
+    def place(k: int, fqn: str) -> str:
+        """The expression of a tensor by a name that it has on the stage."""
+        aliases = interfaces[k].aliases.items()
+        name = next((name for name, canonical in aliases if canonical == fqn), fqn)
+        path, _, attribute = name.rpartition(".")
+        owner = f"stages[{k}].get_submodule({quote(path)})" if path else f"stages[{k}]"
+        return reach(owner, attribute, "_parameters")
 
-
-def _name_on(interface: StageInterface, fqn: str) -> str:
-    """A name of the tensor on the stage."""
-    aliases = [name for name, canonical in interface.aliases.items() if canonical == fqn]
-    return aliases[0] if aliases else fqn
-
-
-def _expression(k: int, name: str) -> str:
-    path, _, attribute = name.rpartition(".")
-    owner = f"stages[{k}]"
-    if path:
-        owner = f"{owner}.get_submodule({quote(path)})"
-    return reach(owner, attribute, "_parameters")
+    return [
+        Line(f"{place(k, one.fqn)} = {place(one.stages[0], one.fqn)}", "tied", 1)
+        for one in plan.tied
+        for k in one.stages[1:]
+    ]
 
 
 def _kept(interfaces: tuple[StageInterface, ...]) -> bool:
@@ -256,10 +250,7 @@ def _used_after(interfaces: tuple[StageInterface, ...], k: int) -> set[str]:
 def _run(interface: StageInterface, variables: dict[str, str], used: Collection[str]) -> list[Line]:
     k, signature = interface.index, interface.train
     arguments = ", ".join(_argument(port, variables) for port in signature.inputs)
-    lines = [
-        Line(f"results = stages[{k}]({arguments})", depth=1),
-        Line(f"show({k}, results)", depth=1),
-    ]
+    lines = _inside(f"results = stages[{k}]({arguments})", f"show({k}, results)")
     made = [p for p in signature.outputs if p.value not in variables and p.value in used]
     for port in made:
         variables[port.value] = unique(port.name, [*variables.values(), *_OWN])
@@ -267,7 +258,7 @@ def _run(interface: StageInterface, variables: dict[str, str], used: Collection[
         names = [variables[p.value] if p in made else "_" for p in signature.outputs]
         left = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
         left = f"({left})" if len(left) > 84 else left
-        lines.append(Line(f"{left} = results", depth=1))
+        lines += _inside(f"{left} = results")
     return lines
 
 
@@ -290,12 +281,11 @@ def _loss(interface: StageInterface, variables: dict[str, str]) -> list[Line]:
         return []
     return [
         Line(),
-        Line(f"loss = {made}", depth=1),
-        Line("loss.backward()", depth=1),
-        Line("parameters = [p for stage in stages for p in stage.parameters()]", depth=1),
-        Line("filled = sum(p.grad is not None for p in parameters)", depth=1),
-        Line(
+        *_inside(
+            f"loss = {made}",
+            "loss.backward()",
+            "parameters = [p for stage in stages for p in stage.parameters()]",
+            "filled = sum(p.grad is not None for p in parameters)",
             'print(f"loss {loss.item():.4f}, gradients of {filled} of {len(parameters)} tensors")',
-            depth=1,
         ),
     ]

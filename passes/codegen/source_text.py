@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pdcompile.ir.graph import DTYPE_BYTES, Size, Value
@@ -64,7 +64,7 @@ def shape_text(shape: Iterable[Size | str], dtype: str) -> str:
 
 
 def value_text(value: Value | None, shape: Iterable[Size | str] | None = None) -> str:
-    """`shape`, or the value's own, with its dtype; "" for what is no tensor."""
+    """`shape`, or the value's own, with its dtype; "" for anything but a tensor."""
     if value is None or not value.is_tensor:
         return ""
     return shape_text(value.shape if shape is None else shape, value.dtype)
@@ -156,12 +156,8 @@ def _filled(parts: Iterable[str], indent: str) -> list[str]:
 def _innermost(code: str, start: int, stop: int) -> tuple[int, int]:
     """The brackets that are all that the given ones hold, as in ``f([…])``; else the given."""
     while stop - start > 3 and code[start + 1] in "[{(" and code[stop - 1] in ")]}":
-        level, end = 0, start
-        for position, char in _outside_strings(code[start + 1 : stop]):
-            level += (char in "([{") - (char in ")]}")
-            end = start + 1 + position
-            if not level:
-                break
+        closed = (p for p, _, level in _with_levels(code[start + 1 : stop]) if not level)
+        end = start + 1 + next(closed, 0)
         if end != stop - 1:
             break
         start, stop = start + 1, end
@@ -170,54 +166,46 @@ def _innermost(code: str, start: int, stop: int) -> tuple[int, int]:
 
 def _assigned(code: str) -> int:
     """Where the right-hand side of an assignment begins; 0 if it is none."""
-    level = 0
-    for position, char in _outside_strings(code):
-        level += (char in "([{") - (char in ")]}")
+    for position, char, level in _with_levels(code):
         if char == "=" and not level and code[position - 1 : position + 2] == " = ":
             return position + 2
     return 0
 
 
 def _last_brackets(code: str) -> tuple[int, int] | None:
-    found, stack = None, []
-    for position, char in _outside_strings(code):
-        if char in "([{":
-            stack.append(position)
-        elif char in ")]}":
-            start = stack.pop()
-            if not stack and position > start + 1:
-                found = (start, position)
+    found, start = None, 0
+    for position, char, level in _with_levels(code):
+        if char in "([{" and level == 1:
+            start = position
+        elif char in ")]}" and not level and position > start + 1:
+            found = (start, position)
     return found
 
 
 def _split_commas(inner: str) -> list[str]:
-    parts, level, start = [], 0, 0
-    for position, char in _outside_strings(inner):
-        if char in "([{":
-            level += 1
-        elif char in ")]}":
-            level -= 1
-        elif char == "," and level == 0:
+    parts, start = [], 0
+    for position, char, level in _with_levels(inner):
+        if char == "," and not level:
             parts.append(inner[start:position].strip())
             start = position + 1
     return [*parts, last] if (last := inner[start:].strip()) else parts
 
 
-def _outside_strings(code: str) -> list[tuple[int, str]]:
-    found, quote, position = [], "", 0
-    while position < len(code):
-        char = code[position]
+def _with_levels(code: str) -> Iterator[tuple[int, str, int]]:
+    """Characters outside of strings with their positions and the open brackets after them."""
+    quote, level = "", 0
+    characters = iter(enumerate(code))
+    for position, char in characters:
         if quote:
             if char == "\\":
-                position += 1
+                next(characters, None)
             elif char == quote:
                 quote = ""
         elif char in "\"'":
             quote = char
         else:
-            found.append((position, char))
-        position += 1
-    return found
+            level += (char in "([{") - (char in ")]}")
+            yield position, char, level
 
 
 def _break_anywhere(code: str, depth: int, inside: bool) -> list[str]:

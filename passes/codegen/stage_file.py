@@ -29,8 +29,7 @@ from pdcompile.passes.codegen.header import (
 )
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.source_text import WIDTH, Line, render, value_text
-from pdcompile.passes.form.module_tree import prune, skeleton
-from pdcompile.passes.stages.held_tensors import all_tensors
+from pdcompile.passes.form.module_tree import prune
 from pdcompile.passes.stages.naming import identifier, unique
 
 DRAW = '''\
@@ -88,23 +87,20 @@ def stage_file(
 
     Raises SourceError for what cannot be written as source.
     """
-    classes = {**capture.eval.classes, **capture.train.classes}
     train, evaluation = modes
-    every = [*train.ops, *evaluation.ops, *train.loss, *evaluation.loss]
-    tensors = all_tensors(capture)
+    ops = [*train.ops, *train.loss], [*evaluation.ops, *evaluation.loss]
     wanted = tuple({p.value for p in mode.signature.outputs} for mode in modes)
 
     def divided(training: Collection[str]) -> CodeLayout:
-        root = skeleton(names, tensors, every, classes)
-        ops = train.ops, evaluation.ops
-        layout = divide(capture, *ops, (training, wanted[1]), names, root)
-        prune(root)
+        layout = divide(capture, ops, (training, wanted[1]), names)
+        prune(layout.root)
         return layout
 
     twin = wider_twins(train.ops, evaluation.ops, interface)
     layout = divided({twin[name] for name in wanted[1]} if twin else wanted[0])
     if twin and not is_one_body(layout.train, layout.eval, interface, twin):
         twin, layout = None, divided(wanted[0])
+    classes = {**capture.eval.classes, **capture.train.classes}
     context = FileContext(layout, names, classes)
     text = _Writer(interface.index, modes, context, twin).write()
     draws = f"{DRAW}\n\n" if "draw(" in text else ""
@@ -112,7 +108,7 @@ def stage_file(
     header = docstring(capture, interface, route, context)
     imports = "\n".join(context.imports.lines(torch_used="torch." in text))
     text = f"{header}\n{imports}\n\n\n{draws}{opaque}{text}"
-    targets = {op.target for op in every if op.kind == "function"}
+    targets = {op.target for each in ops for op in each if op.kind == "function"}
     # What is fixed text needs no second look, and may do what generated text may not.
     fixed = text.replace(KEPT_WHOLE, KEPT_SHORT)
     check(fixed, context.imports, targets, f"stage_{interface.index}.py")
@@ -229,7 +225,7 @@ class _Writer:
         Args:
             arguments: their names in each mode; where these are not equally many, they are
                 taken out of ``inputs``.
-            ports: what a stage returns; None for what is no stage.
+            ports: what a stage returns; None for blocks and losses.
             fewer: values that training returns, if these are not all that evaluation does.
         """
         train, evaluation = calls

@@ -1,18 +1,16 @@
 """Costs from shapes alone: seconds, operations and bytes of every op, nothing is executed.
 
-`forward_flops` of an op and the sizes of its results are exact formulas in the microbatch size
-(`formula`); seconds are a roofline of them; the bytes that autograd keeps follow torch's own
-derivatives, each storage counted once over the graph.  A profile replaces seconds by measured
-ones, the rest stays.
+`forward_flops` of an op and the sizes of its results are exact; seconds are a roofline of them;
+the bytes that autograd keeps follow torch's own derivatives, each storage counted once over the
+graph.  A profile replaces seconds by measured ones, the rest stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pdcompile.ir.graph import OpCost, OpGraph
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Number, Operand, product
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, costed_ops, product
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.forecast import forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
@@ -22,16 +20,15 @@ from pdcompile.passes.costs.saved import Saved, has_rule, saved
 __all__ = [
     "REFERENCE",
     "CostedOp",
-    "Formula",
     "GraphIndex",
     "Machine",
     "Operand",
     "Resident",
     "Saved",
     "calibrate",
+    "costed_ops",
     "estimate",
     "forecast",
-    "formula",
     "forward_flops",
     "has_rule",
     "newly_saved",
@@ -40,31 +37,6 @@ __all__ = [
     "saved",
     "seconds",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """Closed forms (sympy expressions) in the symbol ``b``, the microbatch size, of one op."""
-
-    flops: Number
-    output_bytes: Number
-
-
-def formula(graph: OpGraph) -> dict[str, Formula]:
-    """For every op by name, exact polynomials in ``sympy.Symbol("b", positive=True)``.
-
-    Sizes that the capture found to be concrete are numbers in them.
-    """
-    import sympy  # type: ignore[import-untyped]
-
-    b = sympy.Symbol("b", positive=True, integer=True)
-    index = GraphIndex.of(graph, b)
-    found = {}
-    for op in graph.ops:
-        call = CostedOp(op, index)
-        flops = sympy.expand(forward_flops(call))
-        found[op.name] = Formula(flops, sympy.expand(call.output_bytes))
-    return found
 
 
 def estimate(
@@ -80,8 +52,7 @@ def estimate(
     grad) have no backward and save nothing.  Views take no time.  `kept` replaces, by op name,
     the rule for what autograd keeps.
     """
-    index = GraphIndex.of(graph, microbatch_size)
-    calls = [CostedOp(op, index) for op in graph.ops]
+    calls = costed_ops(graph, microbatch_size)
     known = kept or {}
     rules = [known.get(call.op.name) or saved(call) for call in calls]
     return tuple(

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -95,7 +98,7 @@ def probe_lengths(own: int, taken: Collection[int]) -> tuple[int, ...]:
 
 
 def with_length(flat: FlatCall, dims: Dims, length: int) -> FlatCall:
-    """The same call at another length: entries repeated in turn, or cut."""
+    """The same call at another length: entries repeated cyclically, or cut."""
     leaves = dict(flat.leaves)
     for path, which in dims.items():
         for dim in which:
@@ -135,7 +138,7 @@ def fit(samples: Mapping[Point, int]) -> Any | None:
             needs, so that a wrong form is noticed.
 
     Raises:
-        ValueError: the points are no such grid.
+        ValueError: the points do not form such a grid.
     """
     import sympy
 
@@ -164,41 +167,29 @@ def _coefficients(
     samples: Mapping[Point, int], axes: Sequence[Sequence[int]]
 ) -> dict[Point, Fraction]:
     """By exponents of (b,) or (b, s), from the first values of each axis that suffice."""
-    found = {point: Fraction(number) for point, number in samples.items()}
-    for i, axis in enumerate(axes):
-        used = axis[: DEGREES[i] + 1]
-        lines: dict[Point, list[Fraction]] = {}
-        for point in found:
-            rest = (*point[:i], 0, *point[i + 1 :])
-            if rest not in lines:
-                values = [found[(*point[:i], x, *point[i + 1 :])] for x in used]
-                lines[rest] = _line(used, values)
-        found = {
-            (*rest[:i], n, *rest[i + 1 :]): coefficient
-            for rest, line in lines.items()
-            for n, coefficient in enumerate(line)
-        }
-    return {powers: c for powers, c in found.items() if c}
+    points = tuple(product(*(axis[: n + 1] for axis, n in zip(axes, DEGREES, strict=False))))
+    powers = product(*(range(n + 1) for _, n in zip(axes, DEGREES, strict=False)))
+    found = {
+        power: sum((c * samples[p] for c, p in zip(row, points, strict=True)), Fraction(0))
+        for power, row in zip(powers, _inverse(points), strict=True)
+    }
+    return {power: c for power, c in found.items() if c}
 
 
-def _line(xs: Sequence[int], ys: Sequence[Fraction]) -> list[Fraction]:
-    """Coefficients, constant first, of the polynomial through the points (Newton's form)."""
-    differences = list(ys)
-    for level in range(1, len(xs)):
-        for i in range(len(xs) - 1, level - 1, -1):
-            differences[i] = (differences[i] - differences[i - 1]) / (xs[i] - xs[i - level])
-    result = [Fraction(0)] * len(xs)
-    for i in range(len(xs) - 1, -1, -1):
-        shifted = [Fraction(0), *result[:-1]]
-        result = [shift - xs[i] * old for shift, old in zip(shifted, result, strict=True)]
-        result[0] += differences[i]
-    return result
+@cache
+def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
+    """What makes coefficients of values at the points of a grid, by exponents."""
+    import sympy
+
+    sizes = [len(set(axis)) for axis in zip(*points, strict=True)]
+    powers = list(product(*map(range, sizes)))
+    matrix = sympy.Matrix([[_power(point, power) for power in powers] for point in points])
+    return [[Fraction(int(x.p), int(x.q)) for x in row] for row in matrix.inv().tolist()]
+
+
+def _power(point: Point, power: Point) -> int:
+    return prod(x**n for x, n in zip(point, power, strict=True))
 
 
 def _value(coefficients: Mapping[Point, Fraction], point: Point) -> Fraction:
-    total = Fraction(0)
-    for powers, c in coefficients.items():
-        for x, n in zip(point, powers, strict=True):
-            c *= x**n
-        total += c
-    return total
+    return sum((c * _power(point, power) for power, c in coefficients.items()), Fraction(0))

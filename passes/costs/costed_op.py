@@ -9,22 +9,29 @@ size `b` is a number, and sympy expressions when `b` is a symbol: the same rule 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import (
     DTYPE_BYTES,
     Affine,
     Attr,
+    DictOf,
+    ListOf,
     Op,
     OpGraph,
     Ref,
     Size,
+    Slice,
     TensorInfo,
+    TorchLiteral,
     Value,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # An int, or a sympy expression in the symbol b.
 Number = Any
@@ -244,6 +251,12 @@ class CostedOp:
         return self.name in VIEWS
 
 
+def costed_ops(graph: OpGraph, b: Number) -> list[CostedOp]:
+    """The ops of a graph at microbatch size b, in order."""
+    index = GraphIndex.of(graph, b)
+    return [CostedOp(op, index) for op in graph.ops]
+
+
 VIEWS = words(
     "view viewas t mt h mh transpose permute squeeze unsqueeze expand expandas broadcastto flatten "
     "unflatten narrow select split chunk unbind tensorsplit vsplit hsplit dsplit detach diagonal "
@@ -266,3 +279,46 @@ def plain_name(op: Op) -> str:
 
 def product(sizes: Iterator[Number] | tuple[Number, ...]) -> Number:
     return math.prod(sizes)
+
+
+def described(
+    argument: Any, b: int, value: Callable[[str], str], tensor: Callable[[str], str]
+) -> str:
+    """An op's argument at microbatch size b as text, for keys: equal where the op does the same.
+
+    Only the kinds of arguments that a graph may hold are written out, never a repr of theirs.
+    `value` and `tensor` describe the values and the model's tensors in it, by name.
+    """
+
+    def text(part: Any) -> str:
+        match part:
+            case Ref(name):
+                return value(name)
+            case Attr(fqn):
+                return tensor(fqn)
+            case Affine():
+                return str(part.at(b))
+            case TorchLiteral(kind, literal):
+                return f"{kind}:{literal}"
+            case ListOf(items):
+                return f"[{','.join(map(text, items))}]"
+            case DictOf(items):
+                return f"{{{text(items)}}}"
+            case Slice(start, stop, step):
+                return ":".join(map(text, (start, stop, step)))
+            case tuple():
+                return f"({','.join(map(text, part))})"
+            case None | bool() | int() | float() | complex() | str():
+                return repr(part)
+        return type(part).__name__
+
+    return text(argument)
+
+
+def laid_out(
+    shape: Sequence[int], stride_order: Sequence[int], make: Callable[[list[int]], Tensor]
+) -> Tensor:
+    """A tensor of a recorded shape and layout; `make` builds a contiguous one of any shape."""
+    order = list(stride_order or range(len(shape)))
+    made = make([shape[dim] for dim in order])
+    return made.permute([order.index(dim) for dim in range(len(order))])

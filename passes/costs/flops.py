@@ -176,7 +176,7 @@ def _interpolate(call: CostedOp) -> Number:
 
 
 def _opaque(call: CostedOp) -> Number:
-    """A module kept whole: its parameters as matrices that meet every row of the first input."""
+    """An opaque module: its parameters as matrices that meet every row of the first input."""
     rows = product(call.first.shape[:-1])
     weights = [o for o in call.inputs if o.held]
     return 2 * rows * sum(weight.elements for weight in weights) + call.out.elements

@@ -10,11 +10,14 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.ir.graph import Affine, Attr, DictOf, ListOf, Op, OpGraph, Ref, Slice, size_at, walk
+from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at, walk
+from pdcompile.passes.costs.costed_op import described
 from pdcompile.passes.costs.resident import Resident, residents
 from pdcompile.passes.form.lifetimes import Lifetimes, Step
+from pdcompile.passes.stages.boundaries import tied
 
 if TYPE_CHECKING:
     from pdcompile.passes.costs.rehearse import Ports, Rehearsal
@@ -70,11 +73,7 @@ def ports_of(
     position = {op.name: i for i, op in enumerate(graph.ops)}
     returned = {ref.name for ref in walk(graph.output, Ref)} | {graph.loss}
     last = num_stages - 1
-    received: list[list[str]] = [[] for _ in range(num_stages)]
-    entered: list[list[str]] = [[] for _ in range(num_stages)]
-    chained: list[list[str]] = [[] for _ in range(num_stages)]
-    results: list[list[str]] = [[] for _ in range(num_stages)]
-    roots: list[list[str]] = [[] for _ in range(num_stages)]
+    ports = [Ports() for _ in range(num_stages)]
     for i, op in enumerate(graph.ops):
         value = graph.values[op.name]
         home = stage_of[i]
@@ -82,39 +81,21 @@ def ports_of(
         readers.discard(home)
         targets = readers | ({last} if op.name in returned and home != last else set())
         if targets or op.name == graph.loss or (op.name in returned and keeps_outputs):
-            results[home].append(op.name)
+            ports[home].results.append(op.name)
         for target in targets:
-            received[target].append(op.name)
+            ports[target].received.append(op.name)
         # Only stages that compute with a value send a gradient for it.
         for target in sorted(readers) if value.needs_gradient else ():
-            entered[target].append(op.name)
+            ports[target].entered.append(op.name)
             if target != max(readers):
-                chained[target].append(op.name)
+                ports[target].chained.append(op.name)
         if readers and value.needs_gradient:
-            roots[home].append(op.name)
-    tied = _tied(graph, stage_of)
-    return [
-        Ports(
-            tuple(received[s]), tuple(entered[s]), tuple(chained[s]), tuple(results[s]),
-            frozenset(roots[s]),
-            tuple(fqn for fqn, stages in tied if s in stages and s != max(stages)),
-            tuple(fqn for fqn, stages in tied if s in stages and s != min(stages)),
-        )
-        for s in range(num_stages)
-    ]  # fmt: skip
-
-
-def _tied(graph: OpGraph, stage_of: Sequence[int]) -> list[tuple[str, set[int]]]:
-    """Trainable parameters that several stages hold, and which."""
-    holders: dict[str, set[int]] = {}
-    for op, stage in zip(graph.ops, stage_of, strict=True):
-        for fqn in (*op.parameters, *op.attributes):
-            holders.setdefault(fqn, set()).add(stage)
-    return [
-        (fqn, holders[fqn])
-        for fqn, info in graph.tensors.items()
-        if info.kind == "parameter" and info.requires_grad and len(holders.get(fqn, ())) > 1
-    ]
+            ports[home].roots.append(op.name)
+    for one in tied(graph, {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}):
+        for earlier, later in pairwise(one.stages):
+            ports[earlier].summed.append(one.fqn)
+            ports[later].passed.append(one.fqn)
+    return ports
 
 
 def _rehearsed(
@@ -186,19 +167,9 @@ class _Key:
         return "|".join(str(part) for part in parts)
 
     def _text(self, argument: Any) -> str:
-        match argument:
-            case Ref(name):
-                return f"%{self._number(name)}"
-            case Attr(fqn):
-                info = self.graph.tensors.get(fqn)
-                about = (info.shape, info.dtype, info.requires_grad, info.kind) if info else fqn
-                return f"@{self._number('tensor ' + fqn)}{about}"
-            case Affine():
-                return str(argument.at(self.b))
-            case ListOf(items) | DictOf(items):
-                return f"{type(argument).__name__}{self._text(items)}"
-            case Slice(start, stop, step):
-                return ":".join(map(self._text, (start, stop, step)))
-            case tuple():
-                return f"({','.join(map(self._text, argument))})"
-        return f"{type(argument).__name__} {argument!r}"
+        def tensor(fqn: str) -> str:
+            info = self.graph.tensors.get(fqn)
+            about = (info.shape, info.dtype, info.requires_grad, info.kind) if info else fqn
+            return f"@{self._number('tensor ' + fqn)}{about}"
+
+        return described(argument, self.b, lambda name: f"%{self._number(name)}", tensor)

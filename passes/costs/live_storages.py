@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._see(leaf.untyped_storage(), func, args)
+        for tensor in tensors_in(result):
+            if tensor.layout == torch.strided:
+                self._see(tensor.untyped_storage(), func, args)
         self.sample()
         return result
 
@@ -74,3 +75,22 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._alive[key] = weakref.ref(storage, died)
         self.now_bytes += size
+
+
+@contextmanager
+def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Collects the storages, by address, that autograd keeps of what runs inside."""
+    found: dict[int, torch.UntypedStorage] = {}  # held, or an address might come again
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

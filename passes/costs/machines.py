@@ -17,7 +17,7 @@ from time import perf_counter
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
+from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops, is_product
 
 
@@ -210,5 +210,4 @@ def relative(cluster: Cluster, graph: OpGraph, microbatch_size: int) -> Cluster:
 
 def _whole_seconds(graph: OpGraph, kind: str, microbatch_size: int) -> float:
     machine = machine_of(kind) or REFERENCE
-    index = GraphIndex.of(graph, microbatch_size)
-    return math.fsum(sum(seconds(CostedOp(op, index), machine)) for op in graph.ops)
+    return math.fsum(sum(seconds(one, machine)) for one in costed_ops(graph, microbatch_size))

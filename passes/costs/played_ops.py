@@ -1,20 +1,21 @@
-"""Stand-ins: autograd functions that take as much memory as an op, and compute nothing.
+"""Autograd functions that take as much memory as an op, and compute nothing.
 
-They play what cannot run on fake tensors: ops without a shape rule, modules that are kept whole,
-and recurrent layers, whose kernels choose another way on fake tensors than on real ones.
+They play what cannot run on fake tensors: ops without a shape rule, opaque modules, and recurrent
+layers, whose kernels choose another way on fake tensors than on real ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.passes.costs.costed_op import CostedOp, Operand
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
+from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
 from pdcompile.passes.costs.saved import saved
 from pdcompile.passes.costs.workspaces import workspace
 
@@ -88,16 +89,12 @@ def _run(call: CostedOp, module: nn.Module) -> Role:
         weight.grad = torch.zeros_like(weight)
     gradients = [w.grad for w in weights if w.grad is not None]
     live = LiveStorages([*given, *weights, *module.buffers(), *gradients])
-    kept: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.add(tensor.untyped_storage()._cdata)
-        return tensor
-
     states = _nested(given[1:])
-    with live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with live, saved_storages() as saved_here:
         result = module(given[0], *states)
-    results = [t for t in _flat(result) if t.requires_grad]
+    kept = set(saved_here)
+    saved_here.clear()  # backward has to free them
+    results = [t for t in tensors_in(result) if t.requires_grad]
     # The stage holds the first result; final states are dropped unless autograd keeps them.
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
     first = results[0].untyped_storage()._cdata
@@ -133,12 +130,6 @@ def _nested(states: Sequence[Tensor]) -> tuple[Any, ...]:
     return (tuple(states),) if len(states) == 2 else tuple(states)
 
 
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for part in value for t in _flat(part)] if isinstance(value, tuple | list) else []
-
-
 class _Play(torch.autograd.Function):
     """(role, operands of the results, tensors) -> results of the right sizes."""
 
@@ -169,10 +160,9 @@ class _Play(torch.autograd.Function):
 
 
 def _empty(operand: Operand, device: torch.device) -> Tensor:
-    order = operand.stride_order or tuple(range(len(operand.shape)))
     dtype = getattr(torch, operand.dtype)
-    made = torch.empty([operand.shape[dim] for dim in order], dtype=dtype, device=device)
-    return made.permute([order.index(dim) for dim in range(len(order))])
+    make = partial(torch.empty, dtype=dtype, device=device)
+    return laid_out(operand.shape, operand.stride_order, make)
 
 
 def play(call: CostedOp, role: Role, tensors: Sequence[Tensor]) -> Any:

@@ -3,8 +3,8 @@
 Rules for single ops cannot know in which order autograd frees and sums, nor what kernels are made
 of.  So the ops of a stage run once on fake tensors, with torch's own autograd, as the runtime
 runs them, and what is alive is counted.  Kernels that choose otherwise on fake tensors than on
-real ones (recurrent layers) and modules that are kept whole are played by stand-ins of a measured
-or estimated size.
+real ones (recurrent layers) and opaque modules are played by functions of
+a measured or estimated size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
 from pdcompile.ir.graph_module import materialise, run_op
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, laid_out
+from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages
 from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_rule, by_running, play
 from pdcompile.passes.form.lifetimes import Step
 
@@ -32,7 +33,7 @@ from pdcompile.passes.form.lifetimes import Step
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ports:
     """Names of what a stage takes and gives, by how autograd sees it.
 
@@ -43,13 +44,13 @@ class Ports:
     and leave none here.
     """
 
-    received: tuple[str, ...]
-    entered: tuple[str, ...]
-    chained: tuple[str, ...]
-    results: tuple[str, ...]
-    roots: frozenset[str]
-    summed: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
+    received: list[str] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    chained: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    roots: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def rehearse(graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int) -> Reh
     """Run the steps of a stage, forward and backward, at microbatch size b.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
-    runs on fake tensors nor has a stand-in.
+    runs on fake tensors nor can be played.
     """
     with _staged(graph, steps, ports, b) as (stage, arguments):
         return stage.run(arguments)
@@ -132,8 +133,7 @@ def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
 
     Parameters, views of them and the caller's inputs are never counted.
     """
-    ports = Ports((), (), (), (), frozenset())
-    with _staged(graph, [Step(op) for op in graph.ops], ports, b) as (stage, arguments):
+    with _staged(graph, [Step(op) for op in graph.ops], Ports(), b) as (stage, arguments):
         return stage.kept(arguments)
 
 
@@ -244,23 +244,14 @@ class _Stage:
     def kept(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
         """Bytes newly kept for backward, by op."""
         env: dict[str, Any] = dict(arguments)
-        seen = set(self.meter.given)
-        alive: list[torch.UntypedStorage] = []  # an address must not come again
+        seen: dict[int, torch.UntypedStorage] = {}  # held: an address must not come again
         found: dict[str, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                alive.append(storage)
-                found[name] += storage.nbytes()
-            return tensor
-
         for op in (step.op for step in self.steps):
-            name = op.name
-            found[name] = 0
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                env[name] = self._checked(op, self._result(op, env))
+            with saved_storages() as saved:
+                env[op.name] = self._checked(op, self._result(op, env))
+            new = saved.keys() - seen.keys() - self.meter.given
+            found[op.name] = sum(saved[key].nbytes() for key in new)
+            seen |= saved
         return found
 
     def _forward(
@@ -292,7 +283,7 @@ class _Stage:
                 return run_op(op, env, lookup)
             except Exception:
                 if op.mutates or op.buffers_written:
-                    raise  # no stand-in writes
+                    raise  # what plays an op writes nothing
         call = CostedOp(op, self.index)
         tensors = [
             self.fakes.tensor(one.name) if one.held else env[one.name] for one in call.inputs
@@ -339,11 +330,6 @@ def _outside(ops: Sequence[Op]) -> list[str]:
 def _given(graph: OpGraph, name: str, b: int, device: torch.device) -> Tensor:
     """A fake of a value that comes from outside, in its layout."""
     value = graph.values[name]
-    order = value.stride_order or tuple(range(len(value.shape)))
-    made = torch.empty(
-        [size_at(value.shape[dim], b) for dim in order],
-        dtype=getattr(torch, value.dtype),
-        device=device,
-    )
-    made = made.permute([order.index(dim) for dim in range(len(order))])
+    make = partial(torch.empty, dtype=getattr(torch, value.dtype), device=device)
+    made = laid_out([size_at(size, b) for size in value.shape], value.stride_order, make)
     return made.requires_grad_(value.requires_grad and value.producer is None)

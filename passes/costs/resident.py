@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import OpGraph, Ref, walk
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, costed_ops
 from pdcompile.passes.costs.saved import Saved, has_rule, saved
 
 
@@ -41,11 +41,11 @@ def residents(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
 ) -> tuple[Resident, ...]:
     """For every stage, given the stage of each op of the graph."""
-    index = GraphIndex.of(graph, b)
-    calls = [CostedOp(op, index) for op in graph.ops]
+    calls = costed_ops(graph, b)
     if not calls:
         return (Resident(0, 0),) * num_stages
     storages = Storages.of(calls)
+    index = storages.index
     position = {op.name: i for i, op in enumerate(graph.ops)}
     received: list[set[Key]] = [set() for _ in range(num_stages)]
     roots: list[list[str]] = [[] for _ in range(num_stages)]

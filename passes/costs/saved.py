@@ -85,15 +85,13 @@ def _operands(call: CostedOp) -> Saved:
 
 
 def _product(call: CostedOp) -> Saved:
-    """Each factor is kept for the gradient of the other one."""
     factors = call.inputs[:2]
     if len(factors) < 2:
         squared = len(walk(call.op.args, Ref)) + len(walk(call.op.args, Attr)) > 1
         return Saved(factors) if squared else NOTHING
     left, right = factors
-    kept = ([left] if right.requires_grad else []) + ([right] if left.requires_grad else [])
     batched = call.name == "matmul" and max(len(left.shape), len(right.shape)) > 3
-    return _folded(kept, 2 if batched else None)
+    return _folded(_for_each_other(left, right), 2 if batched else None)
 
 
 def _folded(kept: list[Operand], dims: int | None) -> Saved:
@@ -114,11 +112,12 @@ def _linear(call: CostedOp) -> Saved:
 
 def _addmm(call: CostedOp) -> Saved:
     factors = [o for o in (call.tensor(1, "mat1"), call.tensor(2, "mat2")) if o is not None]
-    if len(factors) < 2:
-        return NOTHING
-    left, right = factors
-    kept = ([left] if right.requires_grad else []) + ([right] if left.requires_grad else [])
-    return Saved(tuple(kept))
+    return Saved(tuple(_for_each_other(*factors))) if len(factors) == 2 else NOTHING
+
+
+def _for_each_other(left: Operand, right: Operand) -> list[Operand]:
+    """Each factor is kept for the gradient of the other one."""
+    return ([left] if right.requires_grad else []) + ([right] if left.requires_grad else [])
 
 
 def _convolution(call: CostedOp) -> Saved:
@@ -171,42 +170,43 @@ def _channel_dropout(call: CostedOp) -> Saved:
     return Saved((), mask.extra_bytes and product(shape[:2]) * DTYPE_BYTES[call.first.dtype])
 
 
-def _layer_norm(call: CostedOp) -> Saved:
-    """The input, and mean and reciprocal deviation of every row."""
+def _normalised_rows(call: CostedOp) -> Number:
     shape = call.argument(1, "normalized_shape")
     dims = len(shape) if isinstance(shape, tuple) else len(getattr(shape, "items", (0,)))
-    rows = product(call.first.shape[: len(call.first.shape) - dims])
-    return Saved((call.first,), 2 * rows * DTYPE_BYTES[call.first.dtype])
+    return product(call.first.shape[: len(call.first.shape) - dims])
+
+
+def _statistics(call: CostedOp, count: Number) -> Saved:
+    """The input, and so many numbers of its dtype: mean and reciprocal deviation of a group."""
+    return Saved((call.first,), count * DTYPE_BYTES[call.first.dtype])
+
+
+def _layer_norm(call: CostedOp) -> Saved:
+    return _statistics(call, 2 * _normalised_rows(call))
 
 
 def _group_norm(call: CostedOp) -> Saved:
-    groups = call.argument(1, "num_groups", 1)
-    return Saved((call.first,), 2 * call.first.shape[0] * groups * DTYPE_BYTES[call.first.dtype])
+    return _statistics(call, 2 * call.first.shape[0] * call.argument(1, "num_groups", 1))
 
 
 def _batch_norm(call: CostedOp) -> Saved:
-    """The input, and mean and reciprocal deviation of every channel when it is training."""
+    """Statistics of every channel when it is training."""
     shape = call.first.shape
     training = call.argument(5, "training", call.op.kind == "module" and call.index.graph.training)
     tracked = call.argument(-1, "track_running_stats", True)
     channels = shape[1] if len(shape) > 1 else 1
-    statistics = 2 * channels * DTYPE_BYTES[call.first.dtype]
-    return Saved((call.first,), statistics if training or not tracked else 0)
+    return _statistics(call, 2 * channels if training or not tracked else 0)
 
 
 def _instance_norm(call: CostedOp) -> Saved:
-    """The input, and two statistics of every channel of every sample."""
-    channels = product(call.first.shape[:2])
-    return Saved((call.first,), 2 * channels * DTYPE_BYTES[call.first.dtype])
+    """Statistics of every channel of every sample."""
+    return _statistics(call, 2 * product(call.first.shape[:2]))
 
 
 def _rms_norm(call: CostedOp) -> Saved:
-    """The input and its reciprocal root mean square; with a weight the normalised input too."""
-    shape = call.argument(1, "normalized_shape")
-    dims = len(shape) if isinstance(shape, tuple) else len(getattr(shape, "items", (0,)))
-    rows = product(call.first.shape[: len(call.first.shape) - dims])
-    scaled = call.first.bytes if call.tensor(2, "weight") is not None else 0
-    return Saved((call.first,), rows * DTYPE_BYTES[call.first.dtype] + scaled)
+    """The reciprocal root mean square of every row; with a weight the normalised input too."""
+    scaled = call.first.elements if call.tensor(2, "weight") is not None else 0
+    return _statistics(call, _normalised_rows(call) + scaled)
 
 
 def _input_and_buffer(call: CostedOp) -> Saved:

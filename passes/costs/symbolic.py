@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,7 @@ from pdcompile.passes.costs.closed_forms import (
     symbols,
     with_length,
 )
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
+from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.rehearse import kept_by_op
 from pdcompile.passes.costs.workspaces import Workspace, workspace
@@ -111,47 +111,36 @@ class SymbolicCosts:
                 remedy=self.without or "give every symbol a positive number",
             )
         ops = tuple(
-            SymbolicOp(
-                op.name, op.target, op.module_path,
-                tuple(_at(size, given) for size in op.shape),
-                _at(op.flops, given), _at(op.output_bytes, given), _at(op.saved_bytes, given),
-                op.symbolic,
+            replace(
+                op,
+                shape=tuple(_at(size, given) for size in op.shape),
+                flops=_at(op.flops, given),
+                output_bytes=_at(op.output_bytes, given),
+                saved_bytes=_at(op.saved_bytes, given),
             )
             for op in self.ops
-        )  # fmt: skip
-        return SymbolicCosts(
-            ops, (), self.sequence, self.without, tuple(given.values()), self.fitted
         )
+        return replace(self, ops=ops, symbols=(), example=tuple(given.values()))
 
     def to_json(self) -> str:
         """Expressions as text, in Python's syntax."""
-        return json.dumps(
-            {
-                "symbols": self.symbols,
-                "sequence": dict(self.sequence),
-                "without": self.without,
-                "example": self.example,
-                "fitted": self.fitted,
-                "flops": str(self.flops),
-                "output_bytes": str(self.output_bytes),
-                "saved_bytes": str(self.saved_bytes),
-                "symbolic_share": self.symbolic_share,
-                "ops": [
-                    {
-                        "name": op.name,
-                        "target": op.target,
-                        "module_path": op.module_path,
-                        "shape": [str(size) for size in op.shape],
-                        "flops": str(op.flops),
-                        "output_bytes": str(op.output_bytes),
-                        "saved_bytes": str(op.saved_bytes),
-                        "symbolic": op.symbolic,
-                    }
-                    for op in self.ops
-                ],
-            },
-            indent=2,
-        )
+        sums = ("flops", "output_bytes", "saved_bytes")
+        ops = [
+            asdict(op) | {"shape": [str(size) for size in op.shape]}
+            | {name: str(getattr(op, name)) for name in sums}
+            for op in self.ops
+        ]  # fmt: skip
+        found = {
+            "symbols": self.symbols,
+            "sequence": dict(self.sequence),
+            "without": self.without,
+            "example": self.example,
+            "fitted": self.fitted,
+            **{name: str(getattr(self, name)) for name in sums},
+            "symbolic_share": self.symbolic_share,
+            "ops": ops,
+        }
+        return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
         lines = [
@@ -240,7 +229,7 @@ def symbolic(
     if not layout.splits or len(sizes) < 3:
         reason = without or "it is captured for one microbatch size only"
         return _concrete(own, reason if layout.splits else "nothing of the call is split")
-    samples: dict[Point, list[_Numbers]] = {
+    samples: dict[Point, list[_OpSizes]] = {
         (b, s): _numbers(graph, b) for (s, graph), b in product(graphs.items(), sizes)
     } or {(b,): _numbers(own, b) for b in sizes}
     example = (own.batch_size, next(iter(graphs))) if graphs else (own.batch_size,)
@@ -287,12 +276,7 @@ def _graphs(
 
 def _diverges(one: OpGraph, other: OpGraph) -> str:
     for a, b in zip(one.ops, other.ops, strict=False):
-        if (a.name, a.target, a.module_path, a.inputs) != (
-            b.name,
-            b.target,
-            b.module_path,
-            b.inputs,
-        ):
+        if any(getattr(a, n) != getattr(b, n) for n in ("name", "target", "module_path", "inputs")):
             return f"{b.target} for {a.target} ({a.source})"
     if len(one.ops) != len(other.ops):
         return f"{len(other.ops)} for {len(one.ops)}"
@@ -310,39 +294,38 @@ def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _OpSizes:
     """What one op costs at one size."""
 
     shape: tuple[int, ...]
     flops: int
     output_bytes: int
     saved_bytes: int
-    measured: bool  # of a module that was kept whole: no closed form is known
+    measured: bool  # of an opaque module: no closed form is known
     workspace: Workspace | None  # the part of `saved_bytes` that comes in pages
 
 
-def _numbers(graph: OpGraph, b: int) -> list[_Numbers]:
-    index = GraphIndex.of(graph, b)
+def _numbers(graph: OpGraph, b: int) -> list[_OpSizes]:
     kept = kept_by_op(graph, b)
     return [
-        _Numbers(
-            tuple(size_at(size, b) for size in graph.values[op.name].shape),
+        _OpSizes(
+            tuple(size_at(size, b) for size in graph.values[call.op.name].shape),
             int(forward_flops(call)),
             int(call.output_bytes),
-            kept[op.name],
-            op.opaque,
+            kept[call.op.name],
+            call.op.opaque,
             workspace(call),
         )
-        for op, call in ((op, CostedOp(op, index)) for op in graph.ops)
+        for call in costed_ops(graph, b)
     ]
 
 
-def _op(op: Op, samples: Mapping[Point, _Numbers], example: Point) -> SymbolicOp:
+def _op(op: Op, samples: Mapping[Point, _OpSizes], example: Point) -> SymbolicOp:
     own = samples[example]
     known = not own.measured
     ranks = {len(numbers.shape) for numbers in samples.values()}
 
-    def form(number: Callable[[_Numbers], int]) -> Any:
+    def form(number: Callable[[_OpSizes], int]) -> Any:
         nonlocal known
         values = {point: number(numbers) for point, numbers in samples.items()}
         if len(set(values.values())) == 1:
@@ -368,21 +351,17 @@ def _op(op: Op, samples: Mapping[Point, _Numbers], example: Point) -> SymbolicOp
     return SymbolicOp(op.name, op.target, op.module_path, shape, flops, written, saved, known)
 
 
-def _workspace(numbers: _Numbers) -> Workspace:
+def _workspace(numbers: _OpSizes) -> Workspace:
     """That of an op which has one, at every size."""
     return numbers.workspace or Workspace((), 0, 0)
 
 
 def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
-    numbers = _numbers(graph, graph.batch_size)
-    ops = tuple(
-        SymbolicOp(
-            op.name, op.target, op.module_path, one.shape, one.flops, one.output_bytes,
-            one.saved_bytes, False,
-        )
-        for op, one in zip(graph.ops, numbers, strict=True)
-    )  # fmt: skip
-    return SymbolicCosts(ops, (), (), reason, (graph.batch_size,), ((graph.batch_size,),))
+    point = (graph.batch_size,)
+    sizes = _numbers(graph, graph.batch_size)
+    found = (_op(op, {point: one}, point) for op, one in zip(graph.ops, sizes, strict=True))
+    ops = tuple(replace(op, symbolic=False) for op in found)
+    return SymbolicCosts(ops, (), (), reason, point, (point,))
 
 
 def _at(form: Any, given: Mapping[str, int]) -> int:

@@ -14,8 +14,14 @@ from functools import partial
 
 from pdcompile.ir.graph import CHECK, Op, OpGraph, Ref, TensorInfo, walk
 from pdcompile.passes.form.expressions import IN_PLACE, Scope, rough
-from pdcompile.passes.form.module_tree import Node, module_expression, skeleton, tensor_expression
-from pdcompile.passes.stages.naming import wishes
+from pdcompile.passes.form.module_tree import (
+    Node,
+    ancestors,
+    module_expression,
+    skeleton,
+    tensor_expression,
+)
+from pdcompile.passes.stages.naming import scope_of, wishes
 
 INSIDE = 52  # columns of an expression that goes into another one
 WHOLE = 84  # columns of a statement's expression
@@ -266,14 +272,7 @@ class Lifetimes:
 
 def _modules(op: Op) -> list[str]:
     """Paths of the modules whose forward calls the op, innermost first, the root left out."""
-    path = op.module_path
-    if op.kind in ("module", "opaque"):
-        path = path.rpartition(".")[0]
-    found = []
-    while path:
-        found.append(path)
-        path = path.rpartition(".")[0]
-    return found
+    return ancestors(scope_of(op))[::-1]
 
 
 def _ends(scopes: Sequence[tuple[str, ...]]) -> list[dict[str, int]]:

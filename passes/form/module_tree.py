@@ -36,7 +36,7 @@ class Node:
     dtype: str | None = None  # of a leaf's floating tensors, where its constructor does not say
     block: int | None = None  # index of the class of which it is an instance
     arguments: tuple[Any, ...] = ()  # what that class is constructed with
-    needed: bool = False  # even if nothing lies in it and it is no instance of a class
+    needed: bool = False  # even if nothing lies in it and no class was made of it
 
     def walk(self) -> Iterator[Node]:
         yield self
@@ -51,7 +51,7 @@ class Node:
 
     @property
     def is_indexed(self) -> bool:
-        """Children are numbered and nothing else is in here: a list, if it is no class of ours."""
+        """Children are numbered and nothing else is in here: a list, if not a class of ours."""
         return (
             bool(self.children and self.path)
             and not self.tensors
@@ -65,6 +65,12 @@ class Node:
         return self.is_indexed and list(self.children) == [
             str(i) for i in range(len(self.children))
         ]
+
+
+def ancestors(path: str) -> list[str]:
+    """Paths of the modules that lie on a path, the root left out, itself last."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def skeleton(
@@ -131,18 +137,13 @@ def prune(node: Node) -> None:
 
 
 def _leaf_of(name: str, leaves: Mapping[str, Op]) -> str | None:
-    parts = name.split(".")
-    for n in range(1, len(parts)):
-        if (path := ".".join(parts[:n])) in leaves:
-            return path
-    return None
+    return next((path for path in ancestors(name)[:-1] if path in leaves), None)
 
 
 def _grow(root: Node, path: str) -> Node:
-    node, at = root, ""
-    for part in path.split(".") if path else []:
-        at = f"{at}.{part}" if at else part
-        node = node.children.setdefault(part, Node(at))
+    node = root
+    for at in ancestors(path):
+        node = node.children.setdefault(at.rpartition(".")[2], Node(at))
     return node
 
 

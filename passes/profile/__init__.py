@@ -18,9 +18,9 @@ from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
     CostedOp,
-    GraphIndex,
     Saved,
     calibrate,
+    costed_ops,
     estimate,
     has_rule,
     seconds,
@@ -169,12 +169,10 @@ def measure(
 
 def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:
     """Ops that do work, one of each structural key."""
-    index = GraphIndex.of(graph, microbatch_size)
     distinct: dict[str, CostedOp] = {}
-    for op in graph.ops:
-        call = CostedOp(op, index)
+    for call in costed_ops(graph, microbatch_size):
         if not (call.name == "getitem" and call.is_view):
-            distinct.setdefault(structural_key(call, microbatch_size), call)
+            distinct.setdefault(structural_key(call), call)
     return distinct
 
 
@@ -186,9 +184,8 @@ def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
     """
     b = found.microbatch_size
     entries = {entry.key: entry for entry in found.entries}
-    index = GraphIndex.of(graph, b)
-    calls = [CostedOp(op, index) for op in graph.ops]
-    known = [entries.get(structural_key(call, b)) for call in calls]
+    calls = costed_ops(graph, b)
+    known = [entries.get(structural_key(call)) for call in calls]
     if complete and calls and not any(known):
         raise CostError(
             "the profile lists none of this model's ops",

@@ -8,22 +8,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
 from pdcompile.ir.graph import (
-    Affine,
-    Attr,
-    DictOf,
-    ListOf,
     Op,
-    Ref,
-    Slice,
-    TorchLiteral,
-    size_at,
 )
 from pdcompile.passes.costs import CostedOp, GraphIndex, Operand
+from pdcompile.passes.costs.costed_op import described
 
 SCHEMA = "pdcompile.profile/1"
 
@@ -110,7 +102,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Raises CostError when the file cannot be read or is no profile."""
+        """Raises CostError when the file cannot be read or does not hold a profile."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:
@@ -136,13 +128,23 @@ class Profile:
                 )
 
 
-def structural_key(call: CostedOp, microbatch_size: int) -> str:
+def structural_key(call: CostedOp) -> str:
     """A short digest of what the op is and of the shape, dtype and layout of all it reads.
 
     Names of values, parameters and modules are not in it: the layers of a deep model share
-    their keys.  Modules that are kept whole do not, since nothing is known of their insides.
+    their keys.  Opaque modules do not, since nothing is known of their insides.
     """
     op, index = call.op, call.index
+
+    def value(name: str) -> str:
+        kind = "tensor" if index.graph.values[name].is_tensor else "container"
+        return kind + "+".join(_operand(leaf) for leaf in index.leaves(name))
+
+    def tensor(fqn: str) -> str:
+        operand = index.attribute(fqn)
+        return _operand(operand) if operand is not None else fqn
+
+    arguments = (op.args, op.kwargs, op.constructor)
     parts = [
         op.kind,
         op.target,
@@ -151,9 +153,7 @@ def structural_key(call: CostedOp, microbatch_size: int) -> str:
         str(op.grad_enabled),
         str(op.autocast),
         str(call.requires_grad),
-        _describe(op.args, index, microbatch_size),
-        _describe(op.kwargs, index, microbatch_size),
-        _describe(op.constructor, index, microbatch_size),
+        *(described(part, index.b, value, tensor) for part in arguments),
         _held(op, index),
         ",".join(_operand(output) for output in call.outputs),
     ]
@@ -169,30 +169,3 @@ def _held(op: Op, index: GraphIndex) -> str:
 def _operand(operand: Operand) -> str:
     layout = f"~{operand.stride_order}" if operand.stride_order else ""
     return f"{operand.dtype}{operand.shape}{'g' if operand.requires_grad else ''}{layout}"
-
-
-def _describe(argument: Any, index: GraphIndex, b: int) -> str:
-    """Only the kinds of arguments that a graph may hold are written out, never a repr of theirs."""
-    match argument:
-        case Ref(name):
-            value = index.graph.values[name]
-            kind = "tensor" if value.is_tensor else "container"
-            return kind + "+".join(_operand(leaf) for leaf in index.leaves(name))
-        case Attr(fqn):
-            operand = index.attribute(fqn)
-            return _operand(operand) if operand is not None else fqn
-        case Affine():
-            return str(size_at(argument, b))
-        case TorchLiteral(kind, text):
-            return f"{kind}:{text}"
-        case ListOf(items):
-            return "[" + ",".join(_describe(item, index, b) for item in items) + "]"
-        case DictOf(items):
-            return "{" + _describe(items, index, b) + "}"
-        case Slice(start, stop, step):
-            return ":".join(_describe(part, index, b) for part in (start, stop, step))
-        case tuple():
-            return "(" + ",".join(_describe(item, index, b) for item in argument) + ")"
-        case None | bool() | int() | float() | complex() | str():
-            return repr(argument)
-    return type(argument).__name__

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import CostedOp, GraphIndex, Machine, calibrate, seconds
+from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds
 from pdcompile.passes.profile import Progress, Say, apply, profile, recalled
 from pdcompile.passes.profile.entries import Entry, Profile, structural_key
 
@@ -25,7 +25,7 @@ LEAST_SECONDS = 1e-9  # what counts as no time at all, so that errors can be rel
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedLine:
     """``alpha_seconds + beta * work``, neither below 0; work in seconds of the roofline."""
 
     alpha_seconds: float
@@ -36,7 +36,7 @@ class Line:
         return self.alpha_seconds + self.beta * work
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> Line:
+def fit_line(points: Sequence[tuple[float, float]]) -> FittedLine:
     """The line of the least relative errors through (work, seconds), at least one of them.
 
     One point, or points of equal work, say nothing of the slope: then the time is taken to be
@@ -46,10 +46,10 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     x, y = [1 / t for _, t in rows], [w / t for w, t in rows]  # of alpha and beta, to sum up to 1
     xx, yy = math.fsum(a * a for a in x), math.fsum(b * b for b in y)
     xy = math.fsum(a * b for a, b in zip(x, y, strict=True))
-    constant = Line(math.fsum(x) / xx, 0.0)
+    constant = FittedLine(math.fsum(x) / xx, 0.0)
     if not yy:
         return constant
-    proportional = Line(0.0, math.fsum(y) / yy)
+    proportional = FittedLine(0.0, math.fsum(y) / yy)
     if len(rows) == 1:
         return proportional
     determinant = xx * yy - xy * xy
@@ -59,7 +59,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     beta = (math.fsum(y) * xx - math.fsum(x) * xy) / determinant
     if alpha < 0:
         return proportional
-    return constant if beta < 0 else Line(alpha, beta)
+    return constant if beta < 0 else FittedLine(alpha, beta)
 
 
 def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) -> Profile:
@@ -70,17 +70,14 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
     machine = calibrate()
     sizes = [profile.microbatch_size for profile in profiles]
     known = [{entry.key: entry for entry in profile.entries} for profile in profiles]
-    indices = [GraphIndex.of(graph, size) for size in sizes]
-    index = GraphIndex.of(graph, microbatch_size)
-    lines: dict[tuple[str, ...], tuple[Line, Line]] = {}
+    measured = list(zip(*(costed_ops(graph, size) for size in sizes), strict=True))
+    lines: dict[tuple[str, ...], tuple[FittedLine, FittedLine]] = {}
     found: dict[str, Entry] = {}
-    for op in graph.ops:
-        call = CostedOp(op, index)
-        key = structural_key(call, microbatch_size)
+    for call, calls in zip(costed_ops(graph, microbatch_size), measured, strict=True):
+        key = structural_key(call)
         if key in found:
             continue
-        calls = [CostedOp(op, one) for one in indices]
-        keys = tuple(structural_key(c, size) for c, size in zip(calls, sizes, strict=True))
+        keys = tuple(map(structural_key, calls))
         entries = {i: known[i][k] for i, k in enumerate(keys) if k in known[i]}
         if not entries:
             continue
@@ -91,7 +88,7 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
         near = min(entries, key=lambda i: abs(sizes[i] - microbatch_size))
         found[key] = Entry(
             key,
-            op.target,
+            call.op.target,
             forward.at(work[0]),
             backward.at(work[1]),
             _bytes({sizes[i]: entry.extra_bytes for i, entry in entries.items()}, microbatch_size),
@@ -103,7 +100,7 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
 
 def _lines(
     calls: Sequence[CostedOp], entries: Mapping[int, Entry], machine: Machine
-) -> tuple[Line, Line]:
+) -> tuple[FittedLine, FittedLine]:
     work = {i: seconds(calls[i], machine) for i in entries}
     return (
         fit_line([(work[i][0], entry.forward_seconds) for i, entry in entries.items()]),

@@ -25,6 +25,7 @@ from pdcompile.ir.graph import Ref
 from pdcompile.ir.graph_module import Lookup, materialise
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.costs import CostedOp, Operand
+from pdcompile.passes.costs.live_storages import saved_storages, tensors_in
 from pdcompile.passes.profile.entries import Entry
 
 MIN_RUNS, MAX_RUNS = 3, 50
@@ -51,7 +52,7 @@ def measure(
     """Time one op for about `seconds` in all; `keeps`: also see what autograd keeps."""
     bench = _bench(call, model, b)
     with grad_mode(call):
-        forward = _typical(bench, seconds / 2)
+        forward = _forward_seconds(bench, seconds / 2)
         backward = _backward_seconds(bench, seconds / 2) if call.differentiated else 0.0
         extra, kept = _kept(bench) if keeps and call.requires_grad else (None, ())
     return Entry(key, call.op.target, forward, backward, extra, kept)
@@ -98,7 +99,7 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
     else:
         function, held = resolve(op.target), {}
     weights += [tensor for tensor in attributes.values() if tensor.requires_grad]
-    values = [t for name in op.inputs for t in _tensors(made[name])]
+    values = [t for name in op.inputs for t in tensors_in(made[name])]
     return Bench(
         run=lambda args, kwargs: function(*args, **kwargs),
         prepare=prepare,
@@ -125,37 +126,41 @@ def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.d
     return module.train(training)
 
 
-def _typical(bench: Bench, seconds: float, *, warmups: int = 1) -> float:
-    """Median of several runs after a warm-up; as many as fit, at least three."""
+def typical(run: Callable[[], float], budget_seconds: float) -> float:
+    """Median of the seconds that several runs say they took, after a warm-up; at least three.
+
+    One run where that takes more than the budget already.
+    """
+    first = run()
+    if first > budget_seconds:
+        return first
     times: list[float] = []
-    end = perf_counter() + seconds
-    for run in range(warmups + MAX_RUNS):
-        args, kwargs = bench.prepare()
-        took, result = timed(partial(bench.run, args, kwargs), bench.device)
-        del result
-        if run >= warmups:
-            times.append(took)
-        elif took > seconds:
-            return took  # one run already takes more than the budget
-        if len(times) >= MIN_RUNS and perf_counter() > end:
-            break
+    end = perf_counter() + budget_seconds - first
+    while len(times) < MIN_RUNS or (perf_counter() < end and len(times) < MAX_RUNS):
+        times.append(run())
     return median(times)
 
 
-def _backward_seconds(bench: Bench, seconds: float) -> float:
-    """Median of several backwards of one forward, without the price of starting autograd.
+def _forward_seconds(bench: Bench, budget_seconds: float) -> float:
+    def run() -> float:
+        args, kwargs = bench.prepare()
+        return timed(partial(bench.run, args, kwargs), bench.device)[0]
+
+    return typical(run, budget_seconds)
+
+
+def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
+    """Of one forward's backward, without the price of starting autograd.
 
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.
     """
     args, kwargs = bench.prepare()
-    results = [t for t in _tensors(bench.run(args, kwargs)) if t.requires_grad]
+    results = [t for t in tensors_in(bench.run(args, kwargs)) if t.requires_grad]
     if not results or not bench.leaves:
         return 0.0
     gradients = [torch.ones_like(result) for result in results]
     sums = [torch.zeros_like(weight) for weight in bench.weights]
-    times: list[float] = []
-    end = perf_counter() + seconds
 
     def run() -> None:
         found = torch.autograd.grad(
@@ -165,11 +170,8 @@ def _backward_seconds(bench: Bench, seconds: float) -> float:
             if gradient is not None:
                 total.add_(gradient)
 
-    while len(times) < MIN_RUNS + 1 or (perf_counter() < end and len(times) < MAX_RUNS):
-        times.append(timed(run, bench.device)[0])
-        if len(times) == 1 and times[0] > seconds:
-            return max(times[0] - start_seconds(), 0.0)
-    return max(median(times[1:]) - start_seconds(), 0.0)
+    took = typical(lambda: timed(run, bench.device)[0], budget_seconds)
+    return max(took - start_seconds(), 0.0)
 
 
 @cache
@@ -186,31 +188,14 @@ def start_seconds() -> float:
 
 
 def _kept(bench: Bench) -> tuple[int, tuple[int, ...]]:
-    """Bytes of storages kept for backward that are no operand, and which operands are kept."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return tensor
-
+    """Bytes of storages kept for backward beside the operands, and which operands are kept."""
     args, kwargs = bench.prepare()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_storages() as kept:
         result = bench.run(args, kwargs)
     operands = [None if t is None else t.untyped_storage()._cdata for t in bench.inputs]
-    extra = sum(size for storage, size in kept.items() if storage not in operands)
+    extra = sum(one.nbytes() for key, one in kept.items() if key not in operands)
     del result
     return extra, tuple(i for i, storage in enumerate(operands) if storage in kept)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part)]
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in _tensors(part)]
-    return []
 
 
 _CLASS_INDICES = frozenset(("crossentropy", "nllloss"))

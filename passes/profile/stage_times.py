@@ -24,7 +24,7 @@ from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
-from pdcompile.passes.costs import CostedOp, GraphIndex
+from pdcompile.passes.costs import costed_ops
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry, structural_key
 from pdcompile.passes.profile.op_bench import timed
@@ -97,8 +97,11 @@ def measure_stages(
             arguments = bench.arguments(values)
             key = keys[k]
             if key not in found:
-                kept = _Kept.of(graph, plan, k, key, device, microbatch_size)
-                found[key] = kept.load() or kept.save(bench.measure(arguments, share))
+                environment = _environment(graph, plan, k, device, microbatch_size)
+                known = _cached(environment, key)
+                found[key] = known or bench.measure(arguments, share)
+                if environment is not None and known is None:
+                    _save(environment, key, found[key])
                 model.zero_grad(set_to_none=True)
             # Forward itself may take gradients, of which nothing is kept here.
             values |= {name: _detached(value) for name, value in bench.run(arguments).items()}
@@ -113,42 +116,32 @@ def _detached(value: Any) -> Any:
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
     """Equal for stages that run equal ops in the same order."""
-    index = GraphIndex.of(graph, microbatch_size)
     mine = set(plan.stages[stage].ops)
-    keys = [
-        structural_key(CostedOp(op, index), microbatch_size) for op in graph.ops if op.name in mine
-    ]
+    calls = costed_ops(graph, microbatch_size)
+    keys = [structural_key(call) for call in calls if call.op.name in mine]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One stage in the cache; without an environment it is not kept there."""
+def _environment(
+    graph: OpGraph, plan: Plan, stage: int, device: torch.device, microbatch_size: int
+) -> cache.Environment | None:
+    """What the cache has to know of a stage's times; None for a stage that it does not keep."""
+    mine = set(plan.stages[stage].ops)
+    lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
+    return cache.Environment.here(str(device), microbatch_size) if lasting else None
 
-    key: str
-    environment: cache.Environment | None
 
-    @staticmethod
-    def of(
-        graph: OpGraph, plan: Plan, stage: int, key: str, device: torch.device, size: int
-    ) -> _Kept:
-        mine = set(plan.stages[stage].ops)
-        lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
-        environment = cache.Environment.here(str(device), size) if lasting else None
-        return _Kept(f"stage {key}", environment)
+def _cached(environment: cache.Environment | None, key: str) -> StageTimes | None:
+    known = environment and cache.load(environment, (f"stage {key}",))
+    if not known or not known.profile.entries:
+        return None
+    (entry,) = known.profile.entries
+    return StageTimes(entry.forward_seconds, entry.backward_seconds, 0, cached=True)
 
-    def load(self) -> StageTimes | None:
-        known = self.environment and cache.load(self.environment, (self.key,))
-        if not known or not known.profile.entries:
-            return None
-        (entry,) = known.profile.entries
-        return StageTimes(entry.forward_seconds, entry.backward_seconds, 0, cached=True)
 
-    def save(self, times: StageTimes) -> StageTimes:
-        if self.environment is not None:
-            entry = Entry(self.key, "stage", times.forward_seconds, times.backward_seconds)
-            cache.save(self.environment, (self.key,), (entry,))
-        return times
+def _save(environment: cache.Environment, key: str, times: StageTimes) -> None:
+    entry = Entry(f"stage {key}", "stage", times.forward_seconds, times.backward_seconds)
+    cache.save(environment, (entry.key,), (entry,))
 
 
 @dataclass

@@ -73,19 +73,7 @@ def verify(
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
     steps = comparison.run(calls(flat, layout, capture.train, count), graph=full)
-    first = [row for row in comparison.rows if row.step == 0]
-    report = Verification(
-        microbatch_size=capture.train.batch_size,
-        outputs=sum(row.outputs for row in first),
-        gradients=sum(row.gradients for row in first),
-        buffers=sum(row.buffers for row in first),
-        exact=comparison.exact,
-        edited=sources.edited,
-        differences=tuple(comparison.found),
-        steps=steps,
-        graph=full,
-        rows=tuple(comparison.rows),
-    )
+    report = comparison.report(steps, graph=full)
     if comparison.found and not sources.edited:
         raise unlike(comparison.found, capture.train)
     if comparison.found or (large and not full):

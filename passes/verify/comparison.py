@@ -25,7 +25,7 @@ from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.step_runs import (
     ModelFails,
-    StepResult,
+    ModeOutcome,
     advance,
     eager,
     needs_gradients,
@@ -33,7 +33,7 @@ from pdcompile.passes.verify.step_runs import (
     result_of,
     stages,
 )
-from pdcompile.passes.verify.verification import Compared, Difference, differences
+from pdcompile.passes.verify.verification import Compared, Difference, Verification, differences
 from pdcompile.plan import Plan
 
 
@@ -84,6 +84,22 @@ class Comparison:
                 advance(self.model, outcomes[0].gradients, outcomes[0].buffers)
         return done
 
+    def report(self, steps: int, *, graph: bool) -> Verification:
+        """What was found in so many steps; `graph`: the captured graph was compared as well."""
+        first = [row for row in self.rows if row.step == 0]
+        return Verification(
+            microbatch_size=self.capture.train.batch_size,
+            outputs=sum(row.outputs for row in first),
+            gradients=sum(row.gradients for row in first),
+            buffers=sum(row.buffers for row in first),
+            exact=self.exact,
+            edited=self.sources.edited,
+            differences=tuple(self.found),
+            steps=steps,
+            graph=graph,
+            rows=tuple(self.rows),
+        )
+
     def _chains(self) -> list[Chain]:
         train_of = stage_of_ops(self.capture.train, self.plan)
         made = []
@@ -94,7 +110,7 @@ class Comparison:
             made.append(Chain(graph, crossing, self.plan.tied, self.sources, self.model, seed))
         return made
 
-    def _step(self, chain: Chain, call: FlatCall, step: int) -> StepResult:
+    def _step(self, chain: Chain, call: FlatCall, step: int) -> ModeOutcome:
         graph = chain.graph
         try:
             expected, got = self._both(chain, call, step, gradients=graph.training)
@@ -108,7 +124,7 @@ class Comparison:
 
     def _both(
         self, chain: Chain, call: FlatCall, step: int, *, gradients: bool
-    ) -> tuple[StepResult, StepResult]:
+    ) -> tuple[ModeOutcome, ModeOutcome]:
         """What the model and what the stages do; with `gradients` the model records autograd."""
         graph = chain.graph
         alone = partial(eager, self.model, graph, call, self.loss_fn, self.plan, step)
@@ -119,11 +135,11 @@ class Comparison:
 
     def _with_gradients(
         self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
-    ) -> tuple[StepResult, StepResult]:
+    ) -> tuple[ModeOutcome, ModeOutcome]:
         """Evaluation of a model that cannot be evaluated under no_grad, where `failed` was raised.
 
-        Stages record what forward differentiates, in evaluation too; a module that is kept whole
-        does not, and fails as the model does.
+        Stages record what forward differentiates, in evaluation too; an opaque module does
+        not, and fails as the model does.
         """
         try:
             return self._both(chain, call, step, gradients=True)
@@ -137,8 +153,8 @@ class Comparison:
         chain: Chain,
         call: FlatCall,
         step: int,
-        expected: StepResult,
-        got: StepResult,
+        expected: ModeOutcome,
+        got: ModeOutcome,
     ) -> list[Difference]:
         graph = chain.graph
         home = {
@@ -169,7 +185,7 @@ class Comparison:
             return located(found, expected, self.model, self.plan, chain, call, own, step)
 
 
-def _counted(graph: OpGraph, expected: StepResult, step: int, samples: int) -> Compared:
+def _counted(graph: OpGraph, expected: ModeOutcome, step: int, samples: int) -> Compared:
     return Compared(
         mode="train" if graph.training else "eval",
         step=step,

@@ -8,7 +8,7 @@ equal layers needs the memory of one.  What is in no block is not compared, and 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
 from pdcompile.errors import PdcompileError
-from pdcompile.ir.graph import Capture, Op
+from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.codegen.block_calls import BlockCall, below, ops_of
+from pdcompile.passes.codegen.block_calls import BlockCall, below, calls_below, ops_of
 from pdcompile.passes.codegen.block_classes import CodeLayout, divide
 from pdcompile.passes.codegen.folder import stage_classes
-from pdcompile.passes.form.module_tree import skeleton
 from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
 from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
 from pdcompile.passes.untouched import untouched
-from pdcompile.passes.verify.module_calls import module_calls
-from pdcompile.passes.verify.one_block import Given, compare_block
+from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
+from pdcompile.passes.verify.one_block import BlockComparison, Given
 from pdcompile.passes.verify.step_runs import copied_leaves
 from pdcompile.passes.verify.verification import Compared, Difference, Verification
 from pdcompile.plan import Plan
@@ -72,46 +71,18 @@ def verify_blocks(
     """
     layouts = list(_layouts(capture, plan, sources))
     found = _distinct(capture, sources, layouts)
-    sizes = {fqn: info.bytes for fqn, info in all_tensors(capture).items()}
-    for one in found:
-        weight = sum(size for fqn, size in sizes.items() if below(fqn, one.path))
-        if COPIES * weight > room:
-            one.reason = f"{COPIES * weight:,} bytes are more than half of the free memory"
-    wanted = [one for one in found if not one.reason]
+    _leave_out_large(found, capture, room)
     # Two samples are enough to tell, and large models come with large microbatches.
     size = min(capture.train.batch_size, max(capture.train.sizes.smallest, 2))
     call = resize(flat, layout, size)
-    owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    owned.update(model.named_buffers(remove_duplicate=False))
     differences: list[Difference] = []
     rows = []
     for graph in (capture.train, capture.eval):
-        paths = [one.path for one in wanted]
+        paths = [one.path for one in found if not one.reason]
         calls = module_calls(model, graph, call, layout, loss_fn, paths)
-        outputs = gradients = 0
-        for one in wanted:
-            used = one.train if graph.training else one.eval
-            if used is None or one.reason:
-                continue
-            if one.path not in calls:
-                one.reason = "forward does not call it as a module"
-                continue
-            given = Given(graph, copied_leaves(call), owned, size)
-            interface = sources.interfaces[one.stage]
-            with torch.device("meta"):
-                stage = stage_classes(sources)[one.stage]()
-            try:
-                with untouched(model, graph.training):
-                    more, compared, back = compare_block(
-                        model, stage, interface, graph, one.path, used, calls[one.path], given, plan
-                    )
-            except PdcompileError as error:
-                one.reason = error.message
-                continue
-            differences += more
-            outputs, gradients = outputs + compared, gradients + back
-        mode = "train" if graph.training else "eval"
-        rows.append(Compared(mode, 0, size, outputs, gradients, 0))
+        more, row = _compared(found, calls, sources, model, graph, call, size, plan)
+        differences += more
+        rows.append(row)
     done = [one for one in found if not one.reason]
     text = ", ".join(_count(one.kind, done, capture) for one in _kinds(done))
     left = [*_left_out(found), *_outside(capture, plan, layouts)]
@@ -131,23 +102,67 @@ def verify_blocks(
     )
 
 
+def _leave_out_large(found: Sequence[BlockUse], capture: Capture, room: int) -> None:
+    sizes = {fqn: info.bytes for fqn, info in all_tensors(capture).items()}
+    for one in found:
+        weight = sum(size for fqn, size in sizes.items() if below(fqn, one.path))
+        if COPIES * weight > room:
+            one.reason = f"{COPIES * weight:,} bytes are more than half of the free memory"
+
+
+def _compared(
+    found: Sequence[BlockUse],
+    calls: Mapping[str, ModuleCall],
+    sources: Sources,
+    model: nn.Module,
+    graph: OpGraph,
+    call: FlatCall,
+    size: int,
+    plan: Plan,
+) -> tuple[list[Difference], Compared]:
+    """Every block in one mode; those that cannot be compared say why."""
+    owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    owned.update(model.named_buffers(remove_duplicate=False))
+    differences: list[Difference] = []
+    outputs = gradients = 0
+    for one in found:
+        used = one.train if graph.training else one.eval
+        if used is None or one.reason:
+            continue
+        if one.path not in calls:
+            one.reason = "forward does not call it as a module"
+            continue
+        given = Given(graph, copied_leaves(call), owned, size)
+        interface = sources.interfaces[one.stage]
+        with torch.device("meta"):
+            stage = stage_classes(sources)[one.stage]()
+        try:
+            with untouched(model, graph.training):
+                more, compared, back = BlockComparison(
+                    model, stage, interface, one.path, used, calls[one.path], given, plan
+                ).run()
+        except PdcompileError as error:
+            one.reason = error.message
+            continue
+        differences += more
+        outputs, gradients = outputs + compared, gradients + back
+    mode = "train" if graph.training else "eval"
+    return differences, Compared(mode, 0, size, outputs, gradients, 0)
+
+
 def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[CodeLayout]:
     """How the code of each stage is divided into classes, as the generator divides it."""
     train_of = stage_of_ops(capture.train, plan)
     eval_of = place_eval(capture, train_of)
     held = held_tensors(capture, plan, train_of, eval_of)
     names = stage_names(capture, held, train_of, eval_of)
-    classes = {**capture.eval.classes, **capture.train.classes}
     for interface in sources.interfaces:
-        k = interface.index
         train, evaluation = (
-            [op for op in graph.ops if of[op.name] == k]
+            [op for op in graph.ops if of[op.name] == interface.index]
             for graph, of in ((capture.train, train_of), (capture.eval, eval_of))
         )
-        root = skeleton(names[k], all_tensors(capture), [*train, *evaluation], classes)
         wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
-        ops = [[op for op in each if op.region == "forward"] for each in (train, evaluation)]
-        yield divide(capture, ops[0], ops[1], (wanted[0], wanted[1]), names[k], root)
+        yield divide(capture, (train, evaluation), (wanted[0], wanted[1]), names[interface.index])
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:
@@ -157,8 +172,8 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout])
     counts: dict[Hashable, int] = {}
     for k, layout in enumerate(layouts):
         text = _texts(sources.files[f"stage_{k}.py"])
-        evals = {call.path: call for call in _below(layout.eval)}
-        trains = {call.path: call for call in _below(layout.train)}
+        evals = {call.path: call for call in calls_below(layout.eval)}
+        trains = {call.path: call for call in calls_below(layout.train)}
         key_of = _keys(capture, sources, k, layout, text)
         for path in (*trains, *(p for p in evals if p not in trains)):
             key = key_of(trains.get(path), evals.get(path))
@@ -216,13 +231,6 @@ def _texts(source: str) -> dict[str, str]:
     return found
 
 
-def _below(call: BlockCall) -> Iterator[BlockCall]:
-    for item in call.items:
-        if isinstance(item, BlockCall):
-            yield item
-            yield from _below(item)
-
-
 def _path(train: BlockCall | None, evaluation: BlockCall | None) -> str:
     call = train or evaluation
     assert call is not None
@@ -262,7 +270,7 @@ def _left_out(found: Sequence[BlockUse]) -> list[str]:
 def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> list[str]:
     """What no block holds: modules that a cut goes through, single ops, the loss, the wiring."""
     partial = sorted({path for layout in layouts for path in layout.partial if path})
-    inside = {op.name for layout in layouts for c in _below(layout.train) for op in ops_of(c)}
+    inside = {op.name for layout in layouts for c in calls_below(layout.train) for op in ops_of(c)}
     single: list[Op] = [op for op in capture.train.ops if op.name not in inside]
     plain = [op for op in single if op.region == "forward"]
     leaves = dict.fromkeys(op.module_path for op in plain if op.kind == "module")

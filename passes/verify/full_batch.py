@@ -22,6 +22,7 @@ from pdcompile.batch.results import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.form.lifetimes import draws
 from pdcompile.passes.untouched import same_buffers, untouched
 from pdcompile.passes.verify.step_runs import copied_leaves
 
@@ -58,7 +59,7 @@ def intended(
     rows = min(layout.size, count * graph.batch_size)
     joined = flat if rows == layout.size else resize(flat, layout, rows)
     own = follow_batch(joined, layout)
-    check = _Check(model, joined, own, loss_fn, reduction, count)
+    check = _BatchGradients(model, joined, own, loss_fn, reduction, count)
     try:
         told = check.gap(frozen=False)
         if norms and told is not None:
@@ -83,7 +84,7 @@ class Unanswered(Exception):
     """The model cannot be asked, in words."""
 
 
-class _Check:
+class _BatchGradients:
     """Gradients of a batch and of its microbatches, at some places of each parameter."""
 
     def __init__(
@@ -245,7 +246,8 @@ def _statistics(model: nn.Module, frozen: bool) -> Iterator[None]:
 
 
 def _random(graph: OpGraph) -> list[str]:
-    drawing = [op for op in graph.ops if op.draw is not None and not _never(op.args, op.kwargs)]
+    leaves = ("module", "opaque")
+    drawing = [op for op in graph.ops if draws(op) or (op.draw is not None and op.kind in leaves)]
     if not drawing:
         return []
     first = drawing[0]
@@ -254,13 +256,6 @@ def _random(graph: OpGraph) -> list[str]:
         f"{first.target} at {first.source} first): other numbers than one run of eager draws from "
         "torch's generator, and the same on every plan"
     ]
-
-
-def _never(args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]) -> bool:
-    """Attention is a random op for its dropout, which is most often 0."""
-    given = dict(kwargs)
-    place = given.get("dropout_p", args[4] if len(args) > 4 else None)
-    return len(args) + len(given) > 2 and (place is None or place == 0.0) and "p" not in given
 
 
 def _places(gradient: Tensor) -> Tensor:

@@ -24,22 +24,22 @@ from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.fidelity import AsksForGradients, compare
 from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
 from pdcompile.passes.trace.subject import device_of
+from pdcompile.passes.verify.content_watch import Watch, digest
 from pdcompile.passes.verify.step_runs import (
     Loss,
-    StepResult,
+    ModeOutcome,
     Values,
     copied_leaves,
     result_of,
     stages,
 )
 from pdcompile.passes.verify.verification import Difference, differences
-from pdcompile.passes.verify.watch import Watch, digest
 from pdcompile.plan import Plan
 
 
 def located(
     found: Sequence[Difference],
-    expected: StepResult,
+    expected: ModeOutcome,
     model: nn.Module,
     plan: Plan,
     chain: Chain,
@@ -62,12 +62,12 @@ def located(
 
     try:
         with autocast_region(plan.training.autocast):
-            right = replay(model, graph, call, layout, plan.training.seed, step)
+            right, result = replay(model, graph, call, layout, plan.training.seed, step)
         chain.begin(step)
         result_of(model, graph, watched)
     except PdcompileError:
         return list(found)  # nothing more can be said of it
-    if differences("", "", {}, 0, expected, right.outcome, exact=True):
+    if differences("", "", {}, 0, expected, result, exact=True):
         where = _of_the_capture(model, graph, call, layout)
     else:
         search = _Locator(graph, right, seen)
@@ -159,7 +159,7 @@ class _Locator:
         instead = [
             event for event in events
             if (not inputs or event.inputs & inputs)
-            and not event.outputs & self._right.everything
+            and not event.outputs & self._right.watch.values
         ]  # fmt: skip
         name = op.target.rpartition(".")[2]
         same = [event for event in instead if event.function == name]
@@ -175,22 +175,13 @@ class Replay:
     """What each op made, by content: of values and gradients those that a `Watch` on the same
     run saw, since others would be missed in the stages as well."""
 
-    outcome: StepResult
-    values: dict[str, str]
-    gradients: dict[str, str]
-    inputs: dict[str, frozenset[str]]  # of what each op read
-    everything: set[str]  # what the ops made inside, too
-
-
-@dataclass(slots=True)
-class _Recorder:
     graph: OpGraph
     seeds: tuple[int, int]  # seed, minibatch
-    watch: Watch
+    watch: Watch = field(default_factory=Watch)
     contents: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)  # of what each op read
     done: int = 0
 
     def announce(self) -> None:
@@ -224,15 +215,14 @@ def replay(
     layout: BatchLayout,
     seed: int,
     minibatch: int,
-) -> Replay:
+) -> tuple[Replay, ModeOutcome]:
     """Run the graph on the model's tensors; the model's buffers are as before afterwards.
 
     Args:
         call, layout: one microbatch.
         seed, minibatch: name the random streams.
     """
-    watch = Watch()
-    recorder = _Recorder(graph, (seed, minibatch), watch)
+    recorder = Replay(graph, (seed, minibatch))
     scope = DrawScope(model, seed, minibatch, 0)
     lookup = StreamLookup(
         model, layout.size, device_of(model, call), graph.tensor_values, scope, whole_modules(graph)
@@ -244,7 +234,7 @@ def replay(
         recorder.contents.update((name, digest(tensor)) for name, tensor in entered.items())
         reseed(seed_of(seed, minibatch, 0, "", -1))
         recorder.announce()
-        with watch:
+        with recorder.watch:
             env = execute(graph, entered, lookup, watch=recorder.ran)
         loss = env[graph.loss] if graph.loss is not None else None
         if graph.training and loss is not None and loss.requires_grad:
@@ -253,5 +243,4 @@ def replay(
         names = [leaf.name for leaf in leaves(graph.output) if isinstance(leaf, Ref)]
         return {name: env[name] for name in names}, loss
 
-    outcome = result_of(model, graph, run)
-    return Replay(outcome, recorder.values, recorder.gradients, recorder.inputs, watch.values)
+    return recorder, result_of(model, graph, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,12 @@ from pdcompile.ir import opaque
 from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref, size_at
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.block_calls import BlockCall
+from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.stages.chain import announce
 from pdcompile.passes.trace.facts import source_of_class
+from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
 from pdcompile.passes.verify.verification import Difference, distance
-from pdcompile.passes.verify.watch import line_of_traceback
 from pdcompile.plan import Plan
 
 
@@ -57,7 +58,7 @@ class Given:
         if isinstance(place, Attr):
             known = self.owned.get(place.fqn, self.graph.tensor_values.get(place.fqn))
             if known is None:
-                raise VerifyError(f"{place.fqn!r} is no tensor of the model")
+                raise VerifyError(f"the model has no tensor {place.fqn!r}")
             if not known.is_meta:
                 return known.detach().clone()
             scale = 1.0 / max(known.shape[-1], 1) ** 0.5 if known.ndim > 1 else 1.0
@@ -68,10 +69,9 @@ class Given:
         leaf = self.leaves.get(path) if path is not None else None
         if isinstance(leaf, Tensor) and not leaf.is_meta:
             return leaf.detach().clone()
+        dtype = getattr(torch, value.dtype)
         shape = [size_at(size, self.b) for size in value.shape]
-        order = value.stride_order or tuple(range(len(shape)))
-        made = self._random([shape[dim] for dim in order], getattr(torch, value.dtype), 1.0)
-        return made.permute([order.index(dim) for dim in range(len(order))])
+        return laid_out(shape, value.stride_order, lambda s: self._random(s, dtype, 1.0))
 
     def _random(self, shape: Any, dtype: torch.dtype, scale: float) -> Tensor:
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -91,128 +91,148 @@ class Side:
     buffers: dict[str, Tensor]
 
 
-def compare_block(
-    model: nn.Module,
-    stage: nn.Module,
-    interface: StageInterface,
-    graph: OpGraph,
-    path: str,
-    call: BlockCall,
-    eager_call: ModuleCall,
-    given: Given,
-    plan: Plan,
-) -> tuple[list[Difference], int, int]:
-    """Run both on the same tensors, forward and backward.
+@dataclass
+class BlockComparison:
+    """A block of the model and the class generated for it, on the same tensors.
 
-    Args:
-        stage: the generated stage, on the meta device; of it only `path` gets memory.
-        call: what the generated block takes and gives; eager_call: the model's module.
-
-    Returns (differences, outputs compared, gradients compared).
-
-    Raises:
-        VerifyError: what the module takes or returns cannot be made up, or a side fails.
+    `stage`: the generated stage, on the meta device; of it only `path` gets memory.  `call`: what
+    the generated block takes and gives; `eager_call`: the model's module.
     """
-    fqns = _canonical(model)
-    eager = _eager(model, path, fqns, given).train(graph.training)
-    held = _by_fqn(eager, path, fqns)
-    opaque.bind(stage, interface, model)
-    generated = _materialised(stage, interface, path, held, given).train(graph.training)
-    seed = plan.training.seed
-    signature = interface.train if graph.training else interface.eval
 
-    # A module may give out more through an object that it was handed, as a cache of keys does.
-    returned = {place.name for place in eager_call.results if isinstance(place, Ref)}
+    model: nn.Module
+    stage: nn.Module
+    interface: StageInterface
+    path: str
+    call: BlockCall
+    eager_call: ModuleCall
+    given: Given
+    plan: Plan
 
-    def inputs() -> dict[str, Tensor]:
+    def __post_init__(self) -> None:
+        self.graph = self.given.graph
+        fqns = _canonical(self.model)
+        self.eager = _eager(self.model, self.path, fqns, self.given).train(self.graph.training)
+        named = (*self.eager.named_parameters(), *self.eager.named_buffers())
+        self.held = {fqns[f"{self.path}.{name}"]: tensor for name, tensor in named}
+        opaque.bind(self.stage, self.interface, self.model)
+        self.generated = self._materialised().train(self.graph.training)
+
+    def run(self) -> tuple[list[Difference], int, int]:
+        """Both, forward and backward: (differences, outputs compared, gradients compared).
+
+        Raises:
+            VerifyError: what the module takes or returns cannot be made up, or a side fails.
+        """
+        index = self.interface.index
+        with preserved_rng(), torch.set_grad_enabled(self.graph.training):
+            expected = _told(self._eager_side, "the model's own module", None)
+            got = _told(self._generated_side, "the generated block", f"stage_{index}.py")
+        both = [name for name in expected.outputs if name in got.outputs]
+        if not both:
+            raise VerifyError("nothing that it returns can be told apart")
+        kind = type(self.eager)
+        where = f"{self.path!r} ({kind.__qualname__}, {source_of_class(kind)})"
+        rows: list[tuple[str, str, Tensor | None, Tensor | None]] = [
+            ("output", name, expected.outputs[name], got.outputs[name]) for name in both
+        ]
+        for one, other in ((expected.inputs, got.inputs), (expected.gradients, got.gradients)):
+            rows += [("gradient", name, g, other[name]) for name, g in one.items()]
+        rows += [("buffer", name, t, got.buffers[name]) for name, t in expected.buffers.items()]
+        mode = "train" if self.graph.training else "eval"
+        found = [
+            Difference(mode, what, name, index, gap, 0, f"block {where}")
+            for what, name, one, other in rows
+            if (gap := distance(one, other, exact=True)) is not None
+        ]
+        gradients = sum(what == "gradient" and one is not None for what, _, one, _ in rows)
+        return found, len(both), gradients
+
+    def _tensor(self, place: Argument) -> Tensor:
+        if isinstance(place, Attr) and place.fqn in self.held:
+            return self.held[place.fqn]
+        return self.given(place)
+
+    def _inputs(self) -> dict[str, Tensor]:
         fresh = {}
-        for name in call.inputs:
-            value = graph.values[name]
+        for name in self.call.inputs:
+            value = self.graph.values[name]
             if not value.is_tensor:
                 raise VerifyError(f"it takes the container {name!r}")
-            tensor = given(Ref(name)).clone(memory_format=torch.preserve_format)
-            fresh[name] = tensor.requires_grad_(value.requires_grad and graph.training)
+            tensor = self.given(Ref(name)).clone(memory_format=torch.preserve_format)
+            fresh[name] = tensor.requires_grad_(value.requires_grad and self.graph.training)
         return fresh
 
-    def ended(outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Side:
-        roots = [name for name in call.outputs if name in outputs and name in returned]
-        if graph.training:
-            _backward({name: outputs[name] for name in roots}, given.b)
-        side = Side(
-            {name: outputs[name].detach().clone() for name in roots},
-            {name: tensor.grad for name, tensor in entered.items() if tensor.requires_grad},
-            {fqn: t.grad for fqn, t in held.items() if isinstance(t, nn.Parameter)},
-            {fqn: t.detach().clone() for fqn, t in held.items() if not t.requires_grad},
-        )
-        with torch.no_grad():
-            for fqn, tensor in held.items():
-                tensor.grad = None
-                if not tensor.requires_grad:
-                    tensor.copy_(given(Attr(fqn)))
-        return side
-
-    def filling(entered: dict[str, Tensor]) -> Callable[[Hole], Tensor]:
-        def fill(hole: Hole) -> Tensor:
-            place = given.known(hole)
-            if isinstance(place, Ref) and place.name in entered:
-                return entered[place.name]
-            return _tensor(place, held, given)
-
-        return fill
-
-    def run_eager() -> Side:
-        entered = inputs()
+    def _eager_side(self) -> Side:
+        entered = self._inputs()
         written = {name: tensor.view_as(tensor) for name, tensor in entered.items()}
-        args, kwargs = eager_call.filled(filling(written))
-        scope = DrawScope(eager, seed, 0, 0)
-        scope._names = {id(m): f"{path}.{n}" if n else path for n, m in eager.named_modules()}
+
+        def fill(hole: Hole) -> Tensor:
+            place = self.given.known(hole)
+            name = place.name if isinstance(place, Ref) else ""
+            return written[name] if name in written else self._tensor(place)
+
+        args, kwargs = self.eager_call.filled(fill)
+        scope = DrawScope(self.eager, self.plan.training.seed, 0, 0)
+        modules = self.eager.named_modules(prefix=self.path)
+        scope._names = {id(module): name for name, module in modules}
         with scope:
-            with autocast_region(plan.training.autocast):
-                result = eager(*args, **kwargs)
+            with autocast_region(self.plan.training.autocast):
+                result = self.eager(*args, **kwargs)
             named = {
                 place.name: leaf
-                for place, leaf in zip(eager_call.results, output_leaves(result), strict=True)
+                for place, leaf in zip(self.eager_call.results, output_leaves(result), strict=True)
                 if isinstance(place, Ref) and isinstance(leaf, Tensor)
             }
-            return ended(named, entered)
+            return self._ended(named, entered)
 
-    def run_generated() -> Side:
-        entered = inputs()
-        handles = announce(stage, signature, seed)
-        opaque.announce(stage, interface, lambda: DrawScope(stage, seed, 0, 0))
+    def _generated_side(self) -> Side:
+        entered, seed = self._inputs(), self.plan.training.seed
+        signature = self.interface.train if self.graph.training else self.interface.eval
+        handles = announce(self.stage, signature, seed)
+        opaque.announce(self.stage, self.interface, lambda: DrawScope(self.stage, seed, 0, 0))
         try:
-            with autocast_region(plan.training.autocast):
+            with autocast_region(self.plan.training.autocast):
                 arguments = [tensor.view_as(tensor) for tensor in entered.values()]
-                result = generated(*arguments, *(held_or(fqn) for fqn in call.tensors))
+                arguments += [self._tensor(Attr(fqn)) for fqn in self.call.tensors]
+                result = self.generated(*arguments)
         finally:
             for handle in handles:
                 handle.remove()
         results = result if isinstance(result, tuple) else (result,)
-        return ended(dict(zip(call.outputs, results, strict=True)), entered)
+        return self._ended(dict(zip(self.call.outputs, results, strict=True)), entered)
 
-    def held_or(fqn: str) -> Tensor:
-        return _tensor(Attr(fqn), held, given)
+    def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Side:
+        """What a side gave, after its backward; buffers are as before then."""
+        # A module may give out more through an object that it was handed, as a cache of keys does.
+        returned = {place.name for place in self.eager_call.results if isinstance(place, Ref)}
+        roots = [name for name in self.call.outputs if name in outputs and name in returned]
+        if self.graph.training:
+            _backward([outputs[name] for name in roots])
+        held = self.held.items()
+        side = Side(
+            {name: outputs[name].detach().clone() for name in roots},
+            {name: tensor.grad for name, tensor in entered.items() if tensor.requires_grad},
+            {fqn: t.grad for fqn, t in held if isinstance(t, nn.Parameter)},
+            {fqn: t.detach().clone() for fqn, t in held if not t.requires_grad},
+        )
+        with torch.no_grad():
+            for fqn, tensor in held:
+                tensor.grad = None
+                if not tensor.requires_grad:
+                    tensor.copy_(self.given(Attr(fqn)))
+        return side
 
-    with preserved_rng(), torch.set_grad_enabled(graph.training):
-        expected = _told(run_eager, "the model's own module", None)
-        got = _told(run_generated, "the generated block", f"stage_{interface.index}.py")
-    both = [name for name in expected.outputs if name in got.outputs]
-    if not both:
-        raise VerifyError("nothing that it returns can be told apart")
-    where = f"{path!r} ({type(eager).__qualname__}, {source_of_class(type(eager))})"
-    rows: list[tuple[str, str, Tensor | None, Tensor | None]] = [
-        ("output", name, expected.outputs[name], got.outputs[name]) for name in both
-    ]
-    rows += [("gradient", name, g, got.inputs[name]) for name, g in expected.inputs.items()]
-    rows += [("gradient", name, g, got.gradients[name]) for name, g in expected.gradients.items()]
-    rows += [("buffer", name, t, got.buffers[name]) for name, t in expected.buffers.items()]
-    mode = "train" if graph.training else "eval"
-    found = [
-        Difference(mode, what, name, interface.index, gap, 0, f"block {where}")
-        for what, name, one, other in rows
-        if (gap := distance(one, other, exact=True)) is not None
-    ]
-    return found, len(both), sum(what == "gradient" and one is not None for what, _, one, _ in rows)
+    def _materialised(self) -> nn.Module:
+        """The stage's block, holding the very tensors of the model's module."""
+        block = self.stage.get_submodule(self.path)
+        for inner, module in block.named_modules(prefix=self.path):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, value in table.items():
+                    if value is not None:
+                        fqn = self.interface.aliases.get(f"{inner}.{name}", f"{inner}.{name}")
+                        table[name] = self._tensor(Attr(fqn))
+        return block
 
 
 def _told(run: Any, who: str, where: str | None) -> Side:
@@ -228,20 +248,12 @@ def _told(run: Any, who: str, where: str | None) -> Side:
         ) from error
 
 
-def _tensor(place: Argument, held: Mapping[str, Tensor], given: Given) -> Tensor:
-    if isinstance(place, Attr) and place.fqn in held:
-        return held[place.fqn]
-    return given(place)
-
-
-def _backward(outputs: Mapping[str, Tensor], b: int) -> None:
+def _backward(outputs: Iterable[Tensor]) -> None:
     """With gradients that differ from entry to entry, the same on both sides."""
-    roots = [one for one in outputs.values() if one.requires_grad]
+    roots = [one for one in outputs if one.requires_grad]
+    ramps = [torch.linspace(-1, 1, max(root.numel(), 1), dtype=torch.float32) for root in roots]
+    gradients = [r.to(root.dtype).reshape(root.shape) for r, root in zip(ramps, roots, strict=True)]
     if roots:
-        gradients = []
-        for root in roots:
-            ramp = torch.linspace(-1, 1, max(root.numel(), 1), dtype=torch.float32)
-            gradients.append(ramp.to(root.dtype).reshape(root.shape))
         torch.autograd.backward(roots, gradients)
 
 
@@ -253,11 +265,6 @@ def _canonical(model: nn.Module) -> dict[str, str]:
         for name, tensor in tensors(remove_duplicate=False):
             found[name] = first.setdefault(id(tensor), name)
     return found
-
-
-def _by_fqn(module: nn.Module, path: str, fqns: Mapping[str, str]) -> dict[str, Tensor]:
-    pairs = (*module.named_parameters(), *module.named_buffers())
-    return {fqns[f"{path}.{name}"]: tensor for name, tensor in pairs}
 
 
 def _eager(model: nn.Module, path: str, fqns: Mapping[str, str], given: Given) -> nn.Module:
@@ -272,18 +279,3 @@ def _eager(model: nn.Module, path: str, fqns: Mapping[str, str], given: Given) -
             else made
         )
     return copy.deepcopy(original, memo)
-
-
-def _materialised(
-    stage: nn.Module, interface: StageInterface, path: str, held: Mapping[str, Tensor], given: Given
-) -> nn.Module:
-    """The stage's block at `path`, holding the very tensors of the model's module."""
-    block = stage.get_submodule(path)
-    for inner, module in block.named_modules(prefix=path):
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, value in table.items():
-                if value is not None:
-                    fqn = interface.aliases.get(f"{inner}.{name}", f"{inner}.{name}")
-                    table[name] = _tensor(Attr(fqn), held, given)
-    return block

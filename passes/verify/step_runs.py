@@ -24,7 +24,7 @@ from pdcompile.passes.costs import estimate
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.untouched import same_buffers, write_buffers
-from pdcompile.passes.verify.watch import line_of_traceback
+from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.plan import Plan
 
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ Loss: TypeAlias = torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class ModeOutcome:
     """Everything that one step of one mode leaves behind, copied."""
 
     outputs: Values
@@ -47,7 +47,7 @@ def result_of(
     call: Callable[[], tuple[Values, Loss]],
     *,
     gradients: bool | None = None,
-) -> StepResult:
+) -> ModeOutcome:
     """Call from the state that the model is in now, and put its buffers back.
 
     With `gradients` (None: as the graph's mode has it) autograd records the call.
@@ -61,7 +61,7 @@ def result_of(
     with same_buffers(model):
         with torch.set_grad_enabled(graph.training if gradients is None else gradients):
             outputs, loss = call()
-        outcome = StepResult(
+        outcome = ModeOutcome(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             loss=copied(loss),
             # Nobody else holds them: the next step makes others.

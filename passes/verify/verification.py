@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pdcompile.passes.verify.step_runs import StepResult
+from pdcompile.passes.verify.step_runs import ModeOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def differences(
     loss: str,
     home: Mapping[str, int],
     last: int,
-    expected: StepResult,
-    got: StepResult,
+    expected: ModeOutcome,
+    got: ModeOutcome,
     *,
     exact: bool,
     step: int = 0,

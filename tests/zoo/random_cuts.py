@@ -14,8 +14,7 @@ import networkx as nx
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.coarsen.groups import Groups
-from pdcompile.passes.coarsen.spans import close_cycles, join_spans
+from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan
 from tests.helpers.cuts import plan_of
