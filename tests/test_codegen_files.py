@@ -93,7 +93,7 @@ def test_a_linked_file_in_the_folder_is_not_written_through(tmp_path):
     folder = tmp_path / "stages"
     folder.mkdir()
     (folder / "stage_0.py").symlink_to(secret)
-    with pytest.raises(SourceError, match="no plain file"):
+    with pytest.raises(SourceError, match="not a plain file"):
         write(sources(), folder)
     assert secret.read_text() == "keep me"
 
@@ -149,7 +149,7 @@ def test_a_file_that_does_not_run_is_named():
 
 def test_a_file_without_its_class_is_named():
     files = {**sources().files, "stage_1.py": "class Stage1: pass\n"}
-    with pytest.raises(SourceError, match=r"defines no class Stage1"):
+    with pytest.raises(SourceError, match=r"does not define class Stage1"):
         stage_classes(Sources(files, sources().interfaces))
 
 

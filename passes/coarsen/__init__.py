@@ -1,4 +1,4 @@
-"""Coarsen: a graph with costs becomes the planner's problem, with what may not be cut as items.
+"""Turns a graph with costs into the planner's problem, with what may not be cut as items.
 
 Three steps: join what a cut would make wrong (`spans`), join what can be joined without losing
 the optimum (`neutral`), and add up costs, traffic and shared parameters of the items that

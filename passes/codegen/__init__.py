@@ -19,7 +19,7 @@ __all__ = ["generate", "module_of", "read", "set_draw", "stage_classes", "write"
 
 
 def generate(capture: Capture, plan: Plan) -> Sources:
-    """One file a stage, one that runs them all, and the plan.
+    """Generates one file a stage, one that runs them all, and the plan.
 
     Raises:
         PlanError: the plan does not fit the graph.

@@ -152,7 +152,7 @@ class Template:
 def template(
     instances: Sequence[Facts], taken: Sequence[str], inner: Mapping[int, str]
 ) -> Template | None:
-    """What has to be an argument, or None if that is too much.
+    """The arguments that a class needs for its instances; None if these are too many.
 
     Args:
         taken: names that no argument may have.

@@ -72,7 +72,7 @@ def reads(piece: Piece) -> Sequence[str]:
 
 
 def rereads(piece: Piece) -> Sequence[str]:
-    """Values that a piece reads again after it has bound its result: a loop in its next turn."""
+    """Values that a piece reads again after it has bound its result, as a loop does."""
     if not isinstance(piece, Loop):
         return ()
     return [name for i, name in enumerate(piece.calls[0].inputs) if i != piece.thread]

@@ -121,7 +121,7 @@ _OWN = frozenset(
 
 
 def check(text: str, imports: Imports, targets: Iterable[str], where: str) -> None:
-    """Raise SourceError unless the text of a stage is what the writer may have meant.
+    """Raises SourceError unless the text of a stage is what the writer may have meant.
 
     Args:
         targets: function targets of the stage's ops, resolved already.

@@ -178,7 +178,7 @@ def _coefficients(
 
 @cache
 def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
-    """What makes coefficients of values at the points of a grid, by exponents."""
+    """The matrix that makes coefficients, by exponents, of values at the points of a grid."""
     import sympy
 
     sizes = [len(set(axis)) for axis in zip(*points, strict=True)]

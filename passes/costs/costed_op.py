@@ -1,4 +1,4 @@
-"""CostedOp: one op as the cost rules see it, with a plain name, operands by role, and sizes in b.
+"""Ops as the cost rules see them: with a plain name, operands by role, and sizes in b.
 
 A linear layer may appear as ``torch.nn.functional.linear``, as ``torch._C._nn.linear`` or as a
 ``torch.nn.Linear`` module.  The rules know one name for all of them (`linear`) and ask for

@@ -35,7 +35,7 @@ def forecast(
     *,
     keeps_outputs: bool = True,
 ) -> tuple[Resident, ...]:
-    """For every stage, given the stage of each op of the graph, at microbatch size b.
+    """Forecasts what each stage holds, given the stage of each op, at microbatch size b.
 
     `keeps_outputs`: what the last stage makes for the caller outlives its forward.
 

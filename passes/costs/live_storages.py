@@ -1,4 +1,4 @@
-"""LiveStorages: how many bytes of tensors are alive, storage by storage."""
+"""Counts how many bytes of tensors are alive, storage by storage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.give(given)
 
     def give(self, tensors: Iterable[Tensor]) -> None:
-        """Never count these from now on; they must not have been counted yet."""
+        """Excludes tensors from now on; they must not have been counted yet."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._given[storage._cdata] = storage

@@ -38,7 +38,7 @@ class Role:
 
 
 def by_rule(call: CostedOp) -> Role:
-    """From what is known of the op's derivative."""
+    """The role that follows from what is known of the op's derivative."""
     rule = saved(call)
     kept = {operand.name for operand in rule.operands}
     return Role(
@@ -51,7 +51,7 @@ def by_rule(call: CostedOp) -> Role:
 def by_running(
     call: CostedOp, build: Callable[[], nn.Module], at: Callable[[int], CostedOp]
 ) -> Role:
-    """A recurrent layer's, from real runs on zeros; bytes are affine in the batch.
+    """The role of a recurrent layer, from real runs on zeros; bytes are affine in the batch.
 
     Args:
         build: makes the module on real tensors.

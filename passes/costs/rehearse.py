@@ -1,4 +1,4 @@
-"""Rehearse: forward and backward of a stage on tensors without memory, storage by storage.
+"""Rehearses forward and backward of a stage on tensors without memory, storage by storage.
 
 Rules for single ops cannot know in which order autograd frees and sums, nor what kernels are made
 of.  So the ops of a stage run once on fake tensors, with torch's own autograd, as the runtime
@@ -129,7 +129,7 @@ def rehearse(graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int) -> Reh
 
 
 def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
-    """For every op the bytes that autograd keeps because of it and of no earlier op.
+    """The bytes that autograd keeps because of each op and of no earlier one.
 
     Parameters, views of them and the caller's inputs are never counted.
     """
@@ -186,7 +186,7 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Role:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs the traceback of every op without a shape rule before it raises."""
+    """Silences torch, which logs the traceback of every op without a shape rule."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -197,7 +197,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
-    """Also what the peak would be if gradients of parameters were new when they are made."""
+    """Measures also the peak that there is when gradients of parameters are new."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__(given)
@@ -216,7 +216,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         self.first_peak_bytes = max(self.first_peak_bytes, self.now_bytes + self.gradient_bytes)
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Autograd has added to the gradient of a parameter."""
+        """Notes that autograd has added to the gradient of a parameter."""
         if id(parameter) not in self._counted:
             self._counted.add(id(parameter))
             self.gradient_bytes += parameter.numel() * parameter.element_size()

@@ -40,7 +40,7 @@ class Resident:
 def residents(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
 ) -> tuple[Resident, ...]:
-    """For every stage, given the stage of each op of the graph."""
+    """Adds up what each stage holds by rules, given the stage of each op of the graph."""
     calls = costed_ops(graph, b)
     if not calls:
         return (Resident(0, 0),) * num_stages
@@ -162,7 +162,7 @@ def key_of(operand: Operand) -> Key:
 
 
 def newly_saved(calls: Sequence[CostedOp], kept: Sequence[Saved]) -> list[int]:
-    """For each op the bytes that it saves and no earlier op has saved."""
+    """The bytes that each op saves and no earlier op has saved."""
     if not calls:
         return []
     storages = Storages.of(calls)

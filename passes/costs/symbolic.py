@@ -352,7 +352,7 @@ def _op(op: Op, samples: Mapping[Point, _OpSizes], example: Point) -> SymbolicOp
 
 
 def _workspace(numbers: _OpSizes) -> Workspace:
-    """That of an op which has one, at every size."""
+    """The workspace of an op that has one at every size."""
     return numbers.workspace or Workspace((), 0, 0)
 
 

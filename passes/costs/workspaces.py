@@ -20,7 +20,7 @@ LINE = 16  # floats of a cache line
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Of one call of nn.LSTM: by kernel (inputs, units), and the steps and rows of the input."""
+    """The workspace of one nn.LSTM: kernels (inputs, units), steps and rows of the input."""
 
     kernels: tuple[tuple[int, int], ...]
     steps: Number
@@ -33,7 +33,7 @@ class Workspace:
 
 
 def workspace(call: CostedOp) -> Workspace | None:
-    """None for every op but a float32 nn.LSTM without projections on a plain tensor."""
+    """None for all ops but a float32 nn.LSTM without projections on a plain tensor."""
     made: dict[str, Any] = dict(call.op.constructor)
     if call.op.target != "torch.nn.LSTM" or call.op.kind != "module" or not call.inputs:
         return None
@@ -51,7 +51,7 @@ def workspace(call: CostedOp) -> Workspace | None:
 
 
 def _kernel(inputs: int, units: int, steps: Number, rows: Number) -> Number:
-    """Of one layer in one direction."""
+    """Bytes of one layer in one direction."""
     states = 2 * (steps + 1) * rows
     return (
         _pages(steps * rows * _padded(4 * units))

@@ -157,7 +157,7 @@ def atom(text: str, *, dotted: bool = False) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _is_closed(text: str, dotted: bool) -> bool:
-    """Whether the expression ends in no operator: a name, call, subscript, attribute, literal."""
+    """Whether the expression is a call, subscript, attribute or literal, without an operator."""
     node = ast.parse(text, mode="eval").body
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str | bool | None) or not dotted
@@ -252,7 +252,7 @@ def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
 
 
 def rough(op: Op, twin: Op | None, scope: Scope) -> str:
-    """What takes the place of an op's expression before the variables have their final names."""
+    """An op's expression before the variables have their final names, to measure its width."""
     if op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
         return ", ".join(literal(argument, scope) for argument in op.args)
     return expression(op, twin, scope, scope)

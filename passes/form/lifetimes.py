@@ -1,4 +1,4 @@
-"""When the values of a stage die: decided here, forecast by `costs`, obeyed by `codegen`.
+"""Decides when the values of a stage die; `costs` forecasts by it, and `codegen` obeys it.
 
 A value that its author did not name goes into the expression that reads it, as in
 ``x = x + self.drop(self.proj(y))``, and dies with it (`nameless`).  Any other has a variable: it
@@ -29,7 +29,7 @@ WHOLE = 84  # columns of a statement's expression
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What decides whether the values that a statement reads and makes need variables.
+    """One statement, as far as it decides which values need variables.
 
     `reads`: values, in the order of evaluation.  `op`: what it computes, None for calls of
     blocks.  `place`: only statements of one place share an expression.  `text`: the expression,
@@ -161,7 +161,7 @@ def spans(
     inputs: Iterable[str],
     outputs: Iterable[str],
 ) -> dict[str, tuple[int, int]]:
-    """From when to when every value of one function is needed.
+    """The span in which each value of one function is needed: (position made, last read).
 
     Items are (values read, values made, values read after what is made has got its name).
     """
@@ -276,7 +276,7 @@ def _modules(op: Op) -> list[str]:
 
 
 def _ends(scopes: Sequence[tuple[str, ...]]) -> list[dict[str, int]]:
-    """For each op and each of its scopes the last op of that call."""
+    """The last op of the call of each scope, for each op."""
     ends: list[dict[str, int]] = [{} for _ in scopes]
     for i in reversed(range(len(scopes))):
         after = ends[i + 1] if i + 1 < len(scopes) else {}

@@ -128,7 +128,7 @@ def skeleton(
 
 
 def prune(node: Node) -> None:
-    """Take out modules without anything in them that no class was made of."""
+    """Removes modules that hold nothing and of which no class was made."""
     for name, child in list(node.children.items()):
         prune(child)
         empty = not (child.children or child.tensors or child.needed)

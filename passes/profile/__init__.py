@@ -1,4 +1,4 @@
-"""Profile: fills in the cost of every op, estimated from shapes, measured, or from a file.
+"""Fills in the cost of every op, estimated from shapes, measured, or from a file.
 
 Measured means: every distinct op runs on this machine's CPU with synthetic operands, forward
 and backward, for a few seconds in all.  Sums of such times are about as far from a stage's

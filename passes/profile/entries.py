@@ -52,7 +52,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str | bytes, where: str = "profile.json") -> Profile:
-        """Raises CostError for anything but a profile: NaN, negative numbers, repeated keys, …"""
+        """Reads a profile; raises CostError for anything else: NaN, repeated keys, …"""
         data = jsonio.loads(text, where=where, error=CostError)
         found = jsonio.decode(Profile, data, where=where, error=CostError)
         found.validate(where)
@@ -102,7 +102,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Raises CostError when the file cannot be read or does not hold a profile."""
+        """Reads a file; raises CostError when it cannot be read or does not hold a profile."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:

@@ -150,7 +150,7 @@ def _forward_seconds(bench: Bench, budget_seconds: float) -> float:
 
 
 def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
-    """Of one forward's backward, without the price of starting autograd.
+    """Seconds of one forward's backward, without the price of starting autograd.
 
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.

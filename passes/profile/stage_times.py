@@ -1,4 +1,4 @@
-"""Measuring planned stages: their generated source, forward and backward, each stage alone.
+"""Measures planned stages: their generated source, forward and backward, each stage alone.
 
 Sums of op times miss what ops do to each other: what stays in the caches, what one call of
 autograd costs.  A stage runs here as a rank runs it, on the model's own tensors and on values
@@ -115,7 +115,7 @@ def _detached(value: Any) -> Any:
 
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
-    """Equal for stages that run equal ops in the same order."""
+    """A digest that is equal for stages that run equal ops in the same order."""
     mine = set(plan.stages[stage].ops)
     calls = costed_ops(graph, microbatch_size)
     keys = [structural_key(call) for call in calls if call.op.name in mine]

@@ -1,4 +1,4 @@
-"""Do the stages, chained, compute what the model computes?  Bit for bit.
+"""Compares what the chained stages compute with what the model computes, bit for bit.
 
 Eager and stages run on the model's own tensors with the same random streams: outputs, the loss,
 the gradient of every parameter and all buffers are compared, in training and in evaluation, on

@@ -39,7 +39,7 @@ from pdcompile.plan import Plan
 
 @dataclass
 class Comparison:
-    """What the comparison of one model with its stages needs, and what it found so far."""
+    """Compares one model with its stages, and holds what it found so far."""
 
     capture: Capture
     plan: Plan
@@ -57,7 +57,7 @@ class Comparison:
         return self.device.type == "cpu" and not self.rounded
 
     def run(self, calls: list[FlatCall], *, graph: bool) -> int:
-        """One step for each call; with `graph` the captured graph is compared as well.
+        """Runs one step for each call; with `graph` the captured graph is compared as well.
 
         Returns the steps that were made: a step that differs is the last one.
 

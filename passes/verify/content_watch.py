@@ -1,4 +1,4 @@
-"""Watching a run: what every torch function takes and makes, by content and by source line.
+"""Records what every torch function of a run takes and makes, by content and by source line.
 
 Tensors are known by their content, not by name: an edited stage may compute the same values in
 another way, and only the first one that is not among the model's values is of interest.

@@ -166,7 +166,7 @@ def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[CodeLay
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:
-    """One for each class text, in the order of the model; a block of a class that the model has
+    """One use of each class text, in the order of the model; a block of a class that the model has
     once gives way to repeated ones in it."""
     uses: list[tuple[Hashable, int, BlockCall | None, BlockCall | None]] = []
     counts: dict[Hashable, int] = {}

@@ -43,7 +43,7 @@ def intended(
     *,
     most: int | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(differences that are meant to be, hints at an option that may be wrong), in words.
+    """Notes on intended differences, and hints at an option that may be wrong.
 
     Args:
         graph: the capture in training mode; its batch size is the microbatch.
@@ -81,7 +81,7 @@ def intended(
 
 
 class Unanswered(Exception):
-    """The model cannot be asked, in words."""
+    """Says why the gradients of a model cannot be compared."""
 
 
 class _BatchGradients:
@@ -228,7 +228,7 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _statistics(model: nn.Module, frozen: bool) -> Iterator[None]:
-    """RNNs without dropout between layers; `frozen`: batch norm with its running statistics."""
+    """Switches dropout between RNN layers off; `frozen`: batch norm to running statistics."""
     rnns = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase)]
     norms = [m for m in model.modules() if frozen and isinstance(m, _BatchNorm)]
     norms = [norm for norm in norms if norm.training and norm.running_mean is not None]

@@ -76,7 +76,7 @@ def located(
 
 
 def _of_the_capture(model: nn.Module, graph: OpGraph, call: FlatCall, layout: BatchLayout) -> str:
-    """The graph itself is not the model: where that begins.
+    """Where the graph itself begins to differ from the model.
 
     Raises:
         AsksForGradients: where that is the cause.
@@ -185,12 +185,12 @@ class Replay:
     done: int = 0
 
     def announce(self) -> None:
-        """Seed the op that comes next."""
+        """Seeds the op that comes next."""
         if self.done < len(self.graph.ops):
             announce(self.graph.ops[self.done], *self.seeds)
 
     def ran(self, name: str, value: Any) -> None:
-        """An op has run."""
+        """Notes what an op that has run read and made."""
         op: Op = self.graph.ops[self.done]
         self.inputs[name] = frozenset(self.contents[i] for i in op.inputs if i in self.contents)
         if isinstance(value, Tensor):

@@ -23,7 +23,7 @@ from pdcompile.passes.trace.subject import Subject
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hole:
-    """In the place of a tensor: the value or the tensor of the model that belongs there, and its
+    """Stands for a tensor: the value or the tensor of the model that belongs there, and its
     shape and dtype, for values that the graph does not have because nothing needs them."""
 
     place: Argument
@@ -129,7 +129,7 @@ def _recorder() -> Recorder | None:
 
 
 def _holes(recorder: Recorder) -> dict[int, Hole]:
-    """By identity of a tensor that the run knows."""
+    """The holes of the tensors that the run knows, by identity."""
     fakes = recorder.fakes
     places: dict[int, Argument] = {key: Attr(fqn) for key, fqn in fakes.table.fqns.items()}
     places.update((key, Attr(fqn)) for key, fqn in fakes._attribute.items())

@@ -118,7 +118,7 @@ class BlockComparison:
         self.generated = self._materialised().train(self.graph.training)
 
     def run(self) -> tuple[list[Difference], int, int]:
-        """Both, forward and backward: (differences, outputs compared, gradients compared).
+        """Runs both, forward and backward: (differences, outputs compared, gradients compared).
 
         Raises:
             VerifyError: what the module takes or returns cannot be made up, or a side fails.

@@ -48,7 +48,7 @@ def result_of(
     *,
     gradients: bool | None = None,
 ) -> ModeOutcome:
-    """Call from the state that the model is in now, and put its buffers back.
+    """Calls from the state that the model is in now, and puts its buffers back.
 
     With `gradients` (None: as the graph's mode has it) autograd records the call.
     """
@@ -134,7 +134,7 @@ def _said(error: BaseException) -> str:
 
 
 def needs_gradients(failed: ModelFails) -> ModelFails:
-    """What it means that the model can be evaluated with autograd alone."""
+    """The error for a model that can be evaluated with autograd only."""
     said = _said(failed.__cause__) if failed.__cause__ is not None else failed.message
     return ModelFails(
         f"evaluation runs under torch.no_grad(), where the model fails: {said}",
@@ -145,7 +145,7 @@ def needs_gradients(failed: ModelFails) -> ModelFails:
 
 
 def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
-    """The same by the generated stages.  Raises VerifyError, naming the stage that fails."""
+    """One step of the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
         with autocast_region(plan.training.autocast):
             outputs, loss = chain.forward(copied_leaves(flat))
