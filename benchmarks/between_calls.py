@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
+from pdcompile.eager.modes import in_mode
 from tests.helpers import models
 from tests.helpers.changes import CHANGES, Change, Rich, batch
 from tests.helpers.loops import Normalised, accumulate
@@ -76,21 +77,15 @@ class Plain:
         return loss
 
     def gradients(self, x: Tensor, target: Tensor) -> Tensor:
-        if not self.model.training:
-            self.model.train()
-        with torch.enable_grad():
+        with torch.enable_grad(), in_mode(self.model, True):
             return accumulate(self.model, x, target, min(self.count, len(x)), self.loss_fn)
 
     def evaluate(self, x: Tensor, target: Tensor) -> Tensor:
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
         total: Any = None
-        with torch.no_grad():
+        with torch.no_grad(), in_mode(self.model, False):
             for part, goal in self._parts(x, target):
                 loss = self.loss_fn(self.model(part), goal) * (len(part) / len(x))
                 total = loss if total is None else total + loss
-        for module, mode in modes.items():
-            module.training = mode
         return total
 
     def _parts(self, x: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -301,7 +296,8 @@ def _change(
 
 def cost() -> None:
     """Seconds that a step spends on looking for changes, beside the step's own."""
-    from pdcompile.runtime.watch.model_watch import ModelWatch, OptimizerWatch
+    from pdcompile.runtime.watch.model_watch import ModelWatch
+    from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
 
     spent = {"seconds": 0.0}
     for kind in (ModelWatch, OptimizerWatch):

@@ -24,9 +24,9 @@ from rich.table import Table
 from benchmarks import whole_ranks
 from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
-from pdcompile.choices import choose
 from pdcompile.ir.graph import Capture, OpCost
 from pdcompile.options import Options
+from pdcompile.options.choices import choose
 from pdcompile.passes.costs import Resident, estimate, forecast
 from pdcompile.passes.costs.symbolic import symbolic
 from pdcompile.passes.stages.boundaries import stage_of_ops

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pdcompile import Certificate, Cluster, Plan
 from pdcompile.passes.schedules import warmup
+from pdcompile.passes.simulate import drained
 from pdcompile.plan import Edge, StagePlan, Training
 from pdcompile.report.picture import save
-from pdcompile.report.simulated import drained
 from pdcompile.report.svg import Panel
 
 STAGES, MICROBATCHES, STEPS = 4, 8, 3

@@ -134,8 +134,8 @@ class Cluster:
         """n stages in this process: no links to speak of, CPU, optional memory limit each.
 
         Raises:
-            ClusterError: n is no positive whole number.
-            ConfigError: `memory` is no number of bytes.
+            ClusterError: n is not a positive whole number.
+            ConfigError: `memory` is not a number of bytes.
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_DEVICES:
             raise ClusterError(
@@ -171,7 +171,7 @@ class Cluster:
         """What torchrun started (WORLD_SIZE, LOCAL_WORLD_SIZE), else two stages in this process.
 
         Raises:
-            ClusterError: the variables are no positive numbers that divide.
+            ClusterError: the variables are not positive numbers that divide.
         """
         if "WORLD_SIZE" not in environ:
             return Cluster.local(2)

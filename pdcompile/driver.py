@@ -10,14 +10,14 @@ from typing import Any, Literal
 from torch import nn
 
 from pdcompile.batch import FlatCall, check_example, example_call, resize, resolve_batch
-from pdcompile.choices import choose
 from pdcompile.compiled import Compiled
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.ir.training_check import check_loss
-from pdcompile.option_checks import check_model, check_options
 from pdcompile.options import Options
+from pdcompile.options.choices import choose
+from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.costs.machines import relative

@@ -149,7 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise _Refused(f"{text} is no JSON number")
+    raise _Refused(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.choices import Choices
 from pdcompile.cluster import stage_limits
 from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
+from pdcompile.options.choices import Choices
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.draft import straight_plan

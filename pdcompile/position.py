@@ -39,7 +39,7 @@ def as_position(given: Any) -> Position | None:
     if type(given) is int and given >= 0:
         return Position(given)
     raise InputError(
-        f"position={given!r} is no position",
+        f"position={given!r} is not a position",
         where="load_state_dict",
         remedy="the number of minibatches trained on (pipe.position.minibatches), or pipe.position",
     )
@@ -59,7 +59,7 @@ def position_of(state: Any) -> Position | None:
     """The position that a state was saved at; None for one that has none.
 
     Raises:
-        InputError: it is no position.
+        InputError: it is not a position.
     """
     metadata = getattr(state, "_metadata", None)
     numbers = metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcompile import weights
-from pdcompile.choices import Choices, machines
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
+from pdcompile.options.choices import Choices, machines
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS

@@ -42,7 +42,7 @@ def parse_bytes(value: float | str, *, what: str = "size", where: str | None = N
         return int(value)
     number = _parse(value, BYTES, what, where)
     if number.denominator != 1:
-        raise ConfigError(f"{what} {value!r} is no whole number of bytes", where=where)
+        raise ConfigError(f"{what} {value!r} is not a whole number of bytes", where=where)
     return int(number)
 
 

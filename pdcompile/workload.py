@@ -151,7 +151,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     name = path.stem if known is None else f"pdcompile_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise ConfigError(f"'{path}' is no Python file", where=target, remedy=f"write {FORMS}")
+        raise ConfigError(f"'{path}' is not a Python file", where=target, remedy=f"write {FORMS}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -231,7 +231,7 @@ def _python_of(target: str) -> str:
 def _as_workload(value: Any, target: str) -> Workload:
     from torch import nn
 
-    from pdcompile.option_checks import check_loss_fn
+    from pdcompile.options.option_checks import check_loss_fn
 
     if isinstance(value, nn.Module):
         raise ConfigError(

@@ -21,7 +21,7 @@ from pdcompile.batch.results import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
-from pdcompile.runtime.streams import Streams
+from pdcompile.runtime.random_streams import Streams
 from pdcompile.runtime.transport.contract import check_tensor
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, expected
@@ -83,7 +83,7 @@ class Compute:
         """Run the stage on W_version; `receive(edge)` gives what came in.
 
         Returns its outputs by value name.  Raises ContractError when they are not as planned,
-        ConfigError when the loss is no scalar.
+        ConfigError when the loss is not a scalar.
         """
         wiring, leaves = feed.wiring, feed.leaves[microbatch]
         flight = _Flight()

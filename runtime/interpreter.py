@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch.results import total_loss
+from pdcompile.eager.gradients import clip
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.transport.contract import Channel, Expected
+from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Handle, Transport
-from pdcompile.runtime.transport.reduce import Norms, clip
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase

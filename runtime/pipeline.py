@@ -12,8 +12,8 @@ from torch import nn
 
 from pdcompile.batch import FlatCall, flatten_call
 from pdcompile.batch.results import LazyLoss, StepResult
-from pdcompile.eager.copied import copy_of
 from pdcompile.eager.modes import apply_overrides, modes
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch
 from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.ir.graph import OpGraph

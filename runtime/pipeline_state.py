@@ -16,7 +16,7 @@ from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.calls import needed_paths
 from pdcompile.runtime.not_a_module import NotAModule
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.transport.reduce import check_max_norm
+from pdcompile.runtime.transport.norms import check_max_norm
 
 
 class PipelineState(NotAModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,27 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.gradients import clip
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import (
-    ClosedError,
-    PdcompileError,
-)
+from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure.agreement import Agreement
-from pdcompile.runtime.failure.first_cause import Failures, describe, explained, place
-from pdcompile.runtime.interpreter import Loss, Worker, run_together
+from pdcompile.runtime.failure.guarded import Guarded
+from pdcompile.runtime.interpreter import Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.prepared import Prepared
+from pdcompile.runtime.random_streams import Streams
 from pdcompile.runtime.state.initial import initial_state
 from pdcompile.runtime.state.model_state import dtype_of
-from pdcompile.runtime.streams import Streams
 from pdcompile.runtime.transport.in_process import LocalTransport, Wires
 from pdcompile.runtime.transport.launch import World
-from pdcompile.runtime.transport.point_to_point import GroupTransport, PeerLost, Transport
-from pdcompile.runtime.transport.reduce import Norms, clip
+from pdcompile.runtime.transport.norms import Norms
+from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
 from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
@@ -44,7 +41,7 @@ UPDATES = frozenset(
 )  # fmt: skip
 
 
-class Session:
+class Session(Guarded):
     """What exists after `prepare`.
 
     `workers` are this process's ranks; `world` is None in one process.
@@ -57,10 +54,9 @@ class Session:
         self.prepared = prepared
         self.options = options
         self.plan = plan
-        self.world = world
         self.model = model
-        self.failed: str | None = None
         self.stage_of_rank = prepared.stage_of_rank
+        super().__init__(world, prepared.capture)
         self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
         self._call = 0
         self.state = initial_state(model, options, prepared, self.stage_of_rank, self.ranks, world)
@@ -68,13 +64,9 @@ class Session:
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None
-        if world is not None:
-            self._failures = Failures(world.store, world.rank, world.size)
-            world.ending.leave = weakref.WeakMethod(self.leave)
         wires = Wires()
         streams = Streams(plan.training.seed)
         self.wirings: dict[tuple[int, bool], Wiring] = {}
-        self.workers: list[Worker] = []
         for rank in self.ranks:
             transport: Transport = (
                 LocalTransport(rank, wires) if world is None
@@ -214,65 +206,12 @@ class Session:
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
             run_together(self.workers, columns)
 
-    def check_running(self) -> None:
-        """Raise ClosedError, with the cause, once an error has ended the pipeline."""
-        if self.failed is not None:
-            raise ClosedError(
-                f"the pipeline ended with an error: {self.failed}", remedy="make a new one"
-            )
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Around everything that runs: an error ends the pipeline on every rank."""
-        self.check_running()
-        lost: PeerLost | None = None
-        try:
-            yield
-            return
-        except PeerLost as error:
-            where = self._place(error)
-            lost = error.with_traceback(None)  # its frames hold the message: let go of them
-        except BaseException as caught:
-            told = explained(caught, self.prepared.capture)
-            worker = next((w for w in self.workers if w.current is not None), self.workers[0])
-            rank, base = worker.transport.rank, worker.base
-            self.failed = describe(rank, told, worker.current, base)
-            if worker.current is not None:
-                told.add_note(f"in {place(rank, told, worker.current, base)}")
-            if self.world is not None:
-                self._failures.report(self.failed)
-                self._abandon()
-                self._failures.wait_for_peers()
-            if told is caught:
-                raise
-            raise told from caught
-        cause = self._failures.cause(lost, where)
-        self.failed = cause.message
-        self._abandon()
-        raise cause from None
-
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around the part of a call that runs: what it leaves is not the user's doing."""
         with self.guard():
             yield
             self.end_call()
-
-    def _place(self, error: BaseException) -> str:
-        worker = self.workers[0]
-        return place(worker.transport.rank, error, worker.current, worker.base)
-
-    def _abandon(self) -> None:
-        """Close the connections, so that peers stop waiting for this rank."""
-        assert self.world is not None
-        for worker in self.workers:
-            worker.abandon()
-        self.world.close()
-
-    def refuse(self, error: PdcompileError) -> None:
-        """This rank will not run a call that its peers may have begun."""
-        if self.world is not None and self.failed is None:
-            self._failures.refuse(f"rank {self.world.rank} refused the call: {error.message}")
 
     # -- tied copies, norms, state --------------------------------------------------------------
 
@@ -346,33 +285,6 @@ class Session:
         for worker in self.workers:
             clip(worker.weights.present_gradients().values(), totals[0], max_norm)
         return totals[0]
-
-    def wait_loss(self, loss: Loss) -> Tensor:
-        """Wait for a loss; a broken connection ends the pipeline as in a step."""
-        if loss.ready():
-            return loss.wait()
-        with self.guard():
-            return loss.wait()
-
-    def close(self) -> None:
-        """Wait until every rank is here, and destroy what the pipeline made."""
-        if self.world is not None:
-            self.workers[0].settle()
-            try:
-                self.world.group.barrier().wait()
-            except RuntimeError as error:  # gloo does not say who it was: ask the next rank
-                raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
-            for worker in self.workers:
-                worker.abandon()
-            self.world.close()
-
-    def leave(self, cause: str) -> None:
-        """The user's program ends with an error: let the peers know."""
-        self.failed = cause
-        if self.world is not None:
-            self._failures.report(self.failed)
-            self._abandon()
-            self._failures.wait_for_peers()
 
 
 def _refresh(plan: Plan, stage_of_rank: dict[int, int]) -> Schedule:

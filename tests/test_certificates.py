@@ -241,7 +241,7 @@ def test_other_clusters_and_costs() -> None:
     ops[0] = replace(ops[0], cost=replace(cost, flops=cost.flops + 1))
     with pytest.raises(PlanError, match="other costs"):
         check(plan, replace(graph, ops=tuple(ops)), cluster)
-    with pytest.raises(PlanError, match="no fingerprint"):
+    with pytest.raises(PlanError, match="not a fingerprint"):
         check(replace(plan, fingerprint="x"), graph, cluster)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pdcompile.cli import importing, main
-from pdcompile.cli.import_options import TAKES
+from pdcompile.cli.importing import TAKES
 from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
@@ -123,9 +123,9 @@ def test_the_table_says_what_the_object_says(call: Call, answering: Any) -> None
         ((*PLACEMENT, "--devices", "4"), "--devices has no meaning with --import device-placement"),
         ((*PLACEMENT, "--schedule", "2bw", "--stages", "2"), "--stages and --schedule have no"),
         ((*PLACEMENT, "--schedule", "1f1b"), "--schedule has no meaning"),
-        ((*PLACEMENT, "--time-limit", "nan"), "nan is no time limit"),
-        ((*PLACEMENT, "--time-limit", "-1"), "-1.0 is no time limit"),
-        ((*PLACEMENT, "--seed", "-1"), "-1 is no seed"),
+        ((*PLACEMENT, "--time-limit", "nan"), "nan is not a time limit"),
+        ((*PLACEMENT, "--time-limit", "-1"), "-1.0 is not a time limit"),
+        ((*PLACEMENT, "--seed", "-1"), "-1 is not a seed"),
         (("m.py:build", "--straight", "--batch", "3"), "--straight and --batch belong to imported"),
         (("m.py:build", "--fewer"), "--fewer belongs to imported"),
     ],
@@ -151,11 +151,11 @@ PIPER = ("--import", "piper", "f.json")
         ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "1"), "bandwidth '1' is not"),
         ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB"), "bandwidth '1GB' is not"),
         ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "0GB/s"), "is below 1 B/s"),
-        ((*PIPEDREAM, "--cluster", "0", "--bandwidth", "1GB/s"), "'0' is no cluster"),
-        ((*PIPEDREAM, "--cluster", "4x", "--bandwidth", "1GB/s"), "'4x' is no cluster"),
-        ((*PIPEDREAM, "--cluster", "auto", "--bandwidth", "1GB/s"), "'auto' is no cluster"),
-        ((*PIPEDREAM, "--cluster", "-4", "--bandwidth", "1GB/s"), "'-4' is no cluster"),
-        ((*PIPEDREAM, "--cluster", "9999999", "--bandwidth", "1GB/s"), "no number of devices"),
+        ((*PIPEDREAM, "--cluster", "0", "--bandwidth", "1GB/s"), "'0' is not a cluster"),
+        ((*PIPEDREAM, "--cluster", "4x", "--bandwidth", "1GB/s"), "'4x' is not a cluster"),
+        ((*PIPEDREAM, "--cluster", "auto", "--bandwidth", "1GB/s"), "'auto' is not a cluster"),
+        ((*PIPEDREAM, "--cluster", "-4", "--bandwidth", "1GB/s"), "'-4' is not a cluster"),
+        ((*PIPEDREAM, "--cluster", "9999999", "--bandwidth", "1GB/s"), "not a number of devices"),
         (
             (*PIPEDREAM, "--cluster", "4", "--bandwidth", "1GB/s", "--memory", "16"),
             "memory '16' is not",
@@ -166,11 +166,11 @@ PIPER = ("--import", "piper", "f.json")
         ),
         (
             (*PIPER, "--devices", "0", "--memory", "8GiB", "--batch", "2", "--bandwidth", "1GB/s"),
-            "0 is no number of devices",
+            "0 is not a number of devices",
         ),
         (
             (*PIPER, "--devices", "2", "--memory", "8GiB", "--batch", "0", "--bandwidth", "1GB/s"),
-            "0 is no number of microbatches",
+            "0 is not a number of microbatches",
         ),
         (
             (*PIPER, "--devices", "2", "--memory", "8", "--batch", "2", "--bandwidth", "1GB/s"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.cli.import_options import parse_bandwidth, parse_compression, parse_levels
+from pdcompile.cli.importing import parse_bandwidth, parse_compression, parse_levels
 from pdcompile.errors import ConfigError
 from pdcompile.problem.answer import LevelAnswer
 from pdcompile.report.answer_table import level_lines, members

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pdcompile.errors import SourceError
+from pdcompile.ir.execution import Lookup, execute, materialise
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
-from pdcompile.ir.graph_module import Lookup, execute, materialise
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen import generate, stage_classes
 from pdcompile.passes.codegen.folder import module_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pdcompile
-from pdcompile.eager.copied import copy_of
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import InputError
 from tests.helpers.captures import make, rows
 from tests.helpers.generated import mean_square

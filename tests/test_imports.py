@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -34,6 +35,7 @@ TORCH_FREE = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name (passes and runtime through the links)."""
     found = {}
@@ -48,14 +50,17 @@ def is_type_checking(test: ast.expr) -> bool:
     return "TYPE_CHECKING" in ast.unparse(test)
 
 
-def imported(path: Path, name: str, *, top_level: bool = False) -> set[str]:
-    """Dotted names that a file imports; `top_level`: only what importing the file executes."""
+def imported(path: Path, name: str, *, top_level: bool = False, types: bool = True) -> set[str]:
+    """Dotted names that a file imports.
+
+    `top_level`: only what importing the file executes; `types`: also what is for types alone.
+    """
     found: set[str] = set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and is_type_checking(node.test):
-            children: list[ast.AST] = [] if top_level else list(node.body)
+            children: list[ast.AST] = [] if top_level or not types else list(node.body)
             for child in [*children, *node.orelse]:
                 visit(child)
             return

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.errors import ConfigError
+from pdcompile.passes.simulate import drained
 from pdcompile.plan import MemoryLedger
 from pdcompile.report import chrome, html, names, picture, plan_table, svg, timeline
-from pdcompile.report.simulated import drained
 from tests.helpers.report_data import Event, one_f_one_b, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -98,7 +98,7 @@ def test_picture_files(tmp_path: Path, suffix: str) -> None:
 
 
 def test_picture_of_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no picture format"):
+    with pytest.raises(ConfigError, match="not a picture format"):
         picture.save([], tmp_path / "timeline.bmp")
 
 

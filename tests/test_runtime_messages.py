@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.batch import memory_order
+from pdcompile.eager.gradients import clip
 from pdcompile.errors import ContractError, DeadlockError
 from pdcompile.runtime.interpreter import run_together
 from pdcompile.runtime.transport.contract import (
@@ -20,8 +21,8 @@ from pdcompile.runtime.transport.contract import (
     to_bytes,
 )
 from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport
-from pdcompile.runtime.transport.reduce import Norms, clip
 from pdcompile.schedule import Action, Instruction, Kind
 
 DTYPES = [

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from pdcompile.errors import InputError, TraceError, VerifyError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.ir.graph_module import to_module
 from pdcompile.passes.trace import capture, trace
 from tests.helpers import models
 from tests.helpers.captures import captured, make, rows
@@ -231,10 +230,10 @@ def test_without_the_model_it_says_so() -> None:
 def test_a_graph_of_one_mode_refuses_the_other() -> None:
     model = make(lambda self, x: self.lin(x))
     found = captured(model)
-    assert torch.equal(to_module(found, model).eval()(rows()), model(rows()))
+    assert torch.equal(found.train.to_module(model).eval()(rows()), model(rows()))
     alone = OpGraph.from_json(found.train.to_json())
     object.__setattr__(alone, "output_spec", found.train.output_spec)
-    module = to_module(alone, model)
+    module = alone.to_module(model)
     assert torch.equal(module(rows()), model(rows()))
     with pytest.raises(TraceError, match="only one mode"):
         module.eval()(rows())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph_module import Lookup, execute
+from pdcompile.ir.execution import Lookup, execute
 from tests.helpers.captures import captured, faithful, make, rows
 
 Forward = Callable[[Any, Tensor], Tensor]

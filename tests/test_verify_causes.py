@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile import CutBefore
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.eager.copied import copy_of
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import SourceError, VerifyError
 from pdcompile.ir.graph import OpCost
 from pdcompile.passes.coarsen import coarsen

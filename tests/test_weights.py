@@ -285,8 +285,9 @@ def test_files_come_before_the_function_beside_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(3, "no source of weights"), ([], "no source of weights"), ({}, "no source of weights"),
-     ([normal, normal], "no source of weights"), (lambda module: None, "cannot be called with")],
+    [(3, "not a source of weights"), ([], "not a source of weights"),
+     ({}, "not a source of weights"),
+     ([normal, normal], "not a source of weights"), (lambda module: None, "cannot be called with")],
 )  # fmt: skip
 def test_what_is_no_source_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

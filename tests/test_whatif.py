@@ -350,7 +350,7 @@ def test_the_command_to_get_the_plan(
         (("--latency", "5 parsecs"), 2, "with a unit"),
         (("--speed", "fast"), 2, "no number above 0"),
         (("--speed", "-1"), 2, "no number above 0"),
-        (("--speed", "gpu=2"), 2, "'gpu' is no device"),
+        (("--speed", "gpu=2"), 2, "'gpu' is not a device"),
         (("--devices", "2 hosts"), 2, "is not HOSTSxDEVICES"),
         (("--microbatches", "99"), 2, "99 microbatches"),
         (("--memory", "1kB"), 3, "infeasible"),

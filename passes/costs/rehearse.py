@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.ir.execution import materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
-from pdcompile.ir.graph_module import materialise, run_op
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, laid_out
 from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages
 from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_rule, by_running, play

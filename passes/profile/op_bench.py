@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.autocast import autocast_region
+from pdcompile.ir.execution import Lookup, materialise
 from pdcompile.ir.graph import Ref
-from pdcompile.ir.graph_module import Lookup, materialise
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.live_storages import saved_storages, tensors_in

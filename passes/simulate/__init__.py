@@ -137,3 +137,17 @@ def _busy(plan: Plan, action: Action, stage: int, step_seconds: float) -> float:
     if action is Action.BACKWARD:
         return plan.stages[stage].backward_pass_seconds
     return step_seconds if action is Action.STEP else 0.0
+
+
+def drained(plan: Plan, steps: int, *, step_seconds: float = 0.0) -> tuple[TimelineEvent, ...]:
+    """Simulate `steps` minibatches and the flush, so that schedules compare work for work.
+
+    A stream such as 2bw would otherwise end with forwards whose backwards are not drawn.
+    """
+    stream = make_stream(plan)
+    programs = []
+    for _ in range(steps):
+        program, stream = stream.step(plan.training.num_microbatches)
+        programs.append(program)
+    program, _ = stream.flush()
+    return simulate_programs(plan, [*programs, program], step_seconds=step_seconds).timeline

@@ -20,8 +20,8 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, check_example, example_call, resolve_batch
 from pdcompile.errors import TraceError, VerifyError
+from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.ir.graph_module import Origin
 from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref, walk
-from pdcompile.ir.graph_module import Lookup, run_op
 from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace.tensors import FakeTensors
 

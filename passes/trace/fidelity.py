@@ -15,8 +15,8 @@ from pdcompile.batch import BatchLayout, FlatCall, output_leaves
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, preserved_rng
 from pdcompile.errors import VerifyError
+from pdcompile.ir.execution import Lookup, execute, materialise
 from pdcompile.ir.graph import Capture, Op, OpGraph, leaves
-from pdcompile.ir.graph_module import Lookup, execute, materialise
 from pdcompile.passes.trace.facts import source_of_traceback
 from pdcompile.passes.trace.observe import observe
 from pdcompile.passes.trace.streams import (

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
+from pdcompile.ir.execution import Lookup
 from pdcompile.ir.graph import Op, OpGraph, Ref
-from pdcompile.ir.graph_module import Lookup
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref
-from pdcompile.ir.graph_module import Lookup, run_op
 from pdcompile.ir.targets import name_of
 from pdcompile.passes.trace import refuse
 from pdcompile.passes.trace.facts import effects, locate, storage_key, written_by

@@ -18,8 +18,8 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.errors import PdcompileError, VerifyError
+from pdcompile.ir.execution import execute
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
-from pdcompile.ir.graph_module import execute
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.fidelity import AsksForGradients, compare
 from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules

@@ -23,7 +23,7 @@ from pdcompile.batch.layout import (
     lone_rows,
     resolve_batch,
 )
-from pdcompile.batch.memory import memory_order
+from pdcompile.batch.memory_order import memory_order
 from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
 from pdcompile.batch.structure import (
     flatten_output,

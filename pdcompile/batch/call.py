@@ -45,13 +45,13 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatCall:
-    """A call taken apart: path -> tensor or constant (whatever is no tensor, None included).
+    """A call taken apart: path -> tensor or constant (whatever is not a tensor, None included).
 
     Paths: the parameter's name in forward and the way through containers: ``x``,
     ``batch['ids']``, ``pair[0]``, ``point.x`` (named tuples), ``args[1]`` for ``*args``, the
     keyword itself for ``**kwargs`` (``kwargs['a']`` where a positional-only parameter has the
     same name).  The loss target is ``target``; a parameter of forward with that name is
-    ``forward.target``.  Defaults that were not passed are no leaves.
+    ``forward.target``.  Defaults that were not passed are not leaves.
     """
 
     leaves: dict[str, Any]
@@ -245,7 +245,7 @@ def is_dim(prefix: Any) -> bool:
 
 
 def misfit(path: str, prefix: Any) -> ConfigError:
-    """The error for a part of batch_dims that is no prefix of the argument."""
+    """The error for a part of batch_dims that is not a prefix of the argument."""
     return ConfigError(
         f"batch_dims={prefix!r} does not fit the structure of this argument",
         where=path,

@@ -20,7 +20,7 @@ from pdcompile.batch.call import (
     rebuild,
     walk,
 )
-from pdcompile.batch.memory import memory_order
+from pdcompile.batch.memory_order import memory_order
 from pdcompile.errors import ConfigError, InputError
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdcompile.batch.call import FlatCall
 from pdcompile.batch.layout import BatchLayout
-from pdcompile.batch.memory import dense, memory_order
+from pdcompile.batch.memory_order import dense, memory_order
 from pdcompile.batch.structure import flatten_output, unflatten_output
 from pdcompile.errors import ConfigError, InputError
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 
-from pdcompile.cli.app import app
+# Each verb adds itself to the application.
+from pdcompile.cli import costs, diff, dump, explain, plan, run, simulate, verify, whatif  # noqa: F401
+from pdcompile.cli.app import app, reflow_help
 from pdcompile.cli.output import fail, told
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
+
+reflow_help()
 
 
 def main(arguments: list[str] | None = None) -> None:

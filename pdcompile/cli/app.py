@@ -1,4 +1,4 @@
-"""The application: its verbs in the order in which a person meets them."""
+"""The application that the verbs add themselves to, and its front page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+# The order in which a person meets them.
+ORDER = ("plan", "explain", "diff", "whatif", "simulate", "dump", "verify", "run", "costs")
+
 
 class Verbs(TyperGroup):
-    """Names the verbs where a word is like none of them."""
+    """Lists the verbs in `ORDER`, and names them where a word is like none of them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -58,11 +64,8 @@ def front(
     """
 
 
-def register() -> None:
-    """Import the verbs; each adds itself to `app`.  The order is that of --help."""
-    from pdcompile.cli import plan, explain, diff, whatif  # noqa: F401, I001
-    from pdcompile.cli import simulate, dump, verify, run, costs  # noqa: F401
-
+def reflow_help() -> None:
+    """Give every verb that was imported so far, and the front page, help of whole paragraphs."""
     if app.registered_callback is not None:
         app.registered_callback.help = _unwrapped(front.__doc__ or "")
     for command in app.registered_commands:
@@ -73,6 +76,3 @@ def _unwrapped(text: str) -> str:
     """Paragraphs as one line each, which the terminal's width then breaks; examples stay."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
-
-
-register()

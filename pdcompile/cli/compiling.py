@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdcompile.collector import collecting_seldom
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.steps import collecting_seldom
 
 if TYPE_CHECKING:
     from pdcompile.cli.options import Flags

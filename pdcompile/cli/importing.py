@@ -1,30 +1,106 @@
-"""``pdcompile plan --import KIND FILE``: problems that other people published, without torch."""
+"""``pdcompile plan --import KIND FILE``: problems that other people published, without torch.
+
+Its options, which kind of file takes which, and how they are read; then the search.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pdcompile.cli.import_options import (
-    check_seed,
-    parse_bandwidth,
-    parse_batch,
-    parse_compression,
-    parse_devices,
-    parse_levels,
-    parse_memory,
-    parse_time_limit,
-)
 from pdcompile.cli.output import EXIT_INFEASIBLE
-from pdcompile.errors import PdcompileError
+from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.problem.answer import Answer
+from pdcompile.units import parse_limit, parse_rate
 
+IMPORTED = "Imported problems"
+MOST = 65_536  # devices, microbatches
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", show_default=False,
+        help="file.py:function or package.module:function that returns a pdcompile.Workload; "
+        "with --import: a file of that kind.",
+    ),
+]  # fmt: skip
+Import = Annotated[
+    str | None,
+    typer.Option(
+        "--import", metavar="KIND", rich_help_panel=IMPORTED,
+        help="TARGET is a file of this kind: device-placement (JSON), pipedream (graph.txt) or "
+        "piper (JSON).",
+    ),
+]  # fmt: skip
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATES", rich_help_panel=IMPORTED,
+        help="pipedream: of each level of --cluster, innermost first, as 10GB/s,1.25GB/s. "
+        "piper: one for all devices, as 25GiB/s or 200Gbit/s; default: the file's.",
+    ),
+]  # fmt: skip
+Straight = Annotated[
+    bool,
+    typer.Option("--straight", rich_help_panel=IMPORTED, help="pipedream: replicate no stage."),
+]
+Fewer = Annotated[
+    bool,
+    typer.Option(
+        "--fewer", rich_help_panel=IMPORTED,
+        help="pipedream: of equally fast plans the one with the fewest workers.",
+    ),
+]  # fmt: skip
+Compression = Annotated[
+    str | None,
+    typer.Option(
+        "--activation-compression", metavar="R", rich_help_panel=IMPORTED,
+        help="pipedream: boundary traffic is divided by R (default 1); none: it costs nothing.",
+    ),
+]  # fmt: skip
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        metavar="K",
+        rich_help_panel=IMPORTED,
+        help="piper: how many; default: the file's.",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch", metavar="N", rich_help_panel=IMPORTED,
+        help="piper: microbatches in a batch; default: the file's.",
+    ),
+]  # fmt: skip
+
+_COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
+_OWN = ("bandwidth", "straight", "fewer", "activation_compression", "devices", "batch")
+TAKES = {
+    "device-placement": _COMMON,
+    "pipedream": _COMMON
+    | {"cluster", "bandwidth", "straight", "fewer", "memory", "activation_compression"},
+    "piper": _COMMON | {"devices", "memory", "batch", "bandwidth"},
+}
+_NEEDS: dict[str, dict[str, str]] = {
+    "device-placement": {},
+    "pipedream": {"cluster": "4x4", "bandwidth": "10GB/s,1.25GB/s"},
+    "piper": {},  # the file has a figure for each
+}
+_INSTEAD = {
+    "device-placement": "the file itself tells devices, memory and costs; leave it out",
+    "pipedream": "it takes --cluster and --bandwidth, and --memory where there is a limit",
+    "piper": "it takes --devices, --memory, --batch and --bandwidth",
+}
 Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
 Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
@@ -146,3 +222,172 @@ def _piper(options: dict[str, Any], limits: Limits) -> Solved:
 
 
 SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}
+
+
+def check_options(kind: str | None, context: typer.Context) -> None:
+    """Refuse by name what was given without a meaning, and name what is missing.
+
+    Raises:
+        ConfigError: see above.
+    """
+    names = {
+        parameter.name: parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None
+    }
+    given = [name for name in names if _is_given(context, name)]
+    if kind is None:
+        _refuse(
+            (names[name] for name in given if name in _OWN),
+            "belongs to imported problems",
+            "belong to imported problems",
+            f"add --import KIND ({', '.join(TAKES)}), or leave it out",
+        )
+        return
+    if kind not in TAKES:
+        raise ConfigError(
+            f"there is no kind of file {kind!r} to import",
+            where="--import",
+            remedy=f"one of {', '.join(TAKES)}",
+        )
+    _refuse(
+        (names[name] for name in given if name not in TAKES[kind]),
+        f"has no meaning with --import {kind}",
+        f"have no meaning with --import {kind}",
+        _INSTEAD[kind],
+    )
+    missing = {names[name]: value for name, value in _NEEDS[kind].items() if name not in given}
+    if missing:
+        example = " ".join(f"{option} {value}" for option, value in missing.items())
+        raise ConfigError(
+            f"--import {kind} needs {_and(list(missing))}",
+            where=", ".join(missing),
+            remedy=f"for example: {example}",
+        )
+
+
+def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
+    """Levels innermost first, (count, bytes per second), of ``4x2`` and ``30GB/s,25Gbit/s``.
+
+    Raises:
+        ConfigError: no positive whole numbers, or not one bandwidth a level.
+    """
+    counts = cluster.split("x")
+    if not all(re.fullmatch("[0-9]{1,9}", count) and int(count) for count in counts):
+        raise ConfigError(
+            f"{cluster!r} is no cluster of an imported problem",
+            where="--cluster",
+            remedy="write the sizes of its levels, outermost first: 4x4 (hosts x devices), or 16",
+        )
+    _count(math.prod(map(int, counts)), "devices", "--cluster")
+    rates = bandwidth.split(",")
+    if len(rates) != len(counts):
+        many = "few" if len(rates) < len(counts) else "many"
+        levels = "1 level" if len(counts) == 1 else f"{len(counts)} levels"
+        raise ConfigError(
+            f"too {many} bandwidths: {len(rates)} for the {levels} of --cluster {cluster}",
+            where="--bandwidth",
+            remedy="one a level, innermost first, separated by commas: 10GB/s,1.25GB/s for 4x4",
+        )
+    return tuple(
+        (int(count), parse_bandwidth(rate))
+        for count, rate in zip(reversed(counts), rates, strict=True)
+    )
+
+
+def parse_compression(text: str | None) -> float | None:
+    """What boundary traffic is divided by, 1 when not given; None for ``none``: it is ignored.
+
+    Raises:
+        ConfigError: neither a positive number nor ``none``.
+    """
+    if text is None:
+        return 1.0
+    if text == "none":
+        return None
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not (1e-9 <= ratio < math.inf):
+        raise ConfigError(
+            f"{text!r} is neither a positive number nor none",
+            where="--activation-compression",
+            remedy="2 halves the traffic at boundaries; none leaves it out of the cost",
+        )
+    return ratio
+
+
+def parse_bandwidth(text: str) -> float:
+    rate = parse_rate(text, what="bandwidth", where="--bandwidth")
+    if rate < 1:
+        raise ConfigError(
+            f"bandwidth {text!r} is below 1 B/s", where="--bandwidth", remedy="give more"
+        )
+    return rate
+
+
+def parse_memory(text: str) -> int:
+    return parse_limit(text, what="memory", where="--memory")
+
+
+def parse_devices(count: int) -> int:
+    return _count(count, "devices", "--devices")
+
+
+def parse_batch(count: int) -> int:
+    return _count(count, "microbatches", "--batch")
+
+
+def _count(count: int, what: str, where: str) -> int:
+    if not 1 <= count <= MOST:
+        raise ConfigError(
+            f"{count} is no number of {what}",
+            where=where,
+            remedy=f"give a whole number from 1 to {MOST:,}",
+        )
+    return count
+
+
+def check_seed(seed: int) -> int:
+    """The seed itself.
+
+    Raises:
+        ConfigError: not one of CP-SAT's, which are 31 bits.
+    """
+    if not 0 <= seed < 2**31:
+        raise ConfigError(
+            f"{seed} is no seed of a search", where="--seed", remedy="from 0 to 2147483647"
+        )
+    return seed
+
+
+def parse_time_limit(seconds: float | None) -> float | None:
+    if seconds is None or seconds == math.inf:
+        return None
+    if not seconds >= 0:
+        raise ConfigError(
+            f"{seconds} is no time limit",
+            where="--time-limit",
+            remedy="give seconds from 0 on, or leave it out",
+        )
+    return seconds
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse(options: Iterable[str], one: str, many: str, remedy: str) -> None:
+    refused = list(options)
+    if refused:
+        raise ConfigError(
+            f"{_and(refused)} {one if len(refused) == 1 else many}",
+            where=", ".join(refused),
+            remedy=remedy,
+        )
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -196,7 +196,7 @@ class Flags:
         """`Options` for a workload; `more` are options that only one verb has.
 
         Raises:
-            ConfigError: a text is no number, or there is no such optimizer.
+            ConfigError: a text is not a number, or there is no such optimizer.
         """
         return Options(
             loss_fn=workload.loss_fn,

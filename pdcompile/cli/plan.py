@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from pdcompile.cli import import_options as imports
+from pdcompile.cli import importing as imports
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFlags, takes_flags
-from pdcompile.collector import collecting_seldom
+from pdcompile.steps import collecting_seldom
 
 
 @app.command()
@@ -61,13 +61,11 @@ def plan(
     """
     imports.check_options(imported, context)
     if imported is not None:
-        from pdcompile.cli import importing
-
-        importing.run(imported, context.params, output=output, as_json=as_json)
+        imports.run(imported, context.params, output=output, as_json=as_json)
         return
     from pdcompile.cli.compiling import compiled, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
-    from pdcompile.report.plan_answer import answer_of
+    from pdcompile.report.answer_table import answer_of
     from pdcompile.report.plan_table import plan_report
 
     _, result = compiled(target, flags, flags.wish(), only_plan=True)

@@ -47,12 +47,12 @@ def simulate(
     """
     from pdcompile.cli.compiling import read_plan, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.passes.simulate import drained
     from pdcompile.passes.simulate import simulate as simulated
     from pdcompile.report import chrome, timeline
     from pdcompile.report import html as page
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
-    from pdcompile.report.simulated import drained
     from pdcompile.report.svg import Panel
 
     loaded = read_plan(plan)

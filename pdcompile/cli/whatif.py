@@ -177,7 +177,7 @@ def _speed(text: str) -> tuple[int | None, float]:
             value = math.nan
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(
-                f"--speed {text!r} is no number above 0",
+                f"--speed {text!r} is not a number above 0",
                 where="--speed",
                 remedy="--speed 2, or --speed 3=0.5 for device 3",
             )
@@ -188,7 +188,7 @@ def _speed(text: str) -> tuple[int | None, float]:
         return None, value
     if not (name.isascii() and name.isdigit()):
         raise ConfigError(
-            f"--speed {text!r}: {name!r} is no device",
+            f"--speed {text!r}: {name!r} is not a device",
             where="--speed",
             remedy="--speed 3=0.5 for device 3, counted from 0",
         )

@@ -40,7 +40,7 @@ def autocast_text(given: Any, device: str = "cpu") -> str | None:
         name = name.removeprefix(f"{device}:")
     if name not in _DTYPES:
         raise ConfigError(
-            f"autocast={given!r} is no dtype of an autocast region",
+            f"autocast={given!r} is not a dtype of an autocast region",
             remedy="None, 'bfloat16', torch.bfloat16, torch.float16, or torch.autocast(…)",
         )
     return f"{device}:{name}"

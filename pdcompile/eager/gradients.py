@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,3 +22,11 @@ def norm_of(gradient: Tensor) -> Tensor:
         numbers = numbers.coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(numbers, 2.0)
     return norm
+
+
+def clip(gradients: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
+    """Multiply gradients in place so that the total norm is at most `max_norm`."""
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(coefficient)

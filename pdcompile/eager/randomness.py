@@ -75,7 +75,7 @@ def _public_functions() -> frozenset[Any]:
     for name in SEEDED_OPS:
         for home in (torch, torch._C._VariableFunctions, torch.Tensor, F, torch._C._nn):
             function = getattr(home, name, None)
-            # torch.random is a module, torch.seed-like attributes are no ops
+            # torch.random is a module, torch.seed-like attributes are not ops
             if callable(function) and not isinstance(function, type):
                 found.add(function)
     for home, names in _COMPOSITE.items():

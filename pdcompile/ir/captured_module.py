@@ -5,21 +5,41 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from pdcompile.batch import FlatCall, flatten_call, unflatten_output
-from pdcompile.eager.twins import twins
+from pdcompile.eager.module_copies import twins
 from pdcompile.errors import InputError, TraceError
 from pdcompile.ir.fx_program import Program, merged, program_of
-from pdcompile.ir.graph import GraphInput, OpGraph, SizeRange, size_at
+from pdcompile.ir.records import GraphInput, SizeRange, size_at
 from pdcompile.ir.targets import dtype_name
 from pdcompile.ir.value_checks import failed_check
 from pdcompile.warn import warn
 
+if TYPE_CHECKING:
+    from pdcompile.ir.graph import OpGraph
+
 _OF_THE_GRAPH = ("_graph", "_code", "_tracer_cls", "_tracer_extras")  # attributes of torch.fx
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a graph was captured from: the model while it lives, loss_fn, both modes' graphs."""
+
+    model: Callable[[], nn.Module | None] = lambda: None
+    train: OpGraph | None = None
+    eval: OpGraph | None = None
+    loss_fn: Callable[..., Any] | None = None
+    autocast: str | None = None  # the region around model and loss_fn
+    # Of the example, by path, nested lists: what the model accepts no other integers for.
+    integers: dict[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Origin, ())  # a graph that travels to another process leaves its model behind
 
 
 class CapturedModule(fx.GraphModule):
@@ -55,6 +75,31 @@ class CapturedModule(fx.GraphModule):
         code = super().recompile()
         type(self).forward = _outer(type(self).forward)
         return code
+
+
+def to_module(graph: OpGraph, model: nn.Module | None = None) -> CapturedModule:
+    """A torch.fx GraphModule that computes what the captured model computes.
+
+    The same args and kwargs in, the same output pytree out; parameters and buffers are the
+    model's own, under all their names; train() and eval() switch between the two captures;
+    random numbers come from torch's default generator in the model's order.  The ops of
+    loss_fn are left out.
+
+    Args:
+        graph: one mode, which is switched on.
+        model: where the tensors are; None: the captured model.
+
+    Raises:
+        TraceError: no model is given and the captured one is gone.
+    """
+    origin: Origin = graph.origin or Origin()
+    model = model if model is not None else origin.model()
+    if model is None:
+        raise TraceError(
+            "the model that this graph was captured from is gone",
+            remedy="pass a model with the same parameters: graph.to_module(model)",
+        )
+    return build(graph, origin.eval if graph.training else origin.train, model)
 
 
 def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from pdcompile.batch.call import TARGET
 from pdcompile.eager.autocast import OFF
-from pdcompile.ir.graph import (
+from pdcompile.ir.records import (
     Affine,
     Argument,
     Attr,
@@ -27,13 +27,15 @@ from pdcompile.ir.graph import (
     GraphInput,
     ListOf,
     Op,
-    OpGraph,
     Ref,
     Slice,
     TorchLiteral,
     leaves,
 )
 from pdcompile.ir.targets import from_literal, resolve
+
+if TYPE_CHECKING:
+    from pdcompile.ir.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

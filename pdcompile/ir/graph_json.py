@@ -11,13 +11,13 @@ import math
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from types import EllipsisType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
 from pdcompile import jsonio
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import (
+from pdcompile.ir.records import (
     CHECK,
     Affine,
     Argument,
@@ -26,13 +26,15 @@ from pdcompile.ir.graph import (
     GraphInput,
     ListOf,
     Op,
-    OpGraph,
     Ref,
     Slice,
     TensorInfo,
     TorchLiteral,
     Value,
 )
+
+if TYPE_CHECKING:
+    from pdcompile.ir.graph import OpGraph
 
 VERSION = 1
 _ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
@@ -68,16 +70,16 @@ def fingerprint(graph: OpGraph) -> str:
     return digest
 
 
-def from_json(text: str | bytes, *, where: str = "graph.json") -> OpGraph:
+def from_json(kind: type[OpGraph], text: str | bytes, *, where: str = "graph.json") -> OpGraph:
     """The graph that `to_json` wrote.
 
     Raises:
-        PlanError: the text is no graph; names the place in it.
+        PlanError: the text is not a graph; names the place in it.
     """
     data = jsonio.loads(text, where=where)
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise PlanError(f"not a graph of format version {VERSION}", where=where)
-    graph: OpGraph = _rebuild(OpGraph, data, where)
+    graph: OpGraph = _rebuild(kind, data, where)
     for name, value in graph.values.items():
         if value.name != name:
             raise PlanError(f"value {name!r} is called {value.name!r}", where=where)

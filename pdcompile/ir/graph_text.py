@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pdcompile.ir.graph import (
+from pdcompile.ir.records import (
     CHECK,
     Affine,
     Argument,
@@ -13,12 +13,14 @@ from pdcompile.ir.graph import (
     DictOf,
     ListOf,
     Op,
-    OpGraph,
     Ref,
     Slice,
     TorchLiteral,
     Value,
 )
+
+if TYPE_CHECKING:
+    from pdcompile.ir.graph import OpGraph
 
 _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64",

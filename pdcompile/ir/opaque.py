@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.eager.modes import modes_in
-from pdcompile.eager.twins import twins
+from pdcompile.eager.module_copies import twins
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.ir.graph import Affine, size_at
 from pdcompile.ir.stage_interface import Expected, Place, StageInterface

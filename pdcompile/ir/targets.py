@@ -18,7 +18,7 @@ import torch.nn.functional
 import torch.overrides
 
 from pdcompile.errors import SourceError, TraceError
-from pdcompile.ir.graph import TorchLiteral
+from pdcompile.ir.records import TorchLiteral
 
 # Where public functions live.  Of several names of one function the first found is used.
 NAMESPACES: tuple[tuple[str, Any], ...] = (

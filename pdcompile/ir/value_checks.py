@@ -7,14 +7,17 @@ which the model does not raise, or with the value that the example has.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.errors import InputError
-from pdcompile.ir.graph import CHECK, Op, OpGraph
-from pdcompile.ir.graph_module import Lookup, run_op
+from pdcompile.ir.execution import Lookup, run_op
+from pdcompile.ir.records import CHECK, Op
+
+if TYPE_CHECKING:
+    from pdcompile.ir.graph import OpGraph
 
 CAPTURED = "captured for inputs with which"
 

@@ -1,12 +1,12 @@
 """Plan: stages, schedule parameters, forecast and certificate; strict JSON that people edit."""
 
 from pdcompile.plan.check import check as check
-from pdcompile.plan.model import SCHEMA as SCHEMA
-from pdcompile.plan.model import Certificate as Certificate
-from pdcompile.plan.model import Edge as Edge
-from pdcompile.plan.model import Forecast as Forecast
-from pdcompile.plan.model import MemoryLedger as MemoryLedger
-from pdcompile.plan.model import Plan as Plan
-from pdcompile.plan.model import StagePlan as StagePlan
-from pdcompile.plan.model import TiedParameter as TiedParameter
-from pdcompile.plan.model import Training as Training
+from pdcompile.plan.schema import SCHEMA as SCHEMA
+from pdcompile.plan.schema import Certificate as Certificate
+from pdcompile.plan.schema import Edge as Edge
+from pdcompile.plan.schema import Forecast as Forecast
+from pdcompile.plan.schema import MemoryLedger as MemoryLedger
+from pdcompile.plan.schema import Plan as Plan
+from pdcompile.plan.schema import StagePlan as StagePlan
+from pdcompile.plan.schema import TiedParameter as TiedParameter
+from pdcompile.plan.schema import Training as Training

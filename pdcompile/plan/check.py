@@ -18,7 +18,7 @@ from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan import claims, rivals
-from pdcompile.plan.model import Plan, StagePlan, ranks_of
+from pdcompile.plan.schema import Plan, StagePlan, ranks_of
 from pdcompile.plan.times import Message, PipelineTimes, half_duplex
 from pdcompile.plan.validate import validate
 from pdcompile.schedule.registry import kind_of

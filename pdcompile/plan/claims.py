@@ -20,7 +20,7 @@ from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
-from pdcompile.plan.model import Plan
+from pdcompile.plan.schema import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
 from pdcompile.schedule.registry import kind_of
 
@@ -63,7 +63,7 @@ def _fingerprint(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Findi
     machines = hashlib.sha256(cluster.to_toml().encode()).hexdigest()
     given.append(("another cluster", machines))
     if len(parts) != len(given):
-        yield "fingerprint", f"{plan.fingerprint!r} is no fingerprint", AGAIN
+        yield "fingerprint", f"{plan.fingerprint!r} is not a fingerprint", AGAIN
         return
     for part, (what, digest) in zip(parts, given, strict=True):
         if not part or not digest.startswith(part):
@@ -142,7 +142,7 @@ def _values(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
         path = f"problem.traffic[{t}]"
         name = given.value
         if name not in traffic or name in seen:
-            yield path, f"{name!r} is no value of the graph, or twice", AGAIN
+            yield path, f"{name!r} is not a value of the graph, or twice", AGAIN
             continue
         seen.add(name)
         if not _same(given, traffic[name], ends if name in returned else []):

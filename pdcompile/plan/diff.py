@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pdcompile.cluster import Cluster
-from pdcompile.plan.model import Plan
+from pdcompile.plan.schema import Plan
 
 PARTS = ("model", "costs", "cluster")  # of a fingerprint, in order
 _OF_THE_RUN = ("seconds",)  # how long the planner took says nothing of the plan

@@ -19,7 +19,7 @@ from pdcompile.errors import PlanError
 from pdcompile.problem import PartitionProblem
 
 if TYPE_CHECKING:
-    from pdcompile.plan.model import Plan
+    from pdcompile.plan.schema import Plan
 
 Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = 'make the plan again, or remove its "problem"'

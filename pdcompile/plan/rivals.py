@@ -16,7 +16,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.model import Plan
+from pdcompile.plan.schema import Plan
 from pdcompile.problem import PartitionProblem
 
 Finding = tuple[str, str, str]  # path, message, remedy

@@ -17,7 +17,7 @@ from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import KINDS
 
 if TYPE_CHECKING:
-    from pdcompile.plan.model import Plan
+    from pdcompile.plan.schema import Plan
 
 _SIZE = re.compile(r"[0-9]+|(-?[0-9]+\*)?b([+-][0-9]+)?")
 
@@ -75,7 +75,7 @@ def _stages(plan: Plan) -> Iterator[Problem]:
         for i, op in enumerate(stage.ops):
             here = f"{path}.ops[{i}]"
             if not op.isidentifier():
-                yield here, f"{op!r} is no op name", "use the names of the graph"
+                yield here, f"{op!r} is not an op name", "use the names of the graph"
             if op in first:
                 message = f"op {op!r} is assigned twice, first in {first[op]}"
                 yield here, message, "keep it on one stage"
@@ -127,7 +127,7 @@ def _edges(plan: Plan) -> Iterator[Problem]:
             yield f"{path}.dtype", f"unknown dtype {edge.dtype!r}", "use torch's names"
         for size in edge.shape:
             if not _SIZE.fullmatch(size):
-                yield f"{path}.shape", f"{size!r} is no size", 'write "4", "b" or "2*b+1"'
+                yield f"{path}.shape", f"{size!r} is not a size", 'write "4", "b" or "2*b+1"'
 
 
 def _tied(plan: Plan) -> Iterator[Problem]:

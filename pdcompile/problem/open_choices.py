@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pdcompile.choices import Choices
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
+from pdcompile.options.choices import Choices
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import allowed
 

@@ -62,7 +62,9 @@ class SearchSpace:
         )
         for name, holds in checks:
             if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no choice of the planner's")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not a choice of the planner's"
+                )
 
     def counts(self, ranks: int) -> tuple[int, ...]:
         """Replica counts that a stage may have when so many ranks are there."""

@@ -19,7 +19,7 @@ from torch import nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.reference.pipeline import Reference
+from pdcompile.reference.reference_pipeline import Reference
 
 __all__ = ["Reference", "reference"]
 

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from pdcompile.eager.autocast import autocast_text
-from pdcompile.eager.copied import copy_of
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.reference.versions import ONE_AGE, STASH, VSYNC

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdcompile.plan import Plan
 from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
 from pdcompile.report.names import ranges
 from pdcompile.units import format_bytes, format_seconds
@@ -148,3 +149,38 @@ def _cell(name: str, value: Any, unit: str) -> str:
 
 def _number(value: float, unit: str) -> str:
     return format_seconds(value) if unit == "s" else f"{value:.8g}"
+
+
+def answer_of(plan: Plan) -> Answer:
+    """The certificate and the stages; members are op names, in topological order.
+
+    The objective is in seconds, of a step for schedules that flush and of a microbatch
+    otherwise; `seconds` is the time of the search alone.
+    """
+    certificate = plan.certificate
+    memory = plan.forecast.ledgers if plan.forecast is not None else ()
+    return Answer(
+        status=certificate.status,
+        objective=certificate.objective_seconds,
+        bound=certificate.bound_seconds,
+        prover=certificate.prover,
+        seconds=certificate.seconds,
+        scope=certificate.scope,
+        stages=tuple(
+            StageAnswer(
+                stage.ops,
+                stage.replicas,
+                {
+                    "ranks": list(stage.ranks),
+                    "forward_seconds": stage.forward_seconds,
+                    "backward_seconds": stage.backward_seconds,
+                }
+                | (
+                    {"memory_bytes": max(memory[rank].total_bytes for rank in stage.ranks)}
+                    if memory and stage.ranks
+                    else {}
+                ),
+            )
+            for stage in plan.stages
+        ),
+    )

@@ -22,7 +22,7 @@ def save(panels: Sequence[Panel], path: Path) -> None:
     """
     if path.suffix not in FORMATS:
         raise ConfigError(
-            f"'{path.suffix}' is no picture format", where=str(path), remedy=" or ".join(FORMATS)
+            f"'{path.suffix}' is not a picture format", where=str(path), remedy=" or ".join(FORMATS)
         )
     if path.suffix == ".svg":
         path.write_text(draw(panels), encoding="utf-8")

@@ -159,7 +159,7 @@ def _index(place: Path) -> dict[str, Path]:
     for file in dict.fromkeys(found.values()):
         # A name with a folder in it could lead anywhere; writers of indexes use plain names.
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise bad(f"names {file!r}, which is no safetensors file beside it")
+            raise bad(f"names {file!r}, which is not a safetensors file beside it")
         if not (place.parent / file).is_file():
             raise bad(f"names {file!r}, which is not there")
     return {name: place.parent / file for name, file in found.items()}
@@ -178,7 +178,7 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # the library has several kinds
         raise ConfigError(
-            f"this is no readable safetensors file: {error}",
+            f"this is not a readable safetensors file: {error}",
             where=str(file),
             remedy="copy it again; " + _CONVERT,
         ) from error

@@ -60,7 +60,7 @@ def open_source(given: Any, *, seed: int = 0) -> Source:
     functions = [part for part in parts if callable(part)]
     if len(places) + len(functions) != len(parts) or not parts or len(functions) > 1:
         raise ConfigError(
-            f"weights={given!r} is no source of weights"[:300],
+            f"weights={given!r} is not a source of weights"[:300],
             remedy="a .safetensors file, a folder or a list of such files, a function (name, "
             "tensor) that fills one tensor in place, or a list of files and one function",
         )

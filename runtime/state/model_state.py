@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.copied import copy_of
 from pdcompile.eager.digest import digest
+from pdcompile.eager.module_copies import copy_of
 from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.state.given_state import check_state
 from pdcompile.runtime.transport.contract import Channel, Expected

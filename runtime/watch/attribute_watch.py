@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor, nn
 
+from pdcompile.eager.digest import address
 from pdcompile.eager.modes import in_mode, overrides_train
 from pdcompile.eager.snapshot import Contents, difference, identical, restore, snapshot
 from pdcompile.errors import ConfigError
@@ -56,6 +57,24 @@ class AttributeWatch:
         """Path and value of the attributes that are tensors, and of tensors in containers (those
         alone: `inside`)."""
         return [(path, tensor) for path, own, tensor in self._tensors if not (inside and own)]
+
+    def refuse_aliases(self, versioned: Mapping[str, Tensor]) -> None:
+        """An attribute cannot follow a parameter whose update goes to other memory.
+
+        Raises:
+            ConfigError: a tensor lies in the memory of one of these parameters, by name.
+        """
+        places = {t.untyped_storage().data_ptr(): n for n, t in versioned.items() if address(t)}
+        for name, tensor in self.tensors():
+            at = tensor.untyped_storage().data_ptr() if address(tensor) else None
+            if at in places:
+                raise ConfigError(
+                    f"this tensor, which forward reads, lies in the memory of the parameter "
+                    f"{places[at]}, whose updates go to other memory under older versions of the "
+                    "weights and on other ranks",
+                    where=name,
+                    remedy="use the parameter itself in forward (detach() there), or a clone()",
+                )
 
     def check(self, training: bool) -> None:
         for (owner, name, path, shared), was in zip(

@@ -82,7 +82,9 @@ class ModelWatch:
         self._hooks = self._gradient_hooks()
         self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
         if several or versions > 1:
-            self._refuse_aliases()
+            self._attributes.refuse_aliases(
+                {name: t for *_, name, t in self._parameters if t.requires_grad}
+            )
         self._asked = {place[0] for place in attributes if place[1:] == ("training",)}
         self._asked |= {p for p, _, _ in self._modules if is_below(p, opaque)}
         self._modes = {training: modes_in(model, training) for training in (True, False)}
@@ -144,24 +146,6 @@ class ModelWatch:
                 continue
             rebind(name, tensor)
             self._buffers[at] = (home, leaf, name, tensor)
-
-    def _refuse_aliases(self) -> None:
-        """An attribute cannot follow a parameter whose update goes to other memory."""
-        places = {
-            tensor.untyped_storage().data_ptr(): name
-            for *_, name, tensor in self._parameters
-            if tensor.requires_grad and digest.address(tensor)
-        }
-        for name, tensor in self._attributes.tensors():
-            at = tensor.untyped_storage().data_ptr() if digest.address(tensor) else None
-            if at in places:
-                raise ConfigError(
-                    f"this tensor, which forward reads, lies in the memory of the parameter "
-                    f"{places[at]}, whose updates go to other memory under older versions of the "
-                    "weights and on other ranks",
-                    where=name,
-                    remedy="use the parameter itself in forward (detach() there), or a clone()",
-                )
 
     # -- what the stages were made from -------------------------------------------------------
 

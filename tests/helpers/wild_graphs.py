@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import (
     Affine,
     Argument,
@@ -31,7 +32,6 @@ from pdcompile.ir.graph import (
     Value,
     walk,
 )
-from pdcompile.ir.graph_module import Lookup, run_op
 from tests.helpers.wild_literals import complexes, floats, integers, names, words
 
 B = 5  # microbatch size: no other size in these graphs is 5

@@ -21,11 +21,11 @@ from typing import Any
 
 from pdcompile import reference
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
-from pdcompile.choices import choose
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
+from pdcompile.options.choices import choose
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.stages import boundaries

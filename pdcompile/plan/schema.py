@@ -236,5 +236,5 @@ def ranks_of(stages: Sequence[StagePlan]) -> list[tuple[int, ...]]:
 
 
 def _noted(notes: Any, schema: str) -> Any:
-    """The notes of a plan file, and one on its version; what are no notes is refused later."""
+    """The notes of a plan file, and one on its version; what are not notes is refused later."""
     return [*notes, EARLIER[schema]] if isinstance(notes, list) else notes

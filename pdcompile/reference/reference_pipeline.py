@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -34,26 +34,25 @@ from pdcompile.batch.results import (
     total_loss,
 )
 from pdcompile.eager.autocast import autocast_region, autocast_text
-from pdcompile.eager.gradients import norm_of
 from pdcompile.eager.modes import apply_overrides, in_mode
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
-from pdcompile.errors import ClosedError, ConfigError, InputError
+from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.reference.checks import check_model, check_options, chosen_model
+from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.versions import Versions, weight_lags
 from pdcompile.schedule.registry import flush_schedules
 
 
-class Reference:
+class Reference(ReferenceState):
     """What `reference` returns: the interface of a pipeline.
 
     `optimizer` is the user's, over all parameters (None without one, or without parameters).
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        self._model = chosen_model(model, options)
+        super().__init__(chosen_model(model, options))
         check_model(self._model)
         self._options = options
         self._num_microbatches = check_options(options)
@@ -67,10 +66,7 @@ class Reference:
                 "nothing without updates",
                 remedy=f"give optimizer=, or use a flush schedule ({flush_schedules()})",
             )
-        self._num_minibatches = 0
-        self._num_evaluations = 0
         self._first: BatchLayout | None = None  # of each input when it first came
-        self._closed = False
 
     # -- training
 
@@ -122,27 +118,6 @@ class Reference:
         """Nothing is ever in flight here."""
         self._check_open()
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; return the norm.
-
-        The coefficient is that of `torch.nn.utils.clip_grad_norm_`, which groups the norms by
-        dtype; here they keep the order of the parameters, so that it does not depend on stages.
-        """
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
-        norms = torch.stack([norm_of(gradient) for gradient in gradients])
-        total: Tensor = torch.linalg.vector_norm(norms)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(coefficient)
-        return total
-
     # -- evaluation, on the newest weights
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
@@ -157,72 +132,6 @@ class Reference:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output pytree for one minibatch in eval mode; no loss_fn is called."""
         return self._evaluate(args, kwargs, None, with_loss=False)[1]
-
-    # -- state
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters, the newest version."""
-        return self._model.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters, the newest version."""
-        return self._model.parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Live, detached tensors under the model's names."""
-        return with_position(self._model.state_dict(), self.position)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """A copy on the CPU, with exactly the keys of ``model.state_dict()``."""
-        state = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self._model.state_dict().items()
-        }
-        return with_position(state, self.position)
-
-    @property
-    def position(self) -> Position:
-        """How many minibatches were trained on and evaluated, saved with the state."""
-        return Position(self._num_minibatches, self._num_evaluations)
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, position: Position | int | None = None
-    ) -> None:
-        """Load weights and buffers, all or a part of them.
-
-        Schedules with older weights start afresh: every version is the loaded one.  Training goes
-        on at `position`, else at the one that the state was saved at, else counting goes on.
-
-        Raises:
-            InputError: a name or a shape that the model does not have.
-        """
-        unknown = [name for name in state if name not in self._model.state_dict()]
-        if unknown:
-            raise InputError(
-                f"the model has nothing called {', '.join(unknown[:5])}",
-                remedy="load a state of this model",
-            )
-        try:
-            self._model.load_state_dict(state, strict=False)
-        except RuntimeError as error:
-            raise InputError(f"the state does not fit the model: {error}") from None
-        self._versions.forget()
-        found = as_position(position) or position_of(state) or self.position
-        self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
-
-    def to_model(self) -> nn.Module:
-        """The trained eager model (the one that was passed, unless keep_model)."""
-        return self._model
-
-    def close(self) -> None:
-        """No more steps; the model and its state stay readable."""
-        self._closed = True
-
-    def __enter__(self) -> Reference:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # -- one minibatch
 
@@ -339,10 +248,6 @@ class Reference:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast_region(autocast_text(self._options.autocast, self._device.type))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this pipeline was closed", remedy="make a new one")
 
 
 def _detached(output: Any) -> Any:

@@ -6,7 +6,7 @@ so that the coefficient is bit for bit the one that a single process would find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,15 +75,7 @@ class Norms:
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Raise ConfigError for what is no norm."""
+    """Raise ConfigError for what is not a norm."""
     number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if not number or not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm!r} is not a positive number", remedy="such as 1.0")
-
-
-def clip(gradients: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
-    """Multiply gradients in place so that the total norm is at most `max_norm`."""
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch.no_grad():
-        for gradient in gradients:
-            gradient.mul_(coefficient)

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from pdcompile.batch import check_batch_dims
-from pdcompile.choices import check_count, chosen_schedule, not_a_cluster
 from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.options.choices import check_count, chosen_schedule, not_a_cluster
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Constraint
 from pdcompile.units import parse_bytes
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model, before anything asks it for parameters.  Raises ConfigError."""
+    """Refuse what is not a model, before anything asks it for parameters.  Raises ConfigError."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
@@ -83,7 +83,7 @@ def check_options(options: Options) -> None:
         given = getattr(options, name)
         plan = name == "plan" and isinstance(given, Plan)
         if not (given is None or plan or isinstance(given, str | PathLike)):
-            raise ConfigError(f"{name}={given!r} is no path", remedy=f"the path of {made}")
+            raise ConfigError(f"{name}={given!r} is not a path", remedy=f"the path of {made}")
 
 
 def _constraints(given: Any) -> None:
@@ -92,7 +92,7 @@ def _constraints(given: Any) -> None:
         raise ConfigError(f"constraints={given!r} is not a list", remedy=known)
     for one in given:
         if not isinstance(one, Constraint):
-            raise ConfigError(f"{one!r} in constraints= is no constraint", remedy=known)
+            raise ConfigError(f"{one!r} in constraints= is not a constraint", remedy=known)
 
 
 def _machines(options: Options) -> None:

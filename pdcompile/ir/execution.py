@@ -1,10 +1,10 @@
-"""Running an OpGraph on real tensors: one op, all ops, or as a torch.fx GraphModule."""
+"""Running an OpGraph on real tensors, one op or all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,13 @@ import torch
 from torch import nn
 
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.errors import TraceError
-from pdcompile.ir.graph import (
+from pdcompile.ir.records import (
     Affine,
     Argument,
     Attr,
-    Capture,
     DictOf,
     ListOf,
     Op,
-    OpGraph,
     Ref,
     Slice,
     TorchLiteral,
@@ -29,9 +26,7 @@ from pdcompile.ir.graph import (
 from pdcompile.ir.targets import from_literal, resolve
 
 if TYPE_CHECKING:
-    from pdcompile.ir.captured_module import CapturedModule
-
-__all__ = ["Lookup", "Origin", "execute", "materialise", "run_op", "to_module"]
+    from pdcompile.ir.graph import OpGraph
 
 CPU = torch.device("cpu")
 
@@ -148,50 +143,3 @@ def execute(
                 if watch is not None:
                     watch(op.name, env[op.name])
     return env
-
-
-@dataclass(slots=True)
-class Origin:
-    """What a graph was captured from: the model while it lives, loss_fn, both modes' graphs."""
-
-    model: Callable[[], nn.Module | None] = lambda: None
-    train: OpGraph | None = None
-    eval: OpGraph | None = None
-    loss_fn: Callable[..., Any] | None = None
-    autocast: str | None = None  # the region around model and loss_fn
-    # Of the example, by path, nested lists: what the model accepts no other integers for.
-    integers: dict[str, Any] = field(default_factory=dict)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Origin, ())  # a graph that travels to another process leaves its model behind
-
-
-def to_module(graph: OpGraph | Capture, model: nn.Module | None = None) -> CapturedModule:
-    """A torch.fx GraphModule that computes what the captured model computes.
-
-    The same args and kwargs in, the same output pytree out; parameters and buffers are the
-    model's own, under all their names; train() and eval() switch between the two captures;
-    random numbers come from torch's default generator in the model's order.  The ops of
-    loss_fn are left out.
-
-    Args:
-        graph: one mode, or a Capture; the mode of the graph (of the model) is switched on.
-        model: where the tensors are; None: the captured model.
-
-    Raises:
-        TraceError: no model is given and the captured one is gone.
-    """
-    from pdcompile.ir.captured_module import build
-
-    first = graph.train if isinstance(graph, Capture) else graph
-    origin: Origin = first.origin or Origin()
-    model = model if model is not None else origin.model()
-    if model is None:
-        raise TraceError(
-            "the model that this graph was captured from is gone",
-            remedy="pass a model with the same parameters: graph.to_module(model)",
-        )
-    if isinstance(graph, Capture):
-        both = (graph.train, graph.eval)
-        return build(*(both if model.training else both[::-1]), model)
-    return build(graph, origin.eval if graph.training else origin.train, model)

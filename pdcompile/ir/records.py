@@ -1,0 +1,322 @@
+"""The records that an OpGraph consists of: ops, their arguments, values, tensors, costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+DTYPE_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4,
+    "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4,
+    "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+CHECK = "torch._assert"  # `pdcompile.ir.value_checks`: raises where its first argument is false
+GRADIENT = "torch.autograd.grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """An integer that depends on the microbatch size b: ``scale * b + offset`` (scale != 0)."""
+
+    scale: int
+    offset: int = 0
+
+    def at(self, b: int) -> int:
+        return self.scale * b + self.offset
+
+    def __str__(self) -> str:
+        term = "b" if self.scale == 1 else f"{self.scale}*b"
+        return term if not self.offset else f"{term}{self.offset:+d}"
+
+
+Size: TypeAlias = int | Affine
+
+
+def size_at(size: Size, b: int) -> int:
+    """The number that a size is for microbatch size b."""
+    return size.at(b) if isinstance(size, Affine) else size
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value: a graph input or the output of an earlier op."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """An argument that is a tensor of the model (parameter, buffer or constant), by FQN.
+
+    Tied parameters have one canonical FQN, the first in `model.named_parameters()`.
+    """
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLiteral:
+    """A dtype, device, layout or memory format: ``TorchLiteral("dtype", "float32")``.
+
+    The device that the model runs on is ``TorchLiteral("device", "self")``: never baked in.
+    """
+
+    kind: Literal["dtype", "device", "layout", "memory_format"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A Python list among the arguments (a tuple stays a tuple: indexing tells them apart)."""
+
+    items: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """``start:stop:step`` in an index."""
+
+    start: Argument = None
+    stop: Argument = None
+    step: Argument = None
+
+
+@dataclass(frozen=True, slots=True)
+class DictOf:
+    """A dict with string keys among the arguments or in the output."""
+
+    items: tuple[tuple[str, Argument], ...]
+
+
+# What an op's argument may be.  Ellipsis is the Python object; Any stands for it below.
+Argument: TypeAlias = (
+    bool | int | float | complex | str | Affine | Ref | Attr | TorchLiteral
+    | ListOf | DictOf | Slice | tuple[Any, ...] | Any | None
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op costs for one microbatch of `microbatch_size` samples.
+
+    Seconds are of the reference device (speed 1). `saved_bytes` is what this op newly saves
+    for backward: storages that an earlier op saved already are not counted again, parameters
+    and stage inputs never. `origin` says where the numbers come from.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    flops: int = 0
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    output_bytes: int = 0
+    workspace_bytes: int = 0
+    microbatch_size: int = 1
+    origin: Literal["measured", "estimated", "imported"] = "estimated"
+
+
+class Remembered:
+    """Room for what passes ask of ops and graphs again and again; no field, never compared."""
+
+    __slots__ = ("_attributes", "_fingerprint", "_inputs")
+    _attributes: tuple[str, ...]
+    _fingerprint: str
+    _inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Remembered):
+    """One operator.
+
+    kind and target: ``function`` (target ``torch.nn.functional.linear``, ``operator.add``),
+    ``method`` (target ``view``: args[0] is the tensor), ``getattr`` (args[0] is the tensor,
+    target the property), ``module`` (a torch.nn leaf; target is the qualified class name and
+    `module_path` the leaf's FQN), ``opaque`` (a module kept whole, same fields).
+
+    An op has exactly one output value, named like the op; a container (tuple of torch.split,
+    of an LSTM) is a value too, taken apart by ``operator.getitem`` ops on the same stage.
+    """
+
+    name: str  # a Python identifier, unique in the graph, chosen by us
+    kind: Literal["function", "method", "getattr", "module", "opaque"]
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    module_path: str = ""  # FQN of the innermost running module ("" is the root)
+    call_index: int = 0  # how many earlier ops have the same (module_path, target)
+    module_call: int = 0  # which call of that module this is, for modules called repeatedly
+    source: str = "<no source>"  # "file.py:12" in the user's code
+    variable: str = ""  # of the user, that receives the result: "x", or "q, (k, v)" for parts
+    parameters: tuple[str, ...] = ()  # canonical FQNs read, leaf modules' included
+    buffers_read: tuple[str, ...] = ()
+    buffers_written: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()  # values whose storage this op writes in place
+    draw: int | None = None  # index of this random draw within module_path; None: not random
+    region: Literal["forward", "loss"] = "forward"  # "loss": belongs to loss_fn, not the model
+    grad_enabled: bool = True
+    enables_grad: bool = False  # recorded for autograd although the run as a whole is not
+    autocast: str | None = None  # "cpu:bfloat16" inside an autocast region that the model opens
+    constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
+    # Opaque kind, found by running it once for real: the form of what it returns
+    # (`pdcompile.ir.opaque.describe`), floating-point operations, bytes kept for backward.
+    returns: str = ""
+    flops: Size | None = None
+    saved_bytes: Size | None = None
+    cost: OpCost | None = None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it is a module of the user's that was kept whole."""
+        return self.kind == "opaque"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that the op reads, each once, in order of appearance."""
+        try:
+            return self._inputs
+        except AttributeError:
+            refs = walk((self.args, self.kwargs), Ref)
+            object.__setattr__(self, "_inputs", tuple(dict.fromkeys(ref.name for ref in refs)))
+            return self._inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """FQNs that the op reads as arguments (leaf modules' own tensors not among them)."""
+        try:
+            return self._attributes
+        except AttributeError:
+            found = walk((self.args, self.kwargs), Attr)
+            object.__setattr__(self, "_attributes", tuple(dict.fromkeys(a.fqn for a in found)))
+            return self._attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an op produces or the graph receives.
+
+    `storage` is equal for values that share memory (views, in-place results). A container has
+    ``dtype == "container"`` and shape ().
+    `needs_gradient`: requires grad, and the loss depends on it through differentiable ops.
+    `stride_order`: dims from largest to smallest stride for dense layouts, () when contiguous.
+    `varies`: dims whose size depends on values (rows that a mask chooses); in `shape` they have
+    the size to be expected at the capture's microbatch size.  Such values never leave a stage.
+    `conditional`: whether a gradient comes back depends on values (a branch that forward may not
+    take; zeros would not be the same as none).  Such values never leave a stage either.
+    """
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    requires_grad: bool = False
+    needs_gradient: bool = False
+    producer: str | None = None  # None: a graph input
+    consumers: tuple[str, ...] = ()
+    storage: int = -1
+    stride_order: tuple[int, ...] = ()
+    varies: tuple[int, ...] = ()
+    conditional: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype != "container"
+
+    def bytes(self, b: int) -> int:
+        """Size in bytes for microbatch size b (0 for a container: its items are counted)."""
+        if not self.is_tensor:
+            return 0
+        count = DTYPE_BYTES[self.dtype]
+        for size in self.shape:
+            count *= size_at(size, b)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A tensor that the caller passes in: value `name`, reached by `path` in the call.
+
+    Paths are those of `pdcompile.batch.flatten_call`: ``x``, ``batch['ids']``, ``args[1]``,
+    ``target``, ``target[0]``.
+    """
+
+    name: str
+    path: str
+    batch_dim: int | None  # None: the same for every microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A parameter, buffer or constant of the model.
+
+    `aliases` are further names of the same tensor (tied weights); `persistent` is False for
+    buffers that state_dict leaves out; kind ``constant`` is a tensor that forward refers to
+    without its being registered (closed over, or a plain attribute).
+    """
+
+    fqn: str
+    kind: Literal["parameter", "buffer", "constant"]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    persistent: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        count = DTYPE_BYTES[self.dtype]
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Microbatch sizes for which a capture was found to be the model; None: no upper end.
+
+    `below` and `above` say what is different outside, "" where nothing larger was tried."""
+
+    smallest: int = 1
+    largest: int | None = None
+    below: str = ""
+    above: str = ""
+
+    def holds(self, size: int) -> bool:
+        """Whether a microbatch may have this many."""
+        return self.smallest <= size and (self.largest is None or size <= self.largest)
+
+
+_PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument
+
+
+def walk(argument: Any, kind: type[Any]) -> list[Any]:
+    """All parts of an argument that are of the given class, in order of appearance."""
+    found: list[Any] = []
+    stack = [argument]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, kind):
+            found.append(part)
+        elif type(part) in _PLAIN:
+            continue
+        elif isinstance(part, tuple):
+            stack.extend(reversed(part))
+        elif isinstance(part, ListOf | DictOf):
+            stack.extend(reversed(part.items))
+        elif isinstance(part, Slice):
+            stack.extend((part.step, part.stop, part.start))
+    return found
+
+
+def leaves(output: Argument) -> tuple[Argument, ...]:
+    """The leaves of an output in pytree order: Refs, Attrs and constants."""
+    match output:
+        case tuple() | ListOf():
+            items = output.items if isinstance(output, ListOf) else output
+            return tuple(leaf for item in items for leaf in leaves(item))
+        case DictOf(items):
+            return tuple(leaf for _, item in items for leaf in leaves(item))
+    return (output,)

@@ -1,0 +1,113 @@
+"""What runs under guard: an error ends the pipeline on every rank, with the first cause."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from pdcompile.errors import ClosedError, PdcompileError
+from pdcompile.ir.graph import Capture
+from pdcompile.runtime.failure.first_cause import Failures, describe, explained, place
+from pdcompile.runtime.interpreter import Loss, Worker
+from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.point_to_point import PeerLost
+
+
+class Guarded:
+    """The ranks of this process, and how they end together with all others.
+
+    `workers` are this process's ranks; `world` is None in one process; `failed` says why the
+    pipeline ended, None while it runs.
+    """
+
+    def __init__(self, world: World | None, capture: Capture) -> None:
+        self.world = world
+        self.workers: list[Worker] = []
+        self.failed: str | None = None
+        self._capture = capture
+        if world is not None:
+            self._failures = Failures(world.store, world.rank, world.size)
+            world.ending.leave = weakref.WeakMethod(self.leave)
+
+    def check_running(self) -> None:
+        """Raise ClosedError, with the cause, once an error has ended the pipeline."""
+        if self.failed is not None:
+            raise ClosedError(
+                f"the pipeline ended with an error: {self.failed}", remedy="make a new one"
+            )
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around everything that runs: an error ends the pipeline on every rank."""
+        self.check_running()
+        lost: PeerLost | None = None
+        try:
+            yield
+            return
+        except PeerLost as error:
+            where = self._place(error)
+            lost = error.with_traceback(None)  # its frames hold the message: let go of them
+        except BaseException as caught:
+            told = explained(caught, self._capture)
+            worker = next((w for w in self.workers if w.current is not None), self.workers[0])
+            rank, base = worker.transport.rank, worker.base
+            self.failed = describe(rank, told, worker.current, base)
+            if worker.current is not None:
+                told.add_note(f"in {place(rank, told, worker.current, base)}")
+            if self.world is not None:
+                self._failures.report(self.failed)
+                self._abandon()
+                self._failures.wait_for_peers()
+            if told is caught:
+                raise
+            raise told from caught
+        cause = self._failures.cause(lost, where)
+        self.failed = cause.message
+        self._abandon()
+        raise cause from None
+
+    def _place(self, error: BaseException) -> str:
+        worker = self.workers[0]
+        return place(worker.transport.rank, error, worker.current, worker.base)
+
+    def _abandon(self) -> None:
+        """Close the connections, so that peers stop waiting for this rank."""
+        assert self.world is not None
+        for worker in self.workers:
+            worker.abandon()
+        self.world.close()
+
+    def refuse(self, error: PdcompileError) -> None:
+        """This rank will not run a call that its peers may have begun."""
+        if self.world is not None and self.failed is None:
+            self._failures.refuse(f"rank {self.world.rank} refused the call: {error.message}")
+
+    def wait_loss(self, loss: Loss) -> Tensor:
+        """Wait for a loss; a broken connection ends the pipeline as in a step."""
+        if loss.ready():
+            return loss.wait()
+        with self.guard():
+            return loss.wait()
+
+    def close(self) -> None:
+        """Wait until every rank is here, and destroy what the pipeline made."""
+        if self.world is not None:
+            self.workers[0].settle()
+            try:
+                self.world.group.barrier().wait()
+            except RuntimeError as error:  # gloo does not say who it was: ask the next rank
+                raise PeerLost((self.world.rank + 1) % self.world.size, str(error)) from None
+            for worker in self.workers:
+                worker.abandon()
+            self.world.close()
+
+    def leave(self, cause: str) -> None:
+        """The user's program ends with an error: let the peers know."""
+        self.failed = cause
+        if self.world is not None:
+            self._failures.report(self.failed)
+            self._abandon()
+            self._failures.wait_for_peers()
