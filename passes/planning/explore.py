@@ -62,7 +62,7 @@ RULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Explored:
+class SearchResult:
     """The best plan, and the problem that its stages were cut from."""
 
     plan: Plan
@@ -278,7 +278,7 @@ class Explorer:
         assert plan.forecast is not None
         return not exceeds(plan.forecast.ledgers, self.cluster)
 
-    def result(self) -> Explored:
+    def result(self) -> SearchResult:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
         if not self.found:
             if self.budget.stopped:
@@ -307,7 +307,7 @@ class Explorer:
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
-        return Explored(replace(plan, certificate=certificate, notes=notes), problem, candidate)
+        return SearchResult(replace(plan, certificate=certificate, notes=notes), problem, candidate)
 
 
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
@@ -350,7 +350,7 @@ def explore(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Explored:
+) -> SearchResult:
     """The best plan of the space; its certificate says what was exhausted.
 
     Args:

@@ -31,9 +31,10 @@ AGAIN = "make the plan again for this model and cluster"
 def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     """Recompute objective and feasibility.
 
-    The objective is recomputed from stages and edges.  For a stream with replicas, which only the
-    simulator can time, it must lie between the closed form and what the plan's forecast says.
-    For a graph without costs the seconds of the stages are taken as the plan gives them.
+    The objective is recomputed from stages and edges, by the clock that searches use.  For a
+    stream with replicas, which only the simulator can time, it must lie between the closed form
+    and what the plan's forecast says.  For a graph without costs the seconds of the stages are
+    taken as the plan gives them.
 
     Raises:
         PlanError: an op is missing or misplaced, an edge or tied parameter is not what crosses,

@@ -21,7 +21,7 @@ from pdcompile.problem import PartitionProblem
 
 Finding = tuple[str, str, str]  # path, message, remedy
 MOST = 24  # rivals that are timed, of a pipeline that is not deep
-MOST_EVENTS = 60_000  # stages × microbatches of all rivals together: about 4 s of the clock
+MOST_EVENTS = 60_000  # stages × microbatches of all rivals together
 TOLERANCE = 1e-6  # relative
 
 

@@ -15,7 +15,7 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure, violations
 from pdcompile.passes.partition.space.pipelines import seconds_of
 from pdcompile.passes.planning.draft import draft
-from pdcompile.passes.planning.explore import Explored, explore
+from pdcompile.passes.planning.explore import SearchResult, explore
 from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -155,7 +155,7 @@ def _near(r: random.Random, held: list[int]) -> int:
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
 
 
-def explored(case: WholeSpace) -> Explored:
+def explored(case: WholeSpace) -> SearchResult:
     return explore(case.graph_at, case.cluster, case.space, case.training)
 
 

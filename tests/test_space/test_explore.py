@@ -16,7 +16,7 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure
 from pdcompile.passes.partition.space.pipelines import seconds_of
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.explore import Explored, explore
+from pdcompile.passes.planning.explore import SearchResult, explore
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check
 from pdcompile.problem import StageLimits
@@ -27,7 +27,7 @@ from tests.helpers.spaces import every_candidate
 from tests.helpers.whole_space import BATCH, at
 
 
-def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> Explored:
+def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> SearchResult:
     training = Training(batch_size=BATCH, **more.pop("training", {}))
     return explore(at(graph), cluster, space, training, **more)
 
