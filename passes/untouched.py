@@ -15,7 +15,9 @@ def untouched(model: nn.Module, training: bool) -> Iterator[None]:
 
     A model in that mode already is left alone, so that modules switched apart stay so.
     """
-    from pdcompile.passes.trace.state import State  # whose package needs this module first
+    from pdcompile.passes.trace.calls.python_state import (
+        State,  # whose package needs this module first
+    )
 
     state = State(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace import fallback
+from pdcompile.passes.trace.values import real_shapes
 from tests.helpers.captures import captured, faithful, make, op_named, rows
 
 
@@ -92,7 +92,7 @@ def test_sizes_that_depend_on_values_stay_open(call: Any) -> None:
 
 
 def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MAX_BYTES", 100)
+    monkeypatch.setattr(real_shapes, "MAX_BYTES", 100)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         ends = torch.full((1,), x.shape[0], dtype=torch.int32)

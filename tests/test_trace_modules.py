@@ -243,7 +243,7 @@ def test_compare_finds_the_first_op_that_differs() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.fidelity import compare
+    from pdcompile.passes.trace.comparison.fidelity import compare
 
     model = models.convnet()
     inputs, target = models.batch_for(model, 4)
@@ -267,7 +267,7 @@ def test_compare_sees_gradients_alone() -> None:
     from dataclasses import replace
 
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.fidelity import compare
+    from pdcompile.passes.trace.comparison.fidelity import compare
 
     model = make(lambda self, x: self.lin(x).square())
     flat = flatten_call(model, (rows(),), {})
@@ -281,7 +281,7 @@ def test_compare_sees_gradients_alone() -> None:
 
 def test_compare_needs_real_parameters() -> None:
     from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace.fidelity import compare
+    from pdcompile.passes.trace.comparison.fidelity import compare
 
     model = make(lambda self, x: self.lin(x)).to("meta")
     flat = flatten_call(model, (rows(),), {})

@@ -277,3 +277,21 @@ def test_a_counter_is_no_number_of_the_example() -> None:
 def test_a_branch_that_counts_is_refused_before_anything_runs() -> None:
     with pytest.raises(TraceError, match="reads the value of a tensor"):
         captured(make(_counts_up_to, steps=torch.zeros((), dtype=torch.long)))
+
+
+class _Settings:
+    early = late = 1.0
+
+
+def _reads_its_settings(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.lin(x) * self.settings.early
+    if (x > 9).any():  # nobody knows yet what comes of it
+        raise ValueError("too large")
+    return y * self.settings.late
+
+
+def test_what_is_read_after_an_assumption_failed_counts() -> None:
+    model = make(_reads_its_settings)
+    model.settings = _Settings()
+    places = captured(model).attributes
+    assert {("", "settings", "early"), ("", "settings", "late")} <= set(places)

@@ -13,8 +13,8 @@ from pdcompile.batch import example_call
 from pdcompile.driver import build
 from pdcompile.errors import InputError
 from pdcompile.options import Options
-from pdcompile.passes.trace.as_eager import GENERAL_PATH, as_eager
 from pdcompile.passes.trace.assumptions import Findings
+from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH, as_eager
 
 transformers = pytest.importorskip("transformers")
 

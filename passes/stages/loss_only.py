@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdcompile.ir.graph import Argument, Capture, DictOf, ListOf, OpGraph, Ref
-from pdcompile.passes.trace.assemble import returned
-from pdcompile.passes.trace.gradients import with_consumers
-from pdcompile.passes.trace.prune import prune
+from pdcompile.passes.trace.merge.assemble import returned
+from pdcompile.passes.trace.merge.prune import prune
+from pdcompile.passes.trace.merge.reachable import with_consumers
 
 
 def loss_only(capture: Capture) -> Capture:

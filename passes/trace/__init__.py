@@ -22,16 +22,16 @@ from pdcompile.batch import BatchLayout, FlatCall, check_example, example_call, 
 from pdcompile.errors import TraceError, VerifyError
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.trace.as_eager import GENERAL_PATH
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
-from pdcompile.passes.trace.examples import demanded
-from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
+from pdcompile.passes.trace.merge.size_range import fails_as_microbatch, warn_of_one_size
+from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
 from pdcompile.passes.trace.preconditions import check_model
-from pdcompile.passes.trace.refuse import ForwardRaised
-from pdcompile.passes.trace.size_range import fails_as_microbatch, warn_of_one_size
+from pdcompile.passes.trace.refusals import ForwardRaised
 from pdcompile.passes.trace.subject import Subject
-from pdcompile.passes.trace.whole import hooked, warn_of
+from pdcompile.passes.trace.values.examples import demanded
 from pdcompile.warn import warn
 
 __all__ = ["capture", "trace"]

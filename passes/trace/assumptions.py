@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import CodeType
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.refuse import SizeByValues
+from pdcompile.passes.trace.refusals import SizeByValues
 
 Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
 Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before

@@ -14,21 +14,21 @@ from typing import Any, TypeVar
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.trace.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.assumptions import Assumptions, Expected, Refuted, Trial
-from pdcompile.passes.trace.attributes import AttributeReads, watched_attributes
-from pdcompile.passes.trace.call_order import Kind, check_order
-from pdcompile.passes.trace.joining import CannotJoin
-from pdcompile.passes.trace.mode import Recorder
-from pdcompile.passes.trace.reads import GoesOn, Loops, Undecided
-from pdcompile.passes.trace.refuse import ForwardRaised, SizeByValues
-from pdcompile.passes.trace.sentinel import OutsideDraw
-from pdcompile.passes.trace.session import Recording, record
-from pdcompile.passes.trace.size_range import alone, fails_at, few_sizes, size_range
-from pdcompile.passes.trace.sizes import Fit, OtherBySize, probe_sizes
+from pdcompile.passes.trace.calls.attribute_reads import AttributeReads, watched_attributes
+from pdcompile.passes.trace.calls.call_order import Kind, check_order
+from pdcompile.passes.trace.interceptors.generators import OutsideDraw
+from pdcompile.passes.trace.interceptors.mode_flag import watched_flag
+from pdcompile.passes.trace.merge.assemble import as_evaluation, assemble
+from pdcompile.passes.trace.merge.batch_sizes import Fit, OtherBySize, probe_sizes
+from pdcompile.passes.trace.merge.joined import CannotJoin
+from pdcompile.passes.trace.merge.size_range import alone, fails_at, few_sizes, size_range
+from pdcompile.passes.trace.opaque.opaque_modules import enlarged, spares
+from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
-from pdcompile.passes.trace.training_flag import watched_flag
-from pdcompile.passes.trace.whole import enlarged, spares
+from pdcompile.passes.trace.tape.run import Recording, record
+from pdcompile.passes.trace.tape.tape import Tape
+from pdcompile.passes.trace.values.reads import GoesOn, Loops, Undecided
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and no more than the fewest are made
 
@@ -62,6 +62,7 @@ class Attempts:
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[Any, ...] = ()
         self._reads = AttributeReads(subject.model, subject.loss_fn)
+        self._asked = False  # some recording of training asked for the mode
         self.assumed = Assumptions()  # of the last attempt
 
     def __call__(self, assumed: Assumptions) -> Capture | Assumptions:
@@ -99,12 +100,15 @@ class Attempts:
     def _captured(self) -> Capture:
         subject = self._subject
         with watched_attributes(self._reads), watched_flag(subject.model, self._reads) as asked:
-            train = self._graph(True, None)
-            apart = asked() or bool(self.assumed.opaque)
+            try:
+                train = self._graph(True, None)
+            finally:  # what an earlier attempt recorded is not asked again
+                self._asked = self._asked or asked()
+            apart = self._asked or bool(self.assumed.opaque)
             apart = apart or any(each.findings.transformed for each in self.recordings)
             evaluation = self._graph(False, train) if apart else as_evaluation(train)
         kinds = self._kinds(train, evaluation)
-        check_order(subject.model, kinds, self._from_here, subject.leftovers)
+        check_order(subject.model, kinds, self._from_here, subject.kept_tensors)
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
         return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
@@ -285,7 +289,7 @@ def _on_purpose(error: BaseException) -> bool:
     traceback = error.__traceback__
     last = None
     while traceback is not None:
-        if traceback.tb_frame.f_code is Recorder.__torch_function__.__code__:
+        if traceback.tb_frame.f_code is Tape.__torch_function__.__code__:
             return False
         last, traceback = traceback, traceback.tb_next
     if last is None:

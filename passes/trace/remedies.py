@@ -7,7 +7,7 @@ from typing import Any
 
 from pdcompile.batch import as_one_argument
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.refuse import APART, NO_PARAMETER
+from pdcompile.passes.trace.refusals import APART, NO_PARAMETER
 
 LOSS_AS_TENSOR = (
     "return the loss as the tensor that it is, without item() or float(): gradients need it"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
-from pdcompile.passes.trace.caches import caches
-from pdcompile.passes.trace.elsewhere import Elsewhere
-from pdcompile.passes.trace.leftovers import Leftovers
-from pdcompile.passes.trace.modules import ModuleTable
+from pdcompile.passes.trace.calls.caches import caches
+from pdcompile.passes.trace.calls.memos import KeptTensors
+from pdcompile.passes.trace.calls.outside import Outside
+from pdcompile.passes.trace.tape.module_table import ModuleTable
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Subject:
     loss_fn: Callable[..., Any] | None
     autocast: str | None = None
     table: ModuleTable = field(init=False)
-    leftovers: Leftovers = field(default_factory=Leftovers)
-    elsewhere: Elsewhere = field(init=False)
+    kept_tensors: KeptTensors = field(default_factory=KeptTensors)
+    outside: Outside = field(init=False)
     caches: list[Any] = field(default_factory=caches)
     expected: dict[bool, list[int]] = field(default_factory=dict)  # mode -> sizes that vary
     mixed: set[Any] = field(default_factory=set)  # branches whose mixtures were tried
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", ModuleTable(self.model))
-        object.__setattr__(self, "elsewhere", Elsewhere(self.model))
+        object.__setattr__(self, "outside", Outside(self.model))
 
     def call(self, size: int) -> FlatCall:
         """The example with so many samples."""

@@ -19,8 +19,8 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.body import copied_buffers
 from pdcompile.passes.stages.boundaries import edges, place_eval, stage_of_ops
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.as_eager import GENERAL_PATH
-from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.step_runs import (

@@ -21,8 +21,8 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.execution import execute
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.fidelity import AsksForGradients, compare
-from pdcompile.passes.trace.streams import StreamLookup, announce, whole_modules
+from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, announce, opaque_paths
+from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.content_watch import Watch, digest
 from pdcompile.passes.verify.step_runs import (
@@ -225,7 +225,7 @@ def replay(
     recorder = Replay(graph, (seed, minibatch))
     scope = DrawScope(model, seed, minibatch, 0)
     lookup = StreamLookup(
-        model, layout.size, device_of(model, call), graph.tensor_values, scope, whole_modules(graph)
+        model, layout.size, device_of(model, call), graph.tensor_values, scope, opaque_paths(graph)
     )
 
     def run() -> tuple[Values, Loss]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, output_leaves
 from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref
 from pdcompile.passes.trace.attempt import one_recording
-from pdcompile.passes.trace.mode import Recorder
 from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.tape.tape import Tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +123,12 @@ def _watched(module: nn.Module, path: str, found: dict[str, ModuleCall]) -> Iter
             handle.remove()
 
 
-def _recorder() -> Recorder | None:
+def _recorder() -> Tape | None:
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
+    return next((mode for mode in reversed(modes) if isinstance(mode, Tape)), None)
 
 
-def _holes(recorder: Recorder) -> dict[int, Hole]:
+def _holes(recorder: Tape) -> dict[int, Hole]:
     """The holes of the tensors that the run knows, by identity."""
     fakes = recorder.fakes
     places: dict[int, Argument] = {key: Attr(fqn) for key, fqn in fakes.table.fqns.items()}

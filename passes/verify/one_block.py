@@ -20,7 +20,7 @@ from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.stages.chain import announce
-from pdcompile.passes.trace.facts import source_of_class
+from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
 from pdcompile.passes.verify.verification import Difference, distance

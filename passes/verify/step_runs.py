@@ -22,7 +22,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import OpGraph, Ref, leaves
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.facts import source_of_traceback
+from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.passes.untouched import same_buffers, write_buffers
 from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, flatten_call, resize, resolve_batch
 from pdcompile.ir.graph import Capture, Op
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import compare
 from tests.helpers import models
 
 

@@ -30,7 +30,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.trace import capture
-from pdcompile.passes.trace.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.planner import make_plan

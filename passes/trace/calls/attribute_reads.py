@@ -1,0 +1,148 @@
+"""Attributes that forward reads: a capture holds while they are what they were.
+
+``self.scale``, ``self.config.top_k`` and ``self.training`` are numbers, names and functions by the
+time that operators see them, so a graph cannot tell where they came from.  Here reads are noticed
+as they happen, by module and name, so that whoever runs the graph can see a change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+import pdcompile
+from pdcompile.eager.modes import switching
+
+_OURS = tuple({
+    str(Path(pdcompile.__file__).parent), str(Path(__file__).resolve().parents[3] / "passes"),
+})  # fmt: skip
+_INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
+
+_OTHERWISE = (  # than by their attributes these count
+    type, nn.Module, torch.Tensor, FunctionType,
+    int, float, complex, str, bytes, tuple, list, dict, set, frozenset,
+)  # fmt: skip
+
+Place = tuple[str, ...]
+
+
+class AttributeReads:
+    """What was read: (module path, attribute), or (…, attribute of that, …) of plain objects.
+
+    Modules of `loss_fn` have paths that begin with ``loss_fn``.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self._read: set[Place] = set()
+        self._own: set[Place] = set()  # what forward assigns itself before anything reads it
+        self._owners: dict[int, Place] = {}
+        self._alive: list[Any] = []  # so that an id means one object
+        self.classes: set[type] = set()
+        self._stack = ExitStack()
+        if isinstance(loss_fn, nn.Module):
+            for path, module in loss_fn.named_modules():
+                self._owners[id(module)] = (f"loss_fn.{path}" if path else "loss_fn",)
+        for path, module in model.named_modules():
+            self._owners[id(module)] = (path,)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What a call depends on: what it assigns or fills in itself is left out."""
+        return tuple(sorted(self._read - self._own))
+
+    def modes(self) -> bool:
+        """Whether the mode of some module was asked for."""
+        return any(place[-1] == "training" for place in self._read)
+
+    def watch(self, kind: type) -> None:
+        """Notice how attributes of this class are used until `close`."""
+        self.classes.add(kind)
+        get: Any = kind.__getattribute__
+        put: Any = kind.__setattr__
+
+        def read(owner: Any, name: str) -> Any:
+            watched = not name.startswith("__") and name not in _INTERNAL
+            try:
+                value = get(owner, name)
+            except AttributeError:
+                if watched:
+                    self._note(owner, name, None)
+                raise
+            if watched:
+                self._note(owner, name, value)
+            return value
+
+        def write(owner: Any, name: str, value: Any) -> None:
+            if id(owner) in self._owners and name != "training" and not switching():
+                self._assigned((*self._owners[id(owner)], name), _present(owner, name))
+            put(owner, name, value)
+
+        for name, function in (("__getattribute__", read), ("__setattr__", write)):
+            self._stack.callback(_put_back, kind, name, vars(kind).get(name))
+            setattr(kind, name, function)
+
+    def close(self) -> None:
+        """Notice no more."""
+        self._stack.close()
+
+    def _assigned(self, place: Place, before: Any) -> None:
+        """Forward assigns: what was read before that counts, unless it waited to be filled in."""
+        if place not in self._read or before is None:
+            self._own.add(place)
+
+    def _note(self, owner: Any, name: str, value: Any) -> None:
+        place = self._owners.get(id(owner))
+        if place is None:
+            return
+        if isinstance(getattr(type(owner), name, None), cached_property):
+            return
+        if name == "training" and sys._getframe(2).f_code.co_filename.startswith(_OURS):
+            return
+        self._read.add((*place, name))
+        if id(value) not in self._owners and _is_plain_object(value):
+            self._owners[id(value)] = (*place, name)
+            self._alive.append(value)
+            if type(value) not in self.classes:
+                self.watch(type(value))
+
+
+@contextmanager
+def watched_attributes(reads: AttributeReads) -> Iterator[None]:
+    """Notice which attributes are read inside, of classes too that were come across before."""
+    for kind in {nn.Module, *reads.classes}:
+        reads.watch(kind)
+    try:
+        yield
+    finally:
+        reads.close()
+
+
+def _present(owner: Any, name: str) -> Any:
+    return getattr(owner, "__dict__", {}).get(name)
+
+
+def _put_back(kind: type, name: str, own: Any) -> None:
+    if own is None:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, own)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object with attributes of a class that is written in Python."""
+    kind = type(value)
+    if isinstance(value, _OTHERWISE):
+        return False
+    writable = kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE
+    standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # loggers, locks
+    has_attributes = hasattr(value, "__dict__") or "__slots__" in vars(kind)
+    return bool(writable) and has_attributes and not standard

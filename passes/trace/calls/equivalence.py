@@ -1,0 +1,83 @@
+"""What a recording computes, apart from names: equal computations are the same computation.
+
+Two calls of a model are compared by this, where one of them uses what the other one kept: ops
+that only one of them has to run are no difference, as long as what comes out is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdcompile.ir.graph import Argument, Attr, DictOf, ListOf, Op, Ref, Slice, Value
+
+
+class Computations:
+    """Computations of all values of one recording; those of in-place writes follow their storage.
+
+    Args:
+        known: computations of values that no op of the recording makes: inputs are known by name,
+            memos of an earlier call by what that call computed.
+    """
+
+    def __init__(
+        self, ops: Sequence[Op], values: Mapping[str, Value], known: Mapping[str, int]
+    ) -> None:
+        self._values = values
+        self._of: dict[str, int] = dict(known)
+        self._attributes: dict[str, int] = {}
+        self._members: dict[int, list[str]] = {}  # storage -> values in it so far
+        self.effects: list[int] = []  # draws and writes, in their order
+        for name, value in values.items():
+            if name not in self._of and value.producer is None:
+                self._of[name] = hash(("input", name))
+            if name in self._of and value.is_tensor:
+                self._members.setdefault(value.storage, []).append(name)
+        for op in ops:
+            self._enter(op)
+
+    def of(self, name: str) -> int:
+        return self._of[name]
+
+    def argument(self, value: Argument) -> Any:
+        """The argument with computations in the place of names."""
+        match value:
+            case Ref(name):
+                return ("value", self._of.get(name, name))
+            case Attr(fqn):
+                return ("attribute", fqn, self._attributes.get(fqn, 0))
+            case tuple():
+                return tuple(self.argument(item) for item in value)
+            case ListOf(items):
+                return ("list", *(self.argument(item) for item in items))
+            case DictOf(items):
+                return ("dict", *((key, self.argument(item)) for key, item in items))
+            case Slice(start, stop, step):
+                return ("slice", *(self.argument(part) for part in (start, stop, step)))
+        return (type(value).__name__, repr(value))
+
+    def _enter(self, op: Op) -> None:
+        read = (*op.parameters, *op.buffers_read)
+        found = hash((
+            op.kind, op.target, self.argument(op.args), self.argument(op.kwargs),
+            op.module_path if op.kind in ("module", "opaque") or op.draw is not None else "",
+            tuple((fqn, self._attributes.get(fqn, 0)) for fqn in read),
+            op.draw, op.region, op.grad_enabled, op.autocast,
+        ))  # fmt: skip
+        self._of[op.name] = found
+        if op.draw is not None or op.mutates or op.buffers_written:
+            self.effects.append(found)
+        for fqn in op.buffers_written:
+            self._attributes[fqn] = found
+        storages = {self._storage(name) for name in op.mutates} - {-1}
+        for storage in storages:
+            for name in self._members.get(storage, ()):
+                if name != op.name:
+                    self._of[name] = hash((found, self._of[name]))
+        storage = self._storage(op.name)
+        if storage >= 0:
+            self._members.setdefault(storage, []).append(op.name)
+
+    def _storage(self, name: str) -> int:
+        value = self._values.get(name)
+        return value.storage if value is not None and value.is_tensor else -1

@@ -1,0 +1,172 @@
+"""Tensors that a call leaves in the attributes of modules, and what a later call may do with them.
+
+A tensor of an earlier call says something about that call.  A later one may use it only where it
+would compute the very same again: a memo of what never changes (a table of positions), or, in
+evaluation, of the model's own tensors, as long as no training comes between.  Any other use,
+asking for its shape included, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Attr, Op, TensorInfo, Value, walk
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.calls.equivalence import Computations
+
+_DEPTH = 4  # of containers in an attribute
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """`meaning`: equal for what would be computed alike, None for what no later call may use.
+    `fixed`: it depends on nothing that training changes."""
+
+    tensor: torch.Tensor
+    place: str
+    computation: int | None
+    fixed: bool
+
+
+class KeptTensors:
+    """All tensors that recordings left in one model's attributes, by identity."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, _Left] = {}
+        self.accepted: TraceError | None = None  # of a change that did not matter to the next call
+
+    def note(
+        self,
+        model: nn.Module,
+        names: Mapping[int, str],
+        ops: Sequence[Op],
+        values: Mapping[str, Value],
+        tensors: Mapping[str, TensorInfo],
+        computations: Computations,
+    ) -> None:
+        """After a recording: what it left behind.
+
+        Args:
+            names: id of a tensor that the recording made -> name of the value.
+        """
+        by_name = {op.name: op for op in ops}
+        for place, tensor in _held(model):
+            if id(tensor) in self._left or not isinstance(tensor, torch._subclasses.FakeTensor):
+                continue
+            name = names.get(id(tensor))
+            computation, fixed = None, False
+            if name is not None and name in by_name:
+                closure = _closure(name, by_name, values)
+                if closure is not None:
+                    computation = computations.of(name)
+                    fixed = all(_fixed(op, ops, tensors) for op in closure)
+            self._left[id(tensor)] = _Left(tensor, place, computation, fixed)
+
+    def expire(self, model: nn.Module) -> None:
+        """After a call that trains: memos of what an update changes are of no use any more."""
+        for module in model.modules():
+            _replace(vars(module), self._expired, _DEPTH)
+
+    def _expired(self, tensor: torch.Tensor) -> torch.Tensor:
+        left = self._left.get(id(tensor))
+        if left is None or left.computation is None or left.fixed:
+            return tensor
+        fresh = tensor.detach()
+        self._left[id(fresh)] = _Left(fresh, left.place, None, False)
+        return fresh
+
+    def memo(self, tensor: torch.Tensor) -> int | None:
+        """The meaning of a tensor that is used; None if it is no leftover.
+
+        Raises:
+            TraceError: it belongs to an earlier call.
+        """
+        left = self._left.get(id(tensor))
+        if left is None:
+            return None
+        if left.computation is None:
+            raise refusals.error(refusals.CHANGED_STATE, left.place, None)
+        return left.computation
+
+    def alike(self, one: Any, other: Any) -> bool:
+        """Whether no later call could tell these two attributes apart."""
+        mine, theirs = self._left.get(id(one)), self._left.get(id(other))
+        return mine is not None and theirs is not None and mine.computation == theirs.computation
+
+
+def is_memo(
+    names: Mapping[int, str],
+    ops: Sequence[Op],
+    values: Mapping[str, Value],
+    tensors: Mapping[str, TensorInfo],
+    tensor: torch.Tensor,
+) -> bool:
+    """Whether a tensor that a recording made depends on nothing that changes between calls."""
+    closure = _closure(names.get(id(tensor), ""), {op.name: op for op in ops}, values)
+    return closure is not None and all(_fixed(op, ops, tensors) for op in closure)
+
+
+def _closure(name: str, by_name: Mapping[str, Op], values: Mapping[str, Value]) -> list[Op] | None:
+    """The ops that a value is computed by; None where inputs, chance or writes are in it."""
+    found: dict[str, Op] = {}
+    stack = [name]
+    while stack:
+        current = stack.pop()
+        if current in found:
+            continue
+        op = by_name.get(current)
+        if op is None or op.opaque or op.draw is not None or op.mutates or op.buffers_written:
+            return None
+        found[current] = op
+        stack.extend(op.inputs)
+    storages = {values[n].storage for n in found if values[n].is_tensor}
+    for op in by_name.values():
+        if any(values[n].storage in storages for n in op.mutates if values[n].is_tensor):
+            return None
+    return list(found.values())
+
+
+def _fixed(op: Op, ops: Sequence[Op], tensors: Mapping[str, TensorInfo]) -> bool:
+    fqns = {attr.fqn for attr in walk((op.args, op.kwargs), Attr)}
+    fqns.update(op.parameters, op.buffers_read)
+    written = {fqn for one in ops for fqn in one.buffers_written}
+    return all(tensors[fqn].kind != "parameter" and fqn not in written for fqn in fqns)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules"):
+                yield from _tensors(value, f"{path}.{name}" if path else name, _DEPTH)
+
+
+def _tensors(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{place}[{key!r}]", depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{place}[{i}]", depth - 1)
+
+
+def _replace(value: Any, new: Any, depth: int) -> Any:
+    """Tensors in dicts and lists replaced in place, in tuples by other tuples."""
+    if isinstance(value, torch.Tensor):
+        return new(value)
+    if depth and type(value) is tuple:
+        items = tuple(_replace(item, new, depth - 1) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    if depth and type(value) in (dict, list):
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            fresh = _replace(item, new, depth - 1)
+            if fresh is not item:
+                value[key] = fresh
+    return value

@@ -1,0 +1,197 @@
+"""What the user's code keeps outside of the model: globals, class attributes, closures, objects.
+
+A recording must leave none of its fake tensors there, or the user's own next call would find one in
+a table that it memorised.  And a number there that every call changes is state of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
+
+_MOST = 20_000  # places
+_LARGE = 10_000  # containers with more in them are data, and no tables of forward
+_DEPTH = 3  # of containers in a value
+
+
+class Outside:
+    """Namespaces, containers and closures that the code of a model's classes can reach."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: it, its name, a line
+        self._before: list[tuple[Any, str, str | None, Any]] = []
+        for module in model.modules():
+            self._enter_class(type(module))
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if not (name.startswith("_") or isinstance(value, dict | list | set)):
+                    where = source_of_class(type(module))
+                    self._enter(value, f"{path}.{name}" if path else name, where)
+
+    def _add(self, place: Any, name: str, where: str | None) -> bool:
+        if id(place) in self._places or len(self._places) >= _MOST:
+            return False
+        self._places[id(place)] = (place, name, where)
+        return True
+
+    def _enter_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if _of_user(base) and self._add(base, f"{base.__qualname__}.", source_of_class(base)):
+                self._enter_all(vars(base), f"{base.__qualname__}.", source_of_class(base))
+
+    def _enter_all(self, namespace: Mapping[Any, Any], prefix: str, where: str | None) -> None:
+        for name, value in list(namespace.items()):
+            if not str(name).startswith("__"):
+                self._enter(value, f"{prefix}{name}", where)
+
+    def _enter(self, value: Any, name: str, where: str | None) -> None:
+        if isinstance(value, torch.Tensor | nn.Module):
+            return
+        if isinstance(value, MethodType | property | staticmethod | classmethod):
+            value = getattr(value, "__func__", None) or getattr(value, "fget", None)
+        if isinstance(value, type):
+            if _of_user(value) and not issubclass(value, nn.Module):
+                self._enter_class(value)
+        elif isinstance(value, FunctionType):
+            self._enter_function(inspect.unwrap(value), name)
+        elif isinstance(value, dict | list | deque | set):
+            if len(value) <= _LARGE and self._add(value, name, where):
+                for item in list(value.values() if isinstance(value, dict) else value):
+                    self._enter(item, name, where)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._enter(item, name, where)
+        elif _of_user(type(value)) and self._add(value, f"{name}.", where):
+            self._enter_class(type(value))
+            self._enter_all(_attributes(value), f"{name}.", where)
+
+    def _enter_function(self, function: FunctionType, name: str) -> None:
+        code = function.__code__
+        where = source_of_code(code)
+        if not _is_file_of_user(code.co_filename) or not self._add(function, f"{name}.", where):
+            return
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._enter(value, name, where)
+        self._enter_all(vars(function), f"{name}.", where)
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if self._add(cell, f"{variable} of {name}, ", where):
+                for value in _content(cell).values():
+                    self._enter(value, variable, where)
+        home = sys.modules.get(function.__module__ or "")
+        if home is not None and vars(home) is function.__globals__ and self._add(home, "", where):
+            self._enter_all(vars(home), "", where)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Afterwards no place holds a fake tensor that was not there before."""
+        self._before = [(*entry, _content(entry[0])) for entry in self._places.values()]
+        try:
+            yield
+        finally:
+            for place, _, _, content in self._before:
+                _clean(place, content)
+            self._before = []
+
+    def check(self, memo: Callable[[torch.Tensor], bool]) -> None:
+        """After a recording, before all is as before: what later calls may find.
+
+        Args:
+            memo: whether every call would compute this fake tensor alike.
+
+        Raises:
+            TraceError: a number was changed, or a tensor kept that is another one in every call.
+        """
+        for place, prefix, where, before in self._before:
+            now = _content(place)
+            if isinstance(now, list):
+                now, before = {"": now}, {"": now if len(now) == len(before) else None}
+            for name, value in now.items():
+                if before.get(name, self) is value or str(name).startswith("__"):
+                    continue
+                counted = _is_number(value) and _is_number(before.get(name))
+                if counted or any(not memo(t) for t in _fakes_in(value, _DEPTH)):
+                    shown = f"{prefix}[{name!r}]" if isinstance(place, dict) else f"{prefix}{name}"
+                    raise refusals.error(refusals.CHANGED_ELSEWHERE, shown, where)
+
+
+def _of_user(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return bool(file) and _is_file_of_user(str(file)) and not issubclass(cls, torch.Tensor)
+
+
+def _is_file_of_user(file: str) -> bool:
+    """Not that of an installed package: their many modules would take long to look through."""
+    return is_user(file) and "-packages" not in file
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [
+        name
+        for cls in type(value).__mro__
+        for name in _names(vars(cls).get("__slots__", ()))
+        if name != "__dict__" and hasattr(value, name)
+    ]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _content(place: Any) -> Any:
+    if isinstance(place, dict):
+        return dict(place)
+    if isinstance(place, list | deque | set):
+        return list(place)
+    if isinstance(place, CellType):
+        try:
+            return {"cell_contents": place.cell_contents}
+        except ValueError:  # not filled yet
+            return {}
+    if isinstance(place, type) or hasattr(place, "__file__"):
+        return dict(vars(place))
+    return _attributes(place)
+
+
+def _clean(place: Any, before: Any) -> None:
+    now = _content(place)
+    if isinstance(place, list | deque | set):
+        if any(True for item in now for _ in _fakes_in(item, _DEPTH)):
+            place.clear()
+            (place.update if isinstance(place, set) else place.extend)(before)
+        return
+    for name, value in now.items():
+        if not any(True for _ in _fakes_in(value, _DEPTH)):
+            continue
+        if isinstance(place, dict):
+            if name in before:
+                place[name] = before[name]
+            else:
+                del place[name]
+        elif name in before:
+            setattr(place, name, before[name])
+        else:
+            delattr(place, name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fakes_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch._subclasses.FakeTensor):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple | set | deque):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _fakes_in(item, depth - 1)

@@ -1,0 +1,153 @@
+"""The model's state around a capture: nothing may change, and what changes is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from pdcompile.eager.modes import in_mode
+from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
+from pdcompile.errors import TraceError
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.calls.memos import KeptTensors
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
+from pdcompile.passes.trace.tape.observer import source_of_class
+
+
+class State:
+    """Everything in the modules of a model as it was when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._before = {path: snapshot(vars(module)) for path, module in self._modules}
+
+    def change(
+        self,
+        assigned: Mapping[tuple[int, str], str],
+        alike: Alike = identical,
+        within: Collection[str] | None = None,
+    ) -> TraceError | None:
+        """What has changed since, as the refusal of it; None if nothing has.
+
+        Args:
+            assigned: (id of module, attribute) to the line that assigned it.
+            alike: whether it is no change that one tensor took the place of another.
+            within: paths of modules; None: all of the model.
+        """
+        for path, module in self._modules:
+            if within is not None and not any(_below(path, owner) for owner in within):
+                continue
+            found = _change(path, module, self._before[path], assigned, alike)
+            if found is not None:
+                return found
+        return None
+
+    def restore(self) -> None:
+        for before in self._before.values():
+            restore(before)
+
+
+Found = TypeVar("Found")
+
+
+def settled(
+    model: nn.Module,
+    training: bool,
+    call: Callable[[dict[tuple[int, str], str]], Found],
+    same: Callable[[Found, Found], bool],
+    *,
+    kept_tensors: KeptTensors | None = None,
+    within: Collection[str] | None = None,
+) -> Found:
+    """What a call of the model gives; afterwards everything in the modules is as before.
+
+    Models set things up in their first call: hooks that collect outputs, the length of the
+    sequence for a helper.  So where a call changes the model's Python state it is made again,
+    from there; what it does then must be the same, and change nothing any more but tensors that
+    no later call can tell apart.  What holds between these two calls may not hold between others:
+    `kept_tensors.accepted` says that something changed, for those who look further.
+
+    Args:
+        call: makes the call; fills in which line assigned (id of module, attribute).
+        same: whether two calls were the same computation.
+        kept_tensors: what is known of tensors that calls leave; None: none may be left.
+        within: paths of the modules in which alone changes count; None: all.
+
+    Raises:
+        TraceError: every call changes an attribute, a buffer's binding or a hook.
+    """
+    alike: Alike = identical if kept_tensors is None else kept_tensors.alike
+    with in_mode(model, training):
+        before = State(model)
+        try:
+            assigned: dict[tuple[int, str], str] = {}
+            first = call(assigned)
+            change = before.change(assigned, within=within)
+            if change is None:
+                return first
+            if kept_tensors is not None and training:
+                kept_tensors.expire(model)
+            after = State(model)
+            try:
+                second = call({})
+            except TraceError:
+                raise change from None
+            if kept_tensors is not None and training:
+                kept_tensors.expire(model)
+            if after.change({}, alike, within) is not None or not same(first, second):
+                raise change
+            if kept_tensors is not None:
+                kept_tensors.accepted = kept_tensors.accepted or change
+            return first if getattr(second, "memos", ()) else second
+        finally:
+            before.restore()
+
+
+def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
+    """After forward: where ``self.buffer = new`` gave a buffer another tensor, that is written
+    into the buffer, as an op of the graph.
+
+    Left alone, and refused afterwards, is what would not be the same: another shape or dtype, or
+    a value that brings gradients into the next call.
+    """
+    for path, module in list(model.named_modules()):
+        for name, new in module._buffers.items():
+            old = fakes.table.objects.get(f"{path}.{name}" if path else name)
+            if old is None or new is None or new is old or new.requires_grad:
+                continue
+            if fakes.known(new) and (old.shape, old.dtype) == (new.shape, new.dtype):
+                with torch.no_grad():
+                    old.copy_(new)
+                module._buffers[name] = old
+
+
+def _below(path: str, owner: str) -> bool:
+    return not owner or path == owner or path.startswith(f"{owner}.")
+
+
+def _change(
+    path: str,
+    module: nn.Module,
+    kept: Any,
+    assigned: Mapping[tuple[int, str], str],
+    alike: Alike,
+) -> TraceError | None:
+    attributes = vars(module)
+    for name in [*kept.content, *(n for n in attributes if n not in kept.content)]:
+        place = f"{path}.{name}" if path else name
+        if name in kept.content and name in attributes:
+            found = difference(kept.content[name], attributes[name], place, alike)
+        else:
+            found = place
+        if found is None:
+            continue
+        refusal = refusals.CHANGED_STATE
+        if name in ("_buffers", "_parameters"):
+            name = found[len(place) :].strip("[]'\"")
+            found, refusal = (f"{path}.{name}" if path else name), refusals.REBOUND
+        where = assigned.get((id(module), name)) or source_of_class(type(module))
+        return refusals.error(refusal, found, where)
+    return None

@@ -1,0 +1,1 @@
+"""Graph and eager model, compared bit for bit."""

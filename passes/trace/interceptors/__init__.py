@@ -1,0 +1,1 @@
+"""Interceptors: what sees a call of the model before it is recorded."""

@@ -1,0 +1,116 @@
+"""Regions of torch.utils.checkpoint, which eager runs a second time in backward.
+
+In a graph a region is its operators; what to recompute is the plan's decision.  That is the same
+computation as long as the second run only repeats the first: no buffers written twice, no other
+random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils import checkpoint
+
+from pdcompile.ir.graph import Op, TensorInfo
+from pdcompile.passes.trace import refusals
+
+
+class Recording(Protocol):
+    """What a tape is asked here."""
+
+    ops: list[Op]
+    regions: list[frozenset[str]]  # names of the ops of each reentrant region
+
+    def call(self, func: Any, args: tuple[Any, ...]) -> Any: ...
+
+
+def reentrant(tape: Recording, function: Any, preserve: bool, *inputs: Any) -> Any:
+    """What ``CheckpointFunction.apply`` does while recording.
+
+    As in eager, parameters get no gradient when no input of the region does, and the gradients
+    for an input are summed in the region before they meet those of its other readers.
+    """
+    grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    if not (grad and torch.is_grad_enabled()):
+        with torch.no_grad():
+            return function(*inputs)
+    inside = [
+        tape.call(torch.Tensor.view_as, (x, x))
+        if isinstance(x, torch.Tensor) and x.requires_grad
+        else x
+        for x in inputs
+    ]
+    start = len(tape.ops)
+    result = function(*inside)
+    check_region(tape.ops[start:], preserve)
+    tape.regions.append(frozenset(op.name for op in tape.ops[start:]))
+    return result
+
+
+def summed_apart(
+    ops: Sequence[Op], regions: Sequence[frozenset[str]], tensors: Mapping[str, TensorInfo]
+) -> tuple[str, ...]:
+    """A note on parameters that reentrant regions share with other ops, if there are any.
+
+    A reentrant region has a backward of its own, which adds to ``.grad`` apart from the rest; in a
+    graph all uses of a parameter are summed first.  From the second microbatch on, whose gradient
+    meets an earlier one, that is another order of the same sum.
+    """
+    uses: dict[str, set[str]] = {}
+    for op in ops:
+        for fqn in op.parameters if op.grad_enabled else ():
+            if tensors[fqn].requires_grad:
+                uses.setdefault(fqn, set()).add(op.name)
+    shared = [
+        fqn
+        for fqn, names in uses.items()
+        if any(not names.isdisjoint(region) and not names <= region for region in regions)
+    ]
+    if not shared:
+        return ()
+    more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+    return (
+        f"{', '.join(shared[:3])}{more}: used in a region of torch.utils.checkpoint and elsewhere. "
+        "With use_reentrant=True eager adds the gradient of the region to .grad apart from the "
+        "others, the stages add their sum: from the second microbatch on, last bits may differ "
+        "(use_reentrant=False is exact)",
+    )
+
+
+def check_region(ops: list[Op], preserve: bool) -> None:
+    """Raise Unkept where a second run of these ops would not only repeat the first."""
+    for op in ops:
+        shown = op.target.rpartition(".")[2]
+        if op.buffers_written:
+            raise refusals.Unkept(
+                refusals.RECOMPUTED_WRITE[0].format(f"{op.module_path or shown!r}"),
+                where=op.source, remedy=refusals.RECOMPUTED_WRITE[1],
+            )  # fmt: skip
+        if op.draw is not None and not preserve:
+            raise refusals.Unkept(
+                refusals.RECOMPUTED_DRAW[0].format(f"{op.module_path or shown!r}"),
+                where=op.source, remedy=refusals.RECOMPUTED_DRAW[1],
+            )  # fmt: skip
+
+
+@contextmanager
+def watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
+    """While this is open, `end(start(), preserve_rng_state)` is called after each region that is
+    not reentrant and that backward would run again."""
+    module: Any = checkpoint
+    plain = module._checkpoint_without_reentrant_generator
+
+    def region(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        begun, recomputed = start(), torch.is_grad_enabled()
+        yield from plain(function, preserve, *args, **kwargs)
+        if recomputed:
+            end(begun, preserve)
+
+    module._checkpoint_without_reentrant_generator = region
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = plain

@@ -1,0 +1,215 @@
+"""Loops over what a mask chooses: ``for expert in hit.nonzero(): …``, as loops over everything.
+
+Each turn is recorded for every index, and every choice by values in it is made only where the
+index is hit: with ``mask & hit[i]`` in the place of ``mask`` a turn that forward would leave out
+works on nothing (`skips` holds that it does).  The indices themselves are then constants, so
+that they may name submodules.  How many there are nobody may ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.assumptions import Site
+from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.passes.trace.values.constants import read
+from pdcompile.passes.trace.values.reads import Loops
+from pdcompile.passes.trace.values.scalars import numbers
+from pdcompile.passes.trace.values.selections import is_mask
+from pdcompile.passes.trace.values.unsized import SHAPELESS
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
+
+_VIEWS = frozenset(
+    ("flatten", "squeeze", "view", "reshape", "ravel", "to", "long", "int", "cpu", "detach",
+     "contiguous")
+)  # fmt: skip
+_THROUGH = _VIEWS | {"getitem", "unbind"}
+
+
+class ChosenLoops:
+    """The loops of one recording.
+
+    Args:
+        turns: which of so many turns are recorded.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self.sites: frozenset[Site] = frozenset()  # of choices that loops go through
+        self.turns: Callable[[int], Sequence[int]] = range
+        self._chosen: dict[str, Site] = {}  # value that a choice among a vector made
+        self._all: dict[int, Tensor] = {}  # id of all indices of a vector -> the vector
+        self._kept: list[Tensor] = []
+        self._hit: Tensor | None = None  # in a turn: whether it is taken
+        self._masks: dict[int, Tensor] = {}  # storage of a mask -> the same in this turn
+        self._gates: set[int] = set()
+
+    def call(self, plain: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """What a torch function returns, called by the model."""
+        name = str(getattr(func, "__name__", ""))
+        if self._tape.reads.handed_out is not None:
+            args, kwargs = numbers(args), numbers(kwargs)
+        if name == "__format__":
+            known = read(func, args, kwargs, self._tape.ops, self._tape.fakes)
+            return known[0] if known is not None else plain(func, args, kwargs)
+        if name == "unbind" and (len(args) < 2 or args[1] == 0) and not kwargs:
+            self.listed(args[0])
+            found = plain(func, args, kwargs)
+            return self.items(args[0], list(found)) if id(args[0]) in self._all else found
+        if self._all and any(id(each) in self._all for each in args if isinstance(each, Tensor)):
+            return self._of_all(plain, func, name, args, kwargs)
+        vector = _chooses(name, args, kwargs)
+        if vector is None:
+            return plain(func, self._gated(name, args), kwargs)
+        site = self._tape.site()
+        if vector.dim() == 1 and site in self.sites and self._hit is None:
+            return self._everything(name, vector, kwargs)
+        before = len(self._tape.ops)
+        result = plain(func, (self._with_hit(vector),), kwargs)
+        if vector.dim() == 1:
+            made = self._tape.ops[before:]
+            self._chosen.update((op.name, site) for op in made)
+        return result
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call that reads values returns to the model."""
+        tape = self._tape
+        if func.__name__ != "tolist":
+            return tape.reads.answer(tape, func, args, kwargs)
+        self.listed(args[0])
+        return self.items(args[0], tape.reads.answer(tape, func, args, kwargs))
+
+    def turns_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:
+        """The turns of a loop through a tensor, each with what belongs to it."""
+        vector = self._all[id(tensor)]
+        if self._hit is not None:
+            raise self._refusal("a loop inside of a loop")
+        if self._tape.observer.selections is None:
+            raise self._refusal("a loop")
+        tape = self._tape
+        for i in self.turns(len(items)):
+            hit = tape.call(torch.Tensor.__getitem__, (vector, i))
+            self._hit = hit if hit.dtype is torch.bool else tape.call(torch.ne, (hit, 0))
+            self._masks = {}
+            try:
+                yield items[i]
+            finally:
+                self._hit = None
+
+    def items(self, tensor: Tensor, numbers: list[Any]) -> list[Any]:
+        """The list that ``tensor.tolist()`` or ``tensor.unbind()`` gives."""
+        return _Numbers(self, tensor, numbers) if id(tensor) in self._all else numbers
+
+    def property(self, args: Any, name: str) -> None:
+        """Before a property is read that is no tensor."""
+        if self._all and id(args[0]) in self._all and name not in SHAPELESS:
+            raise self._refusal(name)
+
+    def listed(self, tensor: Tensor) -> None:
+        """Before a tensor becomes a list: raise `Loops` where a mask chose what is in it."""
+        name = self._tape.fakes.name(tensor)
+        ops = {op.name: op for op in self._tape.ops} if self._chosen else {}
+        while isinstance(name, Ref) and name.name in ops:
+            op: Op = ops[name.name]
+            if op.name in self._chosen:
+                error = refusals.error(refusals.BY_VALUE, "a loop", self._tape.where())
+                found = Loops(error.message, where=error.where, remedy=error.remedy)
+                found.site = self._chosen[op.name]
+                raise found
+            if op.target.rpartition(".")[2] not in _THROUGH or not op.args:
+                return
+            name = op.args[0]
+
+    def _everything(self, name: str, vector: Tensor, kwargs: Any) -> Any:
+        """All indices of a vector in the place of those that are chosen."""
+        tape = self._tape
+        found = tape.call(torch.arange, (vector.shape[0],), {"device": vector.device})
+        if name == "nonzero" and not kwargs.get("as_tuple"):
+            found = tape.call(torch.Tensor.reshape, (found, (-1, 1)))
+            self._enter(found, vector)
+            return found
+        self._enter(found, vector)
+        return (found,)
+
+    def _enter(self, tensor: Tensor, vector: Tensor) -> None:
+        self._all[id(tensor)] = vector
+        self._kept.append(tensor)
+
+    def _of_all(self, plain: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in SHAPELESS:
+            return plain(func, args, kwargs)
+        column = name == "__getitem__" and _takes_column(args[1])
+        if name not in _VIEWS and not column:
+            raise self._refusal(refusals.name_of(func))
+        result = plain(func, args, kwargs)
+        if isinstance(result, Tensor) and result.numel() == args[0].numel():
+            self._enter(result, self._all[id(args[0])])
+        return result
+
+    def _gated(self, name: str, args: Any) -> Any:
+        """The arguments with masks that choose nothing in a turn that is not taken."""
+        if self._hit is None or name not in ("__getitem__", "__setitem__", "masked_select"):
+            return args
+        if name == "masked_select":
+            return (args[0], self._with_hit(args[1]), *args[2:])
+        index = args[1]
+        if is_mask(index):
+            index = self._with_hit(index)
+        elif isinstance(index, tuple):
+            index = tuple(self._with_hit(i) if is_mask(i) else i for i in index)
+        return (args[0], index, *args[2:])
+
+    def _with_hit(self, mask: Tensor) -> Tensor:
+        if self._hit is None:
+            return mask
+        key = storage_key(self._tape.fakes.faked(mask))
+        if key not in self._masks:
+            made = self._tape.call(torch.logical_and, (mask, self._hit))
+            self._masks[key] = made
+            self._kept.append(made)
+            self._gates.add(storage_key(made))
+        return self._masks[key]
+
+    def allows(self, mask: Tensor) -> bool:
+        """Whether a choice by this mask is none in a turn that is not taken."""
+        return self._hit is None or storage_key(mask) in self._gates
+
+    def _refusal(self, what: str) -> Exception:
+        return refusals.error(refusals.BY_VALUE, what, self._tape.where())
+
+
+class _Numbers(list[Any]):
+    def __init__(self, loops: ChosenLoops, tensor: Tensor, numbers: list[Any]) -> None:
+        super().__init__(numbers)
+        self._loops = loops
+        self._tensor = tensor
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loops.turns_of(self._tensor, list(super().__iter__()))
+
+    def __len__(self) -> int:
+        raise self._loops._refusal("len")
+
+
+def _chooses(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """The mask, for a call that gives the indices where it is true."""
+    given = len(args) == 1 and isinstance(args[0], Tensor)
+    if name == "nonzero" and given and not set(kwargs) - {"as_tuple"}:
+        return args[0]  # type: ignore[no-any-return]
+    if name == "argwhere" and given and not kwargs:
+        return args[0]  # type: ignore[no-any-return]
+    return args[0] if name == "where" and given and not kwargs else None
+
+
+def _takes_column(index: Any) -> bool:
+    """Whether an index gives all rows: ``[:, 0]``."""
+    everything = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None)
+    return everything and index[1] == 0

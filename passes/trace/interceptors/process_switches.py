@@ -1,0 +1,36 @@
+"""Switches of the whole process that a forward may turn, and that no op of a graph could show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdcompile.passes.trace import refusals
+
+
+class ProcessSwitches:
+    """How the switches stood when the recording began."""
+
+    def __init__(self) -> None:
+        self._dtype = torch.get_default_dtype()
+        self._kernels = _attention_kernels()
+
+    def check(self, source: str) -> None:
+        """Raise TraceError where an op at `source` runs under others.
+
+        ``torch.ones(8)`` below set_default_dtype(torch.float64) would be float32 in a stage.
+        """
+        if torch.get_default_dtype() is not self._dtype:
+            raise refusals.error(refusals.DEFAULT_DTYPE, str(torch.get_default_dtype()), source)
+        if _attention_kernels() != self._kernels:
+            raise refusals.error(refusals.ATTENTION, "torch.nn.attention.sdpa_kernel", source)
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Which kernels scaled_dot_product_attention may choose from, on every kind of device."""
+    cuda = torch.backends.cuda
+    enabled: tuple[Any, ...] = (
+        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
+    )  # fmt: skip
+    return tuple(each() for each in enabled)

@@ -1,0 +1,63 @@
+"""Libraries that ask whether they are traced, answered so that they go where eager goes.
+
+transformers builds an attention mask in full where it believes to be traced, and leaves it out
+where eager finds nothing masked; attention with fewer key than query heads then runs another
+kernel, whose gradients are rounded differently.  What depends on constants alone can be read
+while recording, so it is no tracing for that.  What depends on the inputs is a question: the
+general path holds for all inputs, and is kept unless the model is found to differ from eager.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pdcompile.passes.trace.assumptions import Findings
+from pdcompile.passes.trace.interceptors.mode_flag import autograd_as_run
+
+GENERAL_PATH = (
+    "where the model would look into its inputs for a short cut (nothing is masked), the stages "
+    "always take the general path: microbatches for which eager takes the short cut may be "
+    "rounded differently"
+)
+
+ASKED = "transformers.utils.import_utils"
+QUESTION = "is_fake_tensor"
+
+
+@contextmanager
+def as_eager(
+    findings: Findings,
+    constant: Callable[[torch.Tensor], bool],
+    training: bool = True,
+    *,
+    always: bool = False,
+) -> Iterator[None]:
+    """While a model is recorded, noting where the answer depends on inputs.
+
+    Args:
+        constant: whether a tensor depends on constants alone.
+        always: answer so there too; what is read then holds for the values of the example.
+    """
+    module: Any = sys.modules.get(ASKED)
+    plain = getattr(module, QUESTION, None)
+    with autograd_as_run(training):
+        if plain is None:
+            yield
+            return
+
+        def is_fake_tensor(x: Any) -> bool:
+            if not plain(x) or constant(x):
+                return False
+            findings.asked_of_inputs = True
+            return not always
+
+        setattr(module, QUESTION, is_fake_tensor)
+        try:
+            yield
+        finally:
+            setattr(module, QUESTION, plain)

@@ -1,0 +1,222 @@
+"""torch.func (vmap, grad, jvp) inside of forward: recorded as the ATen operators that remain.
+
+A transform rewrites each call of the model into other calls, on tensors that are wrapped once for
+each level of it.  What arrives below all levels is plain arithmetic on plain tensors, with nothing
+of the transform left; autograd of the training step sees these calls too, in eager and in a graph
+alike.  So between entering the outermost level and leaving it the tape looks there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch import eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from pdcompile.ir.execution import Lookup, run_op
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.targets import name_of
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.fake_tensors import tensors_in
+from pdcompile.passes.trace.tape.observer import effects, storage_key, written_by
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
+
+_LEVELS = (
+    (vmap, "vmap_increment_nesting"),
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+)
+_LIFT = torch.ops.aten.lift_fresh.default  # of what torch.tensor makes from numbers
+MAX_ELEMENTS = 4096  # of a tensor that is written down number by number
+_WRAPS = ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad"))
+_VJP = (eager_transforms, "_vjp_with_argnums")  # its second result runs when levels are left
+
+
+class Transforms:
+    """The transforms of one recording; `depth`: how many are entered and not left."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._grad_enabled = True  # around the outermost level
+        self._detached: dict[int, torch.Tensor] = {}  # id of a value -> as evaluation has it
+        self._made: list[Op] = []
+        self.depth = 0
+
+    @contextmanager
+    def level(self) -> Iterator[None]:
+        """One level more.
+
+        What a transform makes of an operator depends on which operands need a gradient, and in an
+        evaluation activations need none, other than in a recording of it.
+        """
+        if not self.depth:
+            self._grad_enabled = torch.is_grad_enabled()
+            self._tape.fakes.findings.transformed = True
+        needed = self._tape.training or self._tape.fakes.mode is None
+        self.depth += 1
+        try:
+            with nullcontext() if self.depth > 1 or needed else torch.no_grad():
+                yield
+        finally:
+            self.depth -= 1
+
+    def given(self, value: Any) -> Any:
+        """Arguments with fake tensors for the model's tensors."""
+        fakes = self._tape.fakes
+        value = fakes.faked(value)
+        if self._tape.training or fakes.mode is None:
+            return value
+        return tree_map_only(torch.Tensor, self._evaluated, value)
+
+    def _evaluated(self, tensor: torch.Tensor) -> torch.Tensor:
+        fakes = self._tape.fakes
+        if is_functorch_wrapped_tensor(tensor) or not tensor.is_floating_point():
+            return tensor
+        if not isinstance(fakes.name(tensor), Ref):
+            return tensor
+        if id(tensor) not in self._detached:
+            with self._tape.inside(), temporarily_clear_interpreter_stack():
+                self._detached[id(tensor)] = fakes.detached(tensor)
+        return self._detached[id(tensor)]
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A torch function inside of a transform: what it becomes is recorded below."""
+        with refusals.reads(func, self._tape.boundary):
+            return func(*self.given(args), **self.given(kwargs))
+
+    def apply(self, plain: Callable[..., Any], args: Any) -> Any:
+        """An autograd.Function inside of a transform.
+
+        Raises:
+            TraceError: its backward may be asked for; the ATen operators have another one.
+        """
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in tensors):
+            where = self._tape.where()
+            raise refusals.error(refusals.TRANSFORM, "an autograd.Function", where)
+        return plain(*self.given(args))
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An ATen operator ran below all transforms: record it."""
+        tape = self._tape
+        if tape.within or not tensors_in(result):
+            return
+        source = tape.where()
+        name = func._schema.name.rpartition("::")[2]
+        if tape.observer.moved:
+            raise refusals.error(refusals.STORAGE, name, source)
+        if effects(func)[0]:
+            raise refusals.error(refusals.TRANSFORM, f"random numbers ({name})", source)
+        tape.observer.written = {storage_key(t) for t in written_by(func, args, kwargs)}
+        grad = torch.is_grad_enabled() if tape.training else self._grad_enabled
+        if func is _LIFT and not isinstance(args[0], FakeTensor):
+            if args[0].numel() > MAX_ELEMENTS:
+                raise refusals.error(refusals.TRANSFORM, "a tensor of much data", source)
+            func, kwargs = torch.tensor, {"dtype": args[0].dtype, "device": args[0].device}
+            with _disable_current_modes():
+                name, args = "tensor", (args[0].tolist(),)
+        first = len(tape.ops)
+        # Autocast has been done with above, and would come twice.
+        off = torch.autocast(tape.fakes.device.type, enabled=False)
+        with tape.inside(), torch._C.DisableTorchFunction(), torch.set_grad_enabled(grad), off:
+            tape.record("function", name_of(func), name, args, kwargs, result, None)
+        self._made += tape.ops[first:]
+
+    def finish(self) -> None:
+        """After the last call: find which results need a gradient.
+
+        Below autograd, where they were seen, they do not have that yet; and autograd may put
+        another tensor in the place of the one that was seen.  So each operator runs once more.
+        """
+        fakes = self._tape.fakes
+        if not self._made or fakes.mode is None:
+            return
+        known: dict[str, Any] = {}
+        with self._tape.inside(), _disable_current_modes(), fakes.mode:
+            for op in self._made:
+                env = {name: known.get(name) for name in op.inputs}
+                env |= {
+                    name: _like(fakes.objects[name], fakes.requiring.get(name, False))
+                    for name in op.inputs
+                    if name not in known
+                }
+                held = {f: _like(fakes.faked(fakes.table.objects[f])) for f in op.attributes}
+                made = run_op(op, env, Lookup(nn.Module(), 0, fakes.device, held))
+                if isinstance(made, torch.Tensor):
+                    fakes.requiring[op.name] = made.requires_grad
+                else:
+                    known[op.name] = made
+
+
+def _like(tensor: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
+    """A fake tensor of the same form that no other has to do with, and no leaf."""
+    shape, strides = tensor.shape, tensor.stride()
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    made = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    if tensor.requires_grad or requires_grad:
+        made = made.requires_grad_().clone()
+    return made.as_strided(shape, strides)
+
+
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether it does on some level; a tensor of a level further out says no inside of it."""
+    while is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = get_unwrapped(tensor)
+    with temporarily_clear_interpreter_stack():
+        return tensor.requires_grad
+
+
+@contextmanager
+def transformed(tape: Tape) -> Iterator[None]:
+    """The tape knows of transforms, and they get fake tensors for the model's tensors."""
+    transforms = tape.transforms
+    plain = [(home, name, getattr(home, name)) for home, name in (*_LEVELS, *_WRAPS, _VJP)]
+
+    def level(enter: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def nesting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with transforms.level(), enter(*args, **kwargs) as entered:
+                yield entered
+
+        return nesting
+
+    def wrap(plainly: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(tensor: Any, *args: Any) -> Any:
+            return plainly(transforms.given(tensor), *args)
+
+        return wrapped
+
+    def begun(plainly: Callable[..., Any]) -> Callable[..., Any]:
+        def vjp(*args: Any, **kwargs: Any) -> Any:
+            first, backward, *more = plainly(*args, **kwargs)
+            return first, within(backward), *more
+
+        return vjp
+
+    def within(plainly: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with transforms.level():
+                return plainly(*transforms.given(args), **kwargs)
+
+        return backward
+
+    changes = (*((place, level) for place in _LEVELS), *((place, wrap) for place in _WRAPS))
+    for (home, name), change in (*changes, (_VJP, begun)):
+        setattr(home, name, change(getattr(home, name)))
+    try:
+        yield
+    finally:
+        for home, name, was in plain:
+            setattr(home, name, was)

@@ -1,0 +1,98 @@
+"""From recordings at several batch sizes to one OpGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
+from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
+from pdcompile.passes.trace.merge.batch_sizes import Fit
+from pdcompile.passes.trace.merge.prune import prune
+from pdcompile.passes.trace.merge.reachable import with_consumers, with_gradients
+from pdcompile.passes.trace.tape.run import Recording
+
+MANY_RETURNED = 4  # from here on a note says what returning them costs
+
+
+def assemble(
+    model: nn.Module, recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool
+) -> OpGraph:
+    """One graph that fits all recordings; its concrete numbers belong to the first size.
+
+    Raises:
+        TraceError: the recordings are not the same computation.
+    """
+    first = recordings[0]
+    fit = Fit(sizes)
+    ops = fit.ops([recording.ops for recording in recordings])
+    values = fit.values([recording.values for recording in recordings], first.ops)
+    output = fit.any([recording.output for recording in recordings], "the model's output")
+    loss = fit.any([recording.loss for recording in recordings], "the loss")
+    tensors = fit.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
+    roots = (output, Ref(loss)) if loss is not None else output
+    ops = prune(ops, roots)
+    ops = ops if training else _with_autograd(ops)
+    kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
+    values = {name: value for name, value in values.items() if name in kept}
+    values = with_consumers(ops, values)
+    values = with_gradients(ops, values, loss, output)
+    return OpGraph(
+        training=training,
+        ops=ops,
+        values=values,
+        inputs=first.inputs,
+        tensors=dict(tensors),
+        output=output,
+        loss=loss,
+        batch_size=sizes[0],
+        constants=first.constants,
+        classes=first.classes,
+        notes=(
+            *_notes(ops),
+            *(summed_apart(ops, first.regions, dict(tensors)) if training else ()),
+            *returned(values, output, loss),
+        ),
+        output_spec=first.output_spec,
+        tensor_values=first.tensor_values,
+    )
+
+
+def as_evaluation(train: OpGraph) -> OpGraph:
+    """The graph of evaluation of a model that does the same in both modes."""
+    return replace(train, training=False, ops=_with_autograd(train.ops))
+
+
+def _with_autograd(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Evaluation runs without autograd, except where forward itself takes a gradient."""
+    last = max((i for i, op in enumerate(ops) if op.target == GRADIENT), default=-1)
+    return (
+        *(replace(op, enables_grad=True) if op.grad_enabled else op for op in ops[: last + 1]),
+        *ops[last + 1 :],
+    )
+
+
+def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
+    norms = [op.module_path or op.name for op in ops if op.buffers_written]
+    if not norms:
+        return ()
+    shown = ", ".join(dict.fromkeys(norms).keys())
+    return (
+        f"buffers are written once a microbatch, as in gradient accumulation, not once a "
+        f"minibatch: {shown}",
+    )
+
+
+def returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
+    """Results that the model goes on computing with and returns too, as caches of keys do."""
+    names = dict.fromkeys(ref.name for ref in walk(output, Ref) if ref.name != loss)
+    inner = [name for name in names if values[name].producer and values[name].consumers]
+    if len(inner) < MANY_RETURNED:
+        return ()
+    return (
+        f"{len(inner)} values that forward goes on with are outputs too ({inner[0]}, "
+        f"{inner[1]}, …): those of earlier stages are sent to the last one, which a model that "
+        "returns less saves (use_cache=False, output_hidden_states=False), and outputs='none' too",
+    )

@@ -1,0 +1,160 @@
+"""Branches on values that are computed: both ways are captured, and each call takes its own.
+
+``if not torch.isfinite(h).all(): h = h.clamp(…)`` is recorded twice, once for each way.  The
+operators of both ways are entered, and where the ways meet again ``(h, clamped)[decided]`` goes
+on with the one that eager would have: autograd sees only that one.  This is sound for operators
+that write nothing; draws have streams of their own.  Python may remember what one decision was
+until another one (a flag, a count): so the model is recorded with every mixture of outcomes, and
+what the graph does with them must be what the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.errors import TraceError
+from pdcompile.passes.trace.assumptions import Assumptions, Key
+from pdcompile.passes.trace.merge.joined import (
+    CannotJoin,
+    Join,
+    Joined,
+    form_of,
+    refs_of,
+    with_end,
+    with_refs,
+)
+from pdcompile.passes.trace.values.reads import Decision, Undecided
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.run import Recording
+
+Once = Callable[[Mapping[Key, bool]], "Recording"]
+
+MAX_DECISIONS = 6  # all mixtures of whose outcomes are tried
+MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
+
+
+def both_ways(once: Once, assumed: Assumptions, mixed: set[Any], training: bool) -> Recording:
+    """A recording that holds for every outcome of the decisions that the model takes.
+
+    Args:
+        once: records the model with given outcomes; a decision that is not given is False.
+        mixed: decisions all mixtures of whose outcomes were tried, filled in.
+
+    Raises:
+        CannotJoin: the ways of some decisions do not fit into one graph.
+    """
+    base = once({})
+    if not base.decisions:
+        return base
+    trial = assumed.trial is not None
+    return _Ways(once, mixed, training, trial=trial).joined(base, {}).recording
+
+
+@dataclass(slots=True)
+class _Ways:
+    once: Once
+    mixed: set[Any]
+    training: bool
+    trial: bool
+
+    def joined(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> Joined:
+        """A recording made with these outcomes, and both ways of its other decisions.
+
+        `depth`: how many decisions deep, each met only where the one before it was True.
+        """
+        decisions = tuple(d for d in base.decisions if d.key not in given)
+        if not decisions:
+            return Joined(base, {}, {})
+        if len(decisions) > MAX_DECISIONS or depth > MAX_NESTED:
+            raise CannotJoin(decisions)
+        ways = [[decisions[0::2], decisions[1::2]]] if len(decisions) > 2 else []
+        ways.append([(one,) for one in decisions])
+        for groups in ways:
+            try:
+                return self._joined(base, decisions, groups, given, depth)
+            except CannotJoin:
+                if groups is ways[-1]:
+                    raise
+        raise CannotJoin(decisions)
+
+    def _joined(
+        self,
+        base: Recording,
+        decisions: Sequence[Decision],
+        groups: Sequence[Sequence[Decision]],
+        given: Mapping[Key, bool],
+        depth: int,
+    ) -> Joined:
+        join = Join(base, decisions)
+        waiting = list(groups)
+        known = {decision.key: False for decision in decisions}
+        while waiting:
+            group = waiting.pop(0)
+            outcomes = {**given, **{decision.key: True for decision in group}}
+            known_there = {**given, **known, **outcomes}
+            other = self.joined(self._run(outcomes, decisions), known_there, depth + 1)
+            waiting += [(decision,) for decision in join.add(other, group)]
+        found = join.finished()
+        if depth == 0:
+            self._check(found, decisions, len(groups))
+        return found
+
+    def _check(self, found: Joined, decisions: Sequence[Decision], groups: int) -> None:
+        """Every mixture of outcomes: Python may remember one decision until another one.
+
+        Raises:
+            CannotJoin: one of them leads to something else than the graph has.
+        """
+        keys = sorted(found.met, key=repr)
+        if len(keys) > MAX_DECISIONS:
+            raise CannotJoin(decisions)
+        shape = (self.training, tuple(keys), groups)
+        if shape in self.mixed:
+            return
+        for number in range(2 ** len(keys)):
+            outcomes = {key: bool(number >> i & 1) for i, key in enumerate(keys)}
+            actual = self._run(outcomes, decisions)
+            met = {decision.key for decision in actual.decisions}
+            if not met <= found.met or not predicts(found, actual, outcomes):
+                raise CannotJoin(decisions)
+        self.mixed.add(shape)
+
+    def _run(self, outcomes: Mapping[Key, bool], decisions: Sequence[Decision]) -> Recording:
+        try:
+            return self.once(outcomes)
+        except Undecided:
+            raise
+        except TraceError:
+            if self.trial:
+                raise
+            raise CannotJoin(decisions) from None
+
+
+def predicts(joined: Joined, actual: Recording, outcomes: Mapping[Key, bool]) -> bool:
+    """Whether the graph does with these outcomes what the model did."""
+    names: dict[str, str] = {}
+
+    def resolved(name: str) -> str:
+        while name in joined.choices:
+            no, yes, key = joined.choices[name]
+            name = yes if outcomes.get(key, False) else no
+        return name
+
+    expected = []
+    for op in with_end(joined.recording):
+        runs = all(outcomes.get(k, False) == v for k, v in joined.when.get(op.name, {}).items())
+        if runs and op.name not in joined.choices:
+            expected.append(with_refs(op, [resolved(name) for name in refs_of(op)]))
+    ran = with_end(actual)
+    if len(ran) != len(expected):
+        return False
+    for want, did in zip(expected, ran, strict=True):
+        if form_of(want) != form_of(did):
+            return False
+        if [names.get(name, name) for name in refs_of(did)] != refs_of(want):
+            return False
+        names[did.name] = want.name
+    return True

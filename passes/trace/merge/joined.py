@@ -1,0 +1,395 @@
+"""Several recordings of one model, each with other ways of its branches, as one list of ops.
+
+Recordings are laid side by side.  From a decision on they differ; where both end with the same
+operators the ways have met, and what one of these operators reads under other names in the other
+recording becomes a choice between the two.  Which operators are taken to be the same decides how
+many run, never what is computed: an operator is the same only if all but its inputs is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
+from pdcompile.passes.trace.assumptions import Key
+from pdcompile.passes.trace.merge.conditional_code import renamed
+from pdcompile.passes.trace.merge.slices import numbered
+from pdcompile.passes.trace.values.reads import Decision
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.run import Recording
+
+# What may fail by values must not run where eager would not run it.
+_MAY_FAIL = (
+    "index", "gather", "scatter", "take", "embedding", "one_hot", "nll_loss", "cross_entropy",
+    "linalg", "cholesky", "inverse", "solve", "multinomial", "bincount", "ctc", "assert",
+    "Embedding", "NLLLoss", "CrossEntropyLoss", "svd", "eigh",
+)  # fmt: skip
+
+
+class CannotJoin(Exception):
+    """Both ways of a branch do not fit into one graph."""
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        super().__init__()
+        self.decisions = decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A recording with several ways in it.
+
+    choices: value -> (value without, value with a decision, that decision).
+    when: op -> the outcomes with which the model runs it; all others always run.
+    met: every decision that some way comes to, whether or not anything depends on it.
+    """
+
+    recording: Recording
+    choices: Mapping[str, tuple[str, str, Key]]
+    when: Mapping[str, Mapping[Key, bool]]
+    met: frozenset[Key] = frozenset()
+
+
+@dataclass(slots=True)
+class _Region:
+    """One decision: ops of the base that run only without it, ops that run only with it."""
+
+    decision: Decision
+    start: int  # index of the deciding op in the base
+    end: int  # index in the base where both ways have met again
+    ops: list[Op]  # with their final names
+
+
+class Join:
+    """Several recordings of one model as one; in `base` these decisions are all False."""
+
+    def __init__(self, base: Recording, decisions: Sequence[Decision]) -> None:
+        self._base = base
+        self._decisions = decisions
+        self._inner: dict[str, tuple[str, str, Key]] = {}  # choices inside of other ways
+        self._inner_when: dict[str, Mapping[Key, bool]] = {}
+        self._index = {op.name: i for i, op in enumerate(base.ops)}
+        self._values = dict(base.values)
+        self._taken = {*base.values, *(op.name for op in base.ops)}
+        self._regions: dict[Key, _Region] = {}
+        self._owner: dict[str, Key] = {}  # op of one way only -> decision
+        self._others: dict[tuple[str, int], dict[Key, str]] = {}  # argument -> what else it is
+        self._storages = 1 + max((v.storage for v in base.values.values()), default=0)
+        self._selects: dict[tuple[str, str, Key], str] = {}
+        self._ops: list[Op] = []
+        self._met = {decision.key for decision in decisions}
+
+    # What another recording adds.
+
+    def add(self, joined: Joined, flipped: Sequence[Decision]) -> list[Decision]:
+        """Enter the ops of a recording in which these outcomes are True.
+
+        Returns those among them that it never came to.
+        """
+        base, other = self._base, joined.recording
+        self._met |= joined.met
+        there = {decision.key: decision.op for decision in other.decisions}
+        reached = [decision for decision in flipped if decision.key in there]
+        positions = {op.name: i for i, op in enumerate(other.ops)}
+        mine = [-1, *(self._index[decision.op] for decision in reached)]
+        theirs = [-1, *(positions[there[decision.key]] for decision in reached)]
+        names = {name: name for name, v in base.values.items() if v.producer is None}
+        storages: dict[int, int] = {}
+        pairs: dict[tuple[str, str], Key] = {}
+        ours, others = with_end(base), with_end(other)
+        keys = {d.op: d.key for d in base.decisions}, {d.op: d.key for d in other.decisions}
+        mine.append(len(ours) - 1)
+        theirs.append(len(others) - 1)
+        if mine != sorted(mine) or theirs != sorted(theirs):
+            raise CannotJoin(reached)
+        for i in range(len(mine) - 1):
+            left = ours[mine[i] + 1 : mine[i + 1] + 1]
+            right = others[theirs[i] + 1 : theirs[i + 1] + 1]
+            common = _common(left, right, keys)
+            key = reached[i - 1].key if i else None
+            if key is None and not common == len(left) == len(right):
+                raise CannotJoin(reached)
+            if common == 0:
+                raise CannotJoin(reached)
+            if key is not None:
+                made = self._enter(right[: len(right) - common], joined, names, storages, key)
+                end = mine[i] + 1 + len(left) - common
+                self._regions[key] = _Region(reached[i - 1], mine[i], end, made)
+                self._check_pure(left[: len(left) - common])
+            for a, b in zip(left[-common:], right[-common:], strict=True):
+                self._match(a, b, other, names, storages, pairs, key)
+        return [decision for decision in flipped if decision.key not in there]
+
+    def _enter(
+        self,
+        ops: Sequence[Op],
+        joined: Joined,
+        names: dict[str, str],
+        storages: dict[int, int],
+        key: Key,
+    ) -> list[Op]:
+        other = joined.recording
+        self._check_pure([op for op in ops if op.name not in joined.choices])
+        found = []
+        for op in ops:
+            name = self._fresh(op.name)
+            self._owner[name] = key
+            value = other.values[op.name]
+            if value.storage >= 0:
+                if value.storage not in storages:
+                    storages[value.storage] = self._storages
+                    self._storages += 1
+                value = replace(value, storage=storages[value.storage])
+            self._values[name] = replace(value, name=name, producer=name)
+            found.append(
+                replace(
+                    op, name=name, args=renamed(op.args, names), kwargs=renamed(op.kwargs, names)
+                )
+            )
+            names[op.name] = name
+            self._inner_when[name] = joined.when.get(op.name, {})
+            if op.name in joined.choices:
+                no, yes, inner = joined.choices[op.name]
+                self._inner[name] = (names[no], names[yes], inner)
+        return found
+
+    def _match(
+        self,
+        a: Op,
+        b: Op,
+        other: Recording,
+        names: dict[str, str],
+        storages: dict[int, int],
+        pairs: dict[tuple[str, str], Key],
+        key: Key | None,
+    ) -> None:
+        """One op that both recordings have."""
+        here = [self._regions[key].decision] if key is not None else self._decisions
+        for i, (mine, theirs) in enumerate(zip(refs_of(a), refs_of(b), strict=True)):
+            alternative = names[theirs]
+            if alternative == mine:
+                continue
+            if key is None:
+                raise CannotJoin(here)
+            owner = self._owner.get(alternative) or pairs.setdefault((mine, alternative), key)
+            pairs.setdefault((mine, alternative), owner)
+            self._others.setdefault((a.name, i), {})[owner] = alternative
+        if tuple(names[name] for name in b.mutates) != a.mutates:
+            raise CannotJoin(here)
+        names[b.name] = a.name
+        if a.name in self._base.values:
+            v, w = self._base.values[a.name], other.values[b.name]
+            if not _alike(v, w):
+                raise CannotJoin(here)
+            storages.setdefault(w.storage, v.storage)
+
+    def _check_pure(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            last = op.target.rpartition(".")[2]
+            by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
+            if (
+                op.mutates or op.buffers_written or op.opaque or by_tensor
+                or any(word in op.target for word in _MAY_FAIL)
+            ):  # fmt: skip
+                raise CannotJoin(self._decisions)
+
+    def _fresh(self, name: str) -> str:
+        found, count = name, 0
+        while found in self._taken:
+            count += 1
+            found = f"{name}_{count}"
+        self._taken.add(found)
+        return found
+
+    # The graph of all of them.
+
+    def finished(self) -> Joined:
+        """The recording with the ops of all ways, and the choices between what they make."""
+        base = self._base
+        self._settle()
+        regions = {self._index[r.decision.op]: r for r in self._regions.values()}
+        for i, op in enumerate(with_end(base)):
+            chosen = self._chosen(op, i)
+            if i == len(base.ops):
+                output, loss = chosen.args
+                break
+            self._ops.append(chosen)
+            if i in regions:
+                for one in regions[i].ops:
+                    self._ops.append(self._within(one, regions[i]))
+        self._check_writes()
+        order = [name for name, v in self._values.items() if v.producer is None]
+        order += [op.name for op in self._ops]
+        mine = {decision.key for decision in self._decisions}
+        recording = replace(
+            base,
+            ops=tuple(numbered(self._ops)),
+            values={name: self._values[name] for name in order},
+            output=output,
+            loss=loss.name if isinstance(loss, Ref) else None,
+            decisions=tuple(d for d in base.decisions if d.key not in mine),
+        )
+        choices = {made: memo for memo, made in self._selects.items()}
+        return Joined(recording, {**choices, **self._inner}, self._when(), frozenset(self._met))
+
+    def _settle(self) -> None:
+        """For every decision: what takes the place of a value wherever it is read afterwards."""
+        self._after: dict[Key, dict[str, str]] = {}
+        for key, region in self._regions.items():
+            found: dict[str, set[str | None]] = {}
+            for op in with_end(self._base)[region.end :]:
+                for i, name in enumerate(refs_of(op)):
+                    other = self._others.get((op.name, i), {}).get(key)
+                    found.setdefault(name, set()).add(other)
+            self._after[key] = {
+                name: other
+                for name, others in found.items()
+                for other in others
+                if len(others) == 1 and other is not None
+            }
+
+    def _ordered(self, keys: Sequence[Key]) -> list[_Region]:
+        regions = [self._regions[key] for key in keys]
+        return sorted(regions, key=lambda region: (region.end, -region.start))
+
+    def _chosen(self, op: Op, index: int) -> Op:
+        """An op of the base, with choices in the place of what depends on decisions."""
+        wanted = []
+        for i, name in enumerate(refs_of(op)):
+            others = self._others.get((op.name, i), {})
+            for region in self._ordered(list(others)):
+                key = region.decision.key
+                if region.end > index:
+                    raise CannotJoin([region.decision])
+                name = self._select(name, self._at(others[key], region), region)
+            wanted.append(name)
+        return with_refs(op, wanted)
+
+    def _within(self, op: Op, region: _Region) -> Op:
+        return with_refs(op, [self._at(name, region) for name in refs_of(op)])
+
+    def _at(self, name: str, region: _Region) -> str:
+        """What a name of the base means where a decision is taken."""
+        earlier = [
+            key
+            for key, other in self._regions.items()
+            if other.end <= region.start and name in self._after[key]
+        ]
+        now = name
+        for one in self._ordered(earlier):
+            other = self._after[one.decision.key][name]
+            now = self._select(now, self._at(other, one), one)
+        return now
+
+    def _select(self, name: str, other: str, region: _Region) -> str:
+        if name == other:
+            return name
+        memo = (name, other, region.decision.key)
+        if memo in self._selects:
+            return self._selects[memo]
+        one, two = self._values[name], self._values[other]
+        if not one.is_tensor or not two.is_tensor or not _alike(one, two):
+            raise CannotJoin([region.decision])
+        made = self._fresh("chosen")
+        decider = self._base.ops[region.start]
+        self._values[made] = replace(one, name=made, producer=made)
+        self._ops.append(
+            replace(
+                decider,
+                name=made,
+                kind="function",
+                target="operator.getitem",
+                args=((Ref(name), Ref(other)), Ref(decider.name)),
+                variable="",
+            )
+        )
+        self._selects[memo] = made
+        return made
+
+    def _check_writes(self) -> None:
+        """Nothing may write into what may be one or the other."""
+        either = set()
+        for name, other, _ in self._selects:
+            either |= {self._values[name].storage, self._values[other].storage}
+        for op in self._ops:
+            if any(self._values[name].storage in either for name in op.mutates):
+                raise CannotJoin(self._decisions)
+
+    def _when(self) -> dict[str, Mapping[Key, bool]]:
+        found: dict[str, dict[Key, bool]] = {}
+        for key, region in self._regions.items():
+            for op in self._base.ops[region.start + 1 : region.end]:
+                found.setdefault(op.name, {})[key] = False
+        for key, region in self._regions.items():
+            outer = found.get(region.decision.op, {})
+            for op in region.ops:
+                found[op.name] = {**self._inner_when[op.name], **outer, key: True}
+        return dict(found)
+
+
+def with_end(recording: Recording) -> list[Op]:
+    """The ops, and one more that reads what the model returns."""
+    loss = Ref(recording.loss) if recording.loss is not None else None
+    return [*recording.ops, Op("", "function", "output", (recording.output, loss))]
+
+
+def refs_of(op: Op) -> list[str]:
+    return [ref.name for ref in walk((op.args, op.kwargs), Ref)]
+
+
+def with_refs(op: Op, names: Sequence[str]) -> Op:
+    """The op with other values as its arguments, in order of appearance."""
+    if list(names) == refs_of(op):
+        return op
+    # Each occurrence gets a name of its own first: one value may have to become two.
+    counter = iter(range(len(names)))
+
+    def numbered_refs(argument: Any) -> Any:
+        return _each(argument, lambda ref: Ref(f"#{next(counter)}"))
+
+    args, kwargs = numbered_refs((op.args, op.kwargs))
+    marked = {f"#{i}": name for i, name in enumerate(names)}
+    return replace(op, args=renamed(args, marked), kwargs=renamed(kwargs, marked))
+
+
+def _each(argument: Any, change: Callable[[Ref], Ref]) -> Any:
+    match argument:
+        case Ref():
+            return change(argument)
+        case tuple():
+            return tuple(_each(item, change) for item in argument)
+        case ListOf(items) | DictOf(items):
+            return type(argument)(_each(items, change))
+        case Slice(start, stop, step):
+            return Slice(*(_each(part, change) for part in (start, stop, step)))
+    return argument
+
+
+def form_of(op: Op) -> Any:
+    """The op apart from names."""
+    args, kwargs = _each((op.args, op.kwargs), lambda ref: Ref(""))
+    return replace(
+        op, name="", variable="", call_index=0, args=args, kwargs=kwargs,
+        mutates=("",) * len(op.mutates),
+    )  # fmt: skip
+
+
+def _common(
+    left: Sequence[Op], right: Sequence[Op], keys: tuple[dict[str, Key], dict[str, Key]]
+) -> int:
+    """How many ops both end with."""
+    count = 0
+    for a, b in zip(reversed(left), reversed(right), strict=False):
+        if keys[0].get(a.name) != keys[1].get(b.name) or form_of(a) != form_of(b):
+            break
+        count += 1
+    return count
+
+
+def _alike(one: Value, other: Value) -> bool:
+    def of(value: Value) -> Any:
+        return (value.shape, value.dtype, value.requires_grad, value.stride_order, value.varies)
+
+    return bool(of(one) == of(other))

@@ -1,0 +1,125 @@
+"""For which microbatch sizes a capture is the model: both ends of the range are tried.
+
+A capture is made at a few sizes near the one that will run; later minibatches may be shorter or
+longer.  Python in a forward that asks for the number of samples almost always compares it with a
+limit (`if len(x) > 16`, `min(len(x), 16)`, a table of 512 positions, `squeeze()` at one sample).
+What is the same computation at the sizes of the capture and at both ends is the same between
+them, unless it depends on more than limits (`len(x) % 7`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Affine, Capture, SizeRange
+from pdcompile.passes.trace.merge.batch_sizes import Fit, OtherBySize
+from pdcompile.passes.trace.tape.run import Recording
+from pdcompile.warn import warn
+
+_FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
+
+
+def few_sizes(microbatch_size: int) -> tuple[int, ...]:
+    """Three sizes that tell as much as three can, for a model that takes long to record.
+
+    One is a multiple of 2, 3, 4, 5 and 6, so that a forward which asks whether the number of
+    samples divides by one of them diverges; one is the end of the range, 16 times the first and
+    one more.
+    """
+    return microbatch_size, 60 if microbatch_size != 60 else 120, 16 * microbatch_size + 1
+
+
+def size_range(
+    record: Callable[[int], Recording], recordings: Sequence[Recording], sizes: tuple[int, ...]
+) -> SizeRange:
+    """The range of sizes around `sizes`, where `recordings` were made.
+
+    Args:
+        record: makes a further recording, at a size that has not been tried.
+    """
+    smallest, below = 1, ""
+    if 1 not in sizes:
+        below = _misfit(record, recordings, sizes, 1)
+        smallest = min(sizes) if below else 1
+    above = ""
+    for factor in _FACTORS:
+        largest = factor * sizes[0] + 1
+        if largest <= max(sizes):
+            break
+        reason = _misfit(record, recordings, sizes, largest)
+        if not reason:
+            return SizeRange(smallest, largest, below, above)
+        above = reason
+    return SizeRange(smallest, max(sizes), below, above)
+
+
+def fails_at(size: int, error: TraceError) -> OtherBySize:
+    """What it means that a model which runs with some samples raises with `size` of them."""
+    return OtherBySize(
+        f"with {counted(size)} {error.message}",
+        where=error.where,
+        remedy="take the number of samples from the inputs (x.shape[0]) where forward needs it",
+    )
+
+
+def fails_as_microbatch(size: int, batch: int, error: TraceError) -> TraceError:
+    """What it means that a model which runs on the minibatch raises on a microbatch of it."""
+    return TraceError(
+        f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's {batch} "
+        "it does not",
+        where=error.where,
+        remedy="microbatches=1, or a number of microbatches that leaves the samples that it needs; "
+        "or let forward take the number of samples from its inputs (x.shape[0])",
+    )
+
+
+def counted(samples: int) -> str:
+    return f"{samples} samples" if samples > 1 else "one sample"
+
+
+def alone(size: int, error: TraceError) -> SizeRange:
+    """The range of a model that is something else at every other size.
+
+    It goes through its samples one by one, or asks for their number in ways that limits do not
+    tell; or `x.expand(len(x), -1)` is left out for one sample, and large models run with one.
+    """
+    return SizeRange(size, size, below=_told(error), above=_told(error))
+
+
+def warn_of_one_size(found: Capture) -> None:
+    """Tell that later minibatches have to be as the first one is, where that is so."""
+    graph = next((g for g in (found.train, found.eval) if _single(g.sizes)), None)
+    if graph is not None:
+        warn(f"every microbatch has to be of {counted(graph.batch_size)}: {graph.sizes.above}")
+
+
+def _single(sizes: SizeRange) -> bool:
+    return sizes.smallest == sizes.largest
+
+
+def _misfit(
+    record: Callable[[int], Recording],
+    recordings: Sequence[Recording],
+    sizes: tuple[int, ...],
+    size: int,
+) -> str:
+    """Why the model is something else at this size; "" when it is the same."""
+    fit = Fit((*sizes, size))
+    try:
+        further = [*recordings, record(size)]
+        fit.ops([recording.ops for recording in further])
+        fit.any([recording.output for recording in further], "the model's output")
+        fit.any([_shapes(recording) for recording in further], "the shape of a result")
+    except TraceError as error:
+        return _told(error)
+    return ""
+
+
+def _told(error: TraceError) -> str:
+    return f"{error.message} ({error.where})" if error.where else error.message
+
+
+def _shapes(recording: Recording) -> tuple[tuple[int | Affine, ...], ...]:
+    # Strides and storages are left out: a dimension of one sample is contiguous either way.
+    return tuple(value.shape for value in recording.values.values())

@@ -1,0 +1,88 @@
+"""A recording in which sizes that depend on values are made up: tokens of an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Ref
+from pdcompile.passes.trace.merge.conditional_code import left_out, renamed, with_gates
+from pdcompile.passes.trace.merge.open_sizes import with_open_sizes
+from pdcompile.passes.trace.values.reads import Undecided
+from pdcompile.passes.trace.values.selections import average, same_ops, varied
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.run import Recording
+
+Turns = Callable[[int], Sequence[int]]  # of so many turns of a loop (`hits`) those that run
+
+
+def _none(count: int) -> range:
+    return range(0)
+
+
+def _even(count: int) -> range:
+    return range(0, count, 2)
+
+
+def _odd(count: int) -> range:
+    return range(1, count, 2)
+
+
+def with_sizes_that_vary(
+    run: Callable[..., Recording], expected: dict[bool, list[int]], training: bool, *, loops: bool
+) -> Recording | None:
+    """A recording in which sizes that depend on values are made up; None if something hangs on
+    them.
+
+    Args:
+        run: records the model with these sizes and turns of loops.
+        expected: mode to the sizes that results have on average, filled in by the first call.
+        loops: whether there are loops through what is chosen.
+    """
+    try:
+        everything = run(lambda index, elements: elements)
+        if not everything.chosen:
+            return everything
+        sizes = expected.setdefault(training, average(everything.chosen))
+
+        def as_usual(index: int, elements: int) -> int:
+            return sizes[index] if index < len(sizes) else elements
+
+        usual = run(as_usual)
+        nothing, one = run(lambda index, elements: 0, _none), run(lambda index, elements: 1)
+        some = usual
+        if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
+            # Others for every choice, so that the size of one is not taken for that of another.
+            some = run(lambda index, elements: elements // 2 + 1 + index)
+        parts = [run(as_usual, every_other) for every_other in (_even, _odd) if loops]
+    except Undecided:
+        raise
+    except TraceError:
+        return None
+    if some is not usual:
+        opened = with_open_sizes((usual, everything, one, some, nothing))
+        if opened is None:
+            return None
+        usual, everything, one, some, nothing = opened
+    if not all(same_ops(usual.ops, other.ops) for other in (everything, one, some)):
+        return None
+    if any((other.output, other.loss) != (usual.output, usual.loss) for other in (everything, one)):
+        return None
+    roots = (usual.output, Ref(usual.loss) if usual.loss else None)
+    values = varied(usual.values, [everything.values, one.values], roots)
+    if values is None:
+        return None
+    skipped: set[str] = set()
+    for less in (*parts, nothing):
+        found = left_out(usual.ops, less.ops, values, one.values)
+        if found is None:
+            return None
+        skipped, names, before = found
+        end = (less.output, Ref(less.loss) if less.loss else None)
+        if renamed(end, names) != renamed(roots, before):
+            return None
+    ops, values = with_gates(usual.ops, values, skipped)
+    return replace(usual, ops=ops, values=values)

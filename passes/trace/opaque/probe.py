@@ -1,0 +1,339 @@
+"""What modules that are kept whole really do, seen in one run of the model on real tensors.
+
+Nothing is known of the inside of such a module; so the model runs once as it is, and every call
+of these modules is watched from outside: what it returns, which tensors it reads and writes,
+what it draws, computes and keeps for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from pdcompile.batch import FlatCall
+from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
+from pdcompile.errors import TraceError
+from pdcompile.ir.opaque import describe, tensors_at
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.calls.python_state import settled
+from pdcompile.passes.trace.interceptors.generators import Sentinel, not_reseeded
+from pdcompile.passes.trace.opaque.outcomes import (
+    CallKey,
+    Outcome,
+    alike,
+    both,
+    check_repeats,
+    made_by,
+    same_values,
+)
+from pdcompile.passes.trace.remedies import remedy
+from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.tape.module_table import ModuleTable
+from pdcompile.passes.trace.tape.observer import (
+    effects,
+    is_dense,
+    locate,
+    source_of_traceback,
+    storage_key,
+    written_by,
+)
+
+
+def probe(
+    subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool
+) -> dict[CallKey, Outcome]:
+    """Run the model and say what each call of the modules at `paths` did.
+
+    A second run, on the same numbers, must give the same results; a third one, on them in another
+    order, shows whether the shapes of results depend on values.  Buffers, modes, attributes and
+    generators are as before afterwards.
+
+    Raises:
+        TraceError: the model cannot be run, draws outside of torch, or changes Python state that
+            its results depend on.
+    """
+    run = partial(_run, subject, paths=paths, training=training)
+    try:
+        found = run(flat)
+    except TraceError as error:
+        if "saved tensor hooks" not in error.message:
+            raise
+        run = partial(run, hooks=False)  # torch.func transforms do not run below them
+        found = run(flat)
+    check_repeats(subject.table, found, run(flat))
+    try:
+        again = run(_shuffled(flat))
+    except TraceError:
+        return found  # it does not accept such inputs; its results are checked at every call
+    return {
+        key: both(outcome, again[key]) if key in again else outcome
+        for key, outcome in found.items()
+    }
+
+
+def _shuffled(flat: FlatCall) -> FlatCall:
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(leaf: Tensor) -> Tensor:
+        values = leaf.detach().reshape(-1)
+        order = torch.randperm(values.numel(), generator=generator)
+        mixed = values[order.to(values.device)].reshape(leaf.shape)
+        return torch.empty_like(leaf).copy_(mixed).requires_grad_(leaf.requires_grad)
+
+    return FlatCall(
+        {p: shuffled(x) if isinstance(x, Tensor) else x for p, x in flat.leaves.items()}, flat.spec
+    )
+
+
+def _run(
+    subject: Subject,
+    flat: FlatCall,
+    *,
+    paths: Collection[str],
+    training: bool,
+    hooks: bool = True,
+) -> dict[CallKey, Outcome]:
+    def call(_: dict[tuple[int, str], str]) -> dict[CallKey, Outcome]:
+        return _run_once(subject, flat, paths, hooks=hooks)
+
+    def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
+        return list(one) == list(other) and all(map(alike, one.values(), other.values()))
+
+    # What changes outside of the modules that are kept whole, recordings judge.
+    return settled(subject.model, training, call, same, within=paths)
+
+
+def _run_once(
+    subject: Subject, flat: FlatCall, paths: Collection[str], *, hooks: bool
+) -> dict[CallKey, Outcome]:
+    model = subject.model
+    leaves = {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for path, leaf in flat.leaves.items()
+    }
+    args, kwargs, _ = flat.unflatten(leaves)
+    watch = _Watch(model, subject.table, frozenset(paths), hooks=hooks)
+    sentinel = Sentinel()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(watch.calls())
+            stack.enter_context(not_reseeded(lambda: watch.draws, lambda: locate(None)[0]))
+            stack.enter_context(autocast_region(subject.autocast or f"{device}:off"))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(watch)
+            stack.enter_context(watch.functions)
+            model(*args, **kwargs)
+        sentinel.check(None)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise refusals.ForwardRaised(
+            f"the model's forward raised {type(error).__name__}: {error}",
+            where=source_of_traceback(error),
+            remedy=remedy(args, kwargs),
+        ) from error
+    finally:
+        sentinel.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
+                buffer.copy_(value)
+    return watch.found
+
+
+class _Functions(TorchFunctionMode):
+    """Which random functions are running: what they draw is announced to the reference too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.announced = 0
+        self.generator = False  # one was passed explicitly
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.generator = self.generator or kwargs.get("generator") is not None
+        if not is_random_function(func):
+            return func(*args, **kwargs)
+        self.announced += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.announced -= 1
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor of the run; looks closely while a module that is kept whole runs."""
+
+    def __init__(
+        self, model: nn.Module, table: ModuleTable, paths: frozenset[str], *, hooks: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.hooks = hooks
+        self.table = table
+        self.paths = paths
+        self.functions = _Functions()
+        self.found: dict[CallKey, Outcome] = {}
+        self._calls: dict[str, int] = {}
+        self._tensors = {
+            storage_key(tensor): fqn
+            for fqn, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._foreign: set[int] = set()  # storages of activations made outside of the module
+        self._path = ""  # of the module that is running
+        self.draws = 0  # so far, in modules that are kept whole
+        self._clear()
+
+    def _clear(self) -> None:
+        self._own: set[int] = set()
+        self._written: set[int] = set()
+        self._strays: dict[str, None] = {}
+        self._flops = 0
+        self._hidden_draw = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = _keys(result)
+        if not self._path:
+            self._foreign |= made
+            return result
+        for key in _keys((args, kwargs)):
+            self._reads(key)
+        self._written |= _keys(list(written_by(func, args, kwargs)))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._flops += count(*args, **kwargs, out_val=result)
+        if effects(func)[0]:
+            self.draws += 1
+            self._hidden_draw = self._hidden_draw or not self.functions.announced
+        fresh = made - _keys((args, kwargs))
+        self._own |= fresh
+        self._foreign -= fresh
+        return result
+
+    def _reads(self, key: int) -> None:
+        if key in self._own:
+            return
+        fqn = self._tensors.get(key)
+        if fqn is not None and not self._inside(fqn):
+            self._strays[f"the model's {fqn!r}"] = None
+        elif key in self._foreign:
+            self._strays["a tensor that is not among its arguments"] = None
+
+    def _inside(self, fqn: str) -> bool:
+        info = self.table.tensors[self.table.fqns[id(self.table.objects[fqn])]]
+        return any(name.startswith(f"{self._path}.") for name in (info.fqn, *info.aliases))
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """While the model runs."""
+        plain = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.table.names.get(id(module))
+            if path is None or self._path or path not in self.paths:
+                if self._path and is_random_module(module) and is_leaf(module):
+                    self.functions.announced += 1
+                    try:
+                        return plain(module, *args, **kwargs)
+                    finally:
+                        self.functions.announced -= 1
+                return plain(module, *args, **kwargs)
+            number = self._calls.get(path, 0)
+            self._calls[path] = number + 1
+            return self._watched(plain, module, (path, number), args, kwargs)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+    def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
+        inputs = [tensor for _, tensor in tensors_at((args, kwargs))]
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
+            inside = refusals.error(refusals.TRANSFORM, key[0], locate(None)[0])
+            inside.module_path = key[0]  # its caller is kept instead
+            raise inside
+        before = [tensor.detach().clone() for tensor in inputs]
+        own = dict(module.named_buffers(prefix=key[0]))
+        buffers = {fqn: buffer.clone() for fqn, buffer in own.items()}
+        self._clear()
+        self._own = _keys(inputs)
+        self.functions.generator = False
+        kept: dict[int, int] = {}
+        held = set(self._tensors) | self._own
+
+        def pack(tensor: Tensor) -> Tensor:
+            if is_dense(tensor):
+                kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        self._path = key[0]
+        try:
+            saving: Any = nullcontext()
+            if self.hooks:
+                saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with saving:
+                result = plain(module, *args, **kwargs)
+        finally:
+            self._path = ""
+        written, strays = self._written, list(self._strays)
+        outputs = [tensor for _, tensor in tensors_at(result)]
+        reason = ""
+        try:
+            form = describe(result)
+        except TypeError as error:
+            form, reason = "", f"returns a {error}"
+        changed = [not same_values(a, b) for a, b in zip(inputs, before, strict=True)]
+        if any(changed) or written & _keys(inputs):
+            reason = reason or "writes into its arguments"
+        names = {fqn: self._tensors[key] for key in written if (fqn := self._tensors.get(key))}
+        names |= {fqn: fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
+        lost = [fqn for fqn in names if self.table.tensors[self._canonical(fqn)].kind != "buffer"]
+        if lost:
+            reason = reason or f"writes the parameter {lost[0]!r}"
+        if strays:
+            reason = reason or f"reads {strays[0]}"
+        if self._hidden_draw or self.functions.generator:
+            reason = reason or "draws random numbers in a way that cannot be repeated"
+        if _keys(outputs) & set(self._tensors):
+            reason = reason or "returns a parameter or buffer"
+        if not all(is_dense(t) for t in (*inputs, *outputs)):
+            reason = reason or "takes or returns a tensor that is not dense"
+        self.found[key] = Outcome(
+            result=result if not reason else None,
+            made=() if reason else made_by(inputs, outputs),
+            form=form,
+            buffers=tuple(dict.fromkeys(self._canonical(fqn) for fqn in names)),
+            flops=self._flops,
+            saved_bytes=sum(size for storage, size in kept.items() if storage not in held),
+            reason=reason,
+        )
+        self._foreign |= _keys(outputs)
+        return result
+
+    def _canonical(self, fqn: str) -> str:
+        return self.table.fqns.get(id(self.table.objects.get(fqn)), fqn)
+
+
+def _keys(value: Any) -> set[int]:
+    return {storage_key(tensor) for _, tensor in tensors_at(value) if is_dense(tensor)}

@@ -1,0 +1,181 @@
+"""What capture refuses, and the remedy for each: every sentence in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+from torch._subclasses import fake_tensor
+
+from pdcompile.errors import TraceError
+from pdcompile.passes.trace.tape.observer import locate
+
+
+class SizeByValues(TraceError):
+    """The size of a result depends on values."""
+
+
+class ForwardRaised(TraceError):
+    """The model's own Python raised, which is the cause of this error."""
+
+
+class Unkept(TraceError):
+    """What would be wrong in a module that is kept whole too."""
+
+
+Refusal = tuple[str, str]  # message with {} for the offender, remedy
+
+NO_PARAMETER = " that requires grad and is no parameter of the model"
+APART = ", or move these lines into a submodule, which is then kept whole"
+READ: Refusal = (
+    "forward reads the value of a tensor ({})",
+    "keep the decision in tensors (torch.where, masking), decide by shapes and configuration"
+    + APART,
+)
+_HOOK: Refusal = (
+    "forward registers a hook on a tensor ({})",
+    "compute in forward instead; hooks on parameters may be registered before compile",
+)
+_BACKWARD: Refusal = (
+    "forward runs autograd itself ({})",
+    "return what has to be differentiated and let the training step do it",
+)
+STORAGE: Refusal = (
+    "forward changes the storage or the flags of a tensor ({})",
+    "make a new tensor with the shape or flag that you need",
+)
+ASSIGNED: Refusal = (
+    "forward assigns to an attribute of a tensor ({})",
+    "use a function that returns a new tensor, or an in-place method such as copy_()",
+)
+UNKNOWN_DRAW: Refusal = (
+    "{} draws random numbers and is not known as a random function",
+    "draw with a function of torch such as torch.rand or F.dropout",
+)
+CHANGED_STATE: Refusal = (
+    "forward changes the Python attribute {}",
+    "keep state that changes per call in a registered buffer and write it in place (add_, copy_)",
+)
+CHANGED_ELSEWHERE: Refusal = (
+    "forward leaves something in {} that another call may find",
+    "keep state that changes per call in a registered buffer and write it in place (add_, copy_); "
+    "count and log outside of forward",
+)
+REBOUND: Refusal = (
+    "forward rebinds {} to a new tensor",
+    "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
+)
+SHARED_BUFFER: Refusal = (
+    "forward writes the buffer {} in place, in memory that two buffers share",
+    "register one of them, and take the other one from it in forward (self.both[0])",
+)
+DEFAULT_DTYPE: Refusal = (
+    "forward runs operators under another default dtype ({})",
+    "give dtypes where tensors are made (torch.ones(n, dtype=…)), and leave the default alone",
+)
+ATTENTION: Refusal = (
+    "forward runs operators with other kernels for attention ({})",
+    "choose kernels around compile and step (torch.backends.cuda.enable_math_sdp), for the whole "
+    "process, not inside of forward",
+)
+_UNREPEATABLE: Refusal = (
+    "{} gives other results when it is called again on the same numbers",
+    "keep what changes from call to call in a registered buffer that forward writes in place "
+    "(add_, copy_), draw random numbers with torch, and pass times and step numbers as inputs",
+)
+OUTSIDE_RANDOM: Refusal = (
+    "forward draws from or seeds {}",
+    "draw with torch functions (torch.rand, F.dropout) or before forward is called, seed outside; "
+    "transformers switch SpecAugment off by config.apply_spec_augment = False",
+)
+SEED: Refusal = (
+    "forward asks for the seed (torch.initial_seed), which every step changes",
+    "draw with torch functions (torch.rand, F.dropout), or keep the number in an attribute",
+)
+WRITTEN: dict[str, Refusal] = {
+    "parameter": (
+        "forward writes the parameter {} in place",
+        "change parameters in the optimizer; state that forward updates belongs into a buffer",
+    ),
+    "constant": (
+        "forward writes the unregistered tensor {} in place",
+        "register it: self.register_buffer(name, tensor)",
+    ),
+}
+RECOMPUTED_WRITE: Refusal = (
+    "torch.utils.checkpoint runs {} a second time in backward, which writes its buffers again",
+    "switch checkpointing off for it: what to recompute is decided by the plan",
+)
+RECOMPUTED_DRAW: Refusal = (
+    "torch.utils.checkpoint draws other random numbers when it recomputes {}",
+    "leave preserve_rng_state=True, or switch checkpointing off: the plan says what to recompute",
+)
+UNTRACKED: Refusal = (
+    "a call that capture cannot see writes tensors or draws random numbers ({})",
+    "compute it with public torch functions inside forward",
+)
+
+BY_VALUE: Refusal = (
+    "the shape of {} depends on values",
+    "use a form of fixed shape (torch.where, masked_fill, topk with a fixed k)" + APART,
+)
+TRANSFORM: Refusal = (
+    "forward uses a torch.func transform (vmap, grad, jvp) around {}",
+    "write the batched computation out, or wrap it in an autograd.Function",
+)
+
+# Tensor methods and torch functions, by name.
+REFUSED: dict[str, Refusal] = {
+    **dict.fromkeys(
+        ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__",
+         "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"),
+        READ,
+    ),
+    **dict.fromkeys(
+        ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOK
+    ),
+    "backward": _BACKWARD,
+    **dict.fromkeys(
+        ("set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "detach_"),
+        STORAGE,
+    ),
+}  # fmt: skip
+READS = frozenset(name for name, refusal in REFUSED.items() if refusal is READ)
+
+
+class Unrepeatable(TraceError):
+    """A module that would be kept whole computes something else in every call."""
+
+    def __init__(self, path: str, shown: str) -> None:
+        super().__init__(_UNREPEATABLE[0].format(shown), remedy=_UNREPEATABLE[1])
+        self.opaque_path = path
+
+
+def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
+    """The TraceError for a refusal."""
+    kind = SizeByValues if refusal is BY_VALUE else TraceError
+    return kind(refusal[0].format(offender), where=where, remedy=refusal[1])
+
+
+@contextmanager
+def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
+    """Turn the ways in which a fake tensor says "I have no values" into a TraceError."""
+    try:
+        yield
+    except fake_tensor.DataDependentOutputException as caught:
+        raise error(READ, name_of(func), locate(boundary)[0]) from caught
+    except fake_tensor.DynamicOutputShapeException as caught:
+        raise error(BY_VALUE, f"the result of {name_of(func)}", locate(boundary)[0]) from caught
+    except fake_tensor.UnsupportedOperatorException as caught:
+        raise TraceError(
+            f"torch has no shape rule for {caught.func}",
+            where=locate(boundary)[0],
+            remedy="register a fake implementation with torch.library.register_fake",
+        ) from caught
+
+
+def name_of(func: Any) -> str:
+    """What to call a function in a message; nothing of the user's is run for it."""
+    return str(getattr(func, "__name__", type(func).__name__))

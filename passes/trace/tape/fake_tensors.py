@@ -1,0 +1,284 @@
+"""FakeTensors: fake tensors for the model's tensors and inputs, and the names of all values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Argument, Attr, Ref, Value
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.trace.assumptions import Findings
+from pdcompile.passes.trace.calls.memos import KeptTensors
+from pdcompile.passes.trace.refusals import NO_PARAMETER
+from pdcompile.passes.trace.tape.module_table import ModuleTable
+from pdcompile.passes.trace.tape.observer import storage_key
+
+KEEP = (
+    "what one call leaves for the next belongs into a registered buffer, written in place (copy_)"
+)
+
+
+class FakeTensors:
+    """Every tensor that may appear while the model runs, by identity.
+
+    The model keeps its real tensors; each call gets fakes in their place, so that nothing of
+    the model's is ever written.  All fakes live as long as this object: identities stay unique.
+    """
+
+    def __init__(
+        self,
+        table: ModuleTable,
+        mode: FakeTensorMode | None,
+        device: torch.device,
+        kept_tensors: KeptTensors | None = None,
+    ) -> None:
+        self.table = table
+        self._kept_tensors = kept_tensors or KeptTensors()
+        self.findings = Findings()
+        self.rewritten: frozenset[str] = frozenset()  # buffers that other calls write
+        self.mode = mode
+        self.device = device
+        self._fake_of: dict[int, torch.Tensor] = {}  # id of a real tensor -> its fake
+        self._real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
+        self._attribute: dict[int, str] = {}  # id of a fake -> FQN
+        self._value: dict[int, str] = {}  # id of a fake -> value name
+        self.objects: dict[str, torch.Tensor] = {}
+        self._born_requiring: dict[str, bool] = {}
+        self.requiring: dict[str, bool] = {}  # found out by other means
+        self._containers: list[str] = []
+        self._order: list[str] = []
+        self._storages: dict[int, int] = {}  # storage key -> index
+        self._at: dict[int, list[str]] = {}  # storage key -> value names
+        self._model_at: dict[int, list[str]] = {}  # storage key -> FQNs
+        self._first_use: dict[str, int] = {}
+        self._kept: list[torch.Tensor] = []
+        self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
+        self.constants: dict[str, torch.Tensor] = {}
+        self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
+        self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
+        self._memo_of: dict[int, torch.Tensor] = {}  # id of a leftover -> its fake here
+        self.memos: dict[str, int] = {}  # value that an earlier call left -> its computation
+
+    def made_in(self, result: Any, path: str) -> None:
+        """Remember which module a tensor came from that is made in a way nobody saw."""
+        for _, tensor in tensors_at(result):
+            fake = isinstance(tensor, torch._subclasses.FakeTensor)
+            if fake and not self.known(tensor):
+                self._unknown.setdefault(id(tensor), (tensor, path))
+
+    def origin_of(self, arguments: Any) -> str | None:
+        """The module that returned one of these tensors, if nobody saw how."""
+        for _, tensor in tensors_at(arguments):
+            if id(tensor) in self._unknown:
+                return self._unknown[id(tensor)][1]
+        return None
+
+    def faked(self, value: Any) -> Any:
+        """The same structure with fakes for real tensors."""
+        if isinstance(value, torch.Tensor):
+            return self._fake(value)
+        if type(value) is tuple:
+            return tuple(self.faked(item) for item in value)
+        if type(value) is list:
+            items = [self.faked(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        if type(value) is dict:
+            return {key: self.faked(item) for key, item in value.items()}
+        return value
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._value or id(tensor) in self._attribute:
+            return tensor
+        fake = self._fake_of.get(id(tensor), self._memo_of.get(id(tensor)))
+        if fake is not None:
+            return fake
+        if (computation := self._kept_tensors.memo(tensor)) is not None:
+            return self._memo(tensor, computation)
+        if isinstance(tensor, torch._subclasses.FakeTensor):
+            return tensor  # a temporary inside a leaf module, or unknown: `name` tells
+        fqn = self.table.fqns.get(id(tensor))
+        if fqn is None and is_functorch_wrapped_tensor(tensor):
+            return tensor  # of a transform, which stands for no one value
+        if fqn is None:
+            fqn = self._constant(tensor)
+        if self.table.tensors[fqn].kind == "constant":
+            self.constants[fqn] = tensor
+        fake = self.fake_like(tensor)
+        self._fake_of[id(tensor)] = fake
+        self._real_of[id(fake)] = tensor
+        self._attribute[id(fake)] = fqn
+        self._kept += [fake, tensor]
+        self._model_at.setdefault(storage_key(fake), []).append(fqn)
+        self._first_use.setdefault(fqn, len(self._first_use))
+        return fake
+
+    def _memo(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
+        """A fake in the place of one that an earlier recording left in an attribute."""
+        assert self.mode is not None
+        with self.mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            ).requires_grad_(tensor.requires_grad)
+        self._memo_of[id(tensor)] = fake
+        self._kept.append(tensor)
+        name = f"memo {len(self.memos)}"
+        self.memos[name] = computation
+        self.add(name, fake)
+        return fake
+
+    def value_names(self) -> dict[int, str]:
+        """The names of all tensors that have one, by identity."""
+        return self._value
+
+    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
+        assert self.mode is not None
+        if tensor.device.type != "meta":
+            return self.mode.from_tensor(tensor)
+        with self.mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            )
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+    def _constant(self, tensor: torch.Tensor) -> str:
+        if tensor.requires_grad:
+            raise TraceError(
+                f"forward uses a tensor of shape {tuple(tensor.shape)}{NO_PARAMETER}",
+                remedy="register it as nn.Parameter on a module, or detach() it",
+            )
+        return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
+
+    def add(self, name: str, fake: torch.Tensor) -> None:
+        """Enter a value; a tensor that has a name already goes by the new one from now on."""
+        old = self._value.get(id(fake))
+        if old is not None:
+            self._born_requiring.setdefault(old, self._born_requiring[old])
+        self._value[id(fake)] = name
+        self.objects[name] = fake
+        self._born_requiring[name] = fake.requires_grad
+        key = storage_key(fake)
+        self._storages.setdefault(key, len(self._storages))
+        self._at.setdefault(key, []).append(name)
+        self._order.append(name)
+
+    def detached(self, fake: torch.Tensor) -> torch.Tensor:
+        """The same value, by the same name, without its need for a gradient."""
+        other = fake.detach()
+        self._value[id(other)] = self._value[id(fake)]
+        self._kept.append(other)
+        return other
+
+    def add_container(self, name: str) -> None:
+        """Enter a value that is a tuple, list or dict of tensors, or None."""
+        self._containers.append(name)
+        self._order.append(name)
+
+    def known(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._value or id(tensor) in self._attribute
+
+    def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
+        return self._real_of.get(id(fake))
+
+    def name(self, tensor: torch.Tensor) -> Argument:
+        """The argument that stands for a tensor.
+
+        Raises:
+            TraceError: it was made on a way that the tape did not see.
+        """
+        tensor = self._fake(tensor)
+        if id(tensor) in self._value:
+            return Ref(self._value[id(tensor)])
+        if id(tensor) in self._attribute:
+            return Attr(self._attribute[id(tensor)])
+        raise TraceError(
+            f"a tensor of shape {tuple(tensor.shape)} comes from a call that capture cannot see "
+            "(TorchScript, vmap, a C++ extension, or a tensor kept from an earlier call)",
+            remedy="compute it with public torch functions inside forward; " + KEEP,
+        )
+
+    def own_any(self, keys: set[int]) -> bool:
+        """Whether a value or a tensor of the model lies in one of these storages."""
+        return any(key in self._at or key in self._model_at for key in keys)
+
+    def storage_of(self, name: str) -> int:
+        fake = self.objects.get(name)
+        return -1 if fake is None else storage_key(fake)
+
+    def model_tensors_at(self, keys: set[int]) -> list[str]:
+        """Canonical FQNs of the model's tensors in these storages, in order of first use."""
+        found = [fqn for key in keys for fqn in self._model_at.get(key, ())]
+        return sorted(found, key=self._first_use.__getitem__)
+
+    def values_at(self, keys: set[int]) -> list[str]:
+        """The newest value in each storage."""
+        found = sorted((self._storages[key], key) for key in keys if key in self._at)
+        return [self._at[key][-1] for _, key in found]
+
+    def values(self) -> dict[str, Value]:
+        """All values in the order in which they were made, without their consumers."""
+        found: dict[str, Value] = {}
+        containers = set(self._containers)
+        for name in self._order:
+            if name in containers or id(self.objects[name]) in self.unsized:
+                found[name] = Value(name, (), "container", producer=name)
+                continue
+            fake = self.objects[name]
+            current = self._value[id(fake)] == name
+            requires = fake.requires_grad if current else self._born_requiring[name]
+            found[name] = Value(
+                name=name,
+                shape=tuple(fake.shape),
+                dtype=dtype_name(fake.dtype),
+                requires_grad=requires or self.requiring.get(name, False),
+                producer=name,
+                storage=self._storages[storage_key(fake)],
+                stride_order=stride_order(fake),
+            )
+        return found
+
+
+def alias(fake: torch.Tensor) -> torch.Tensor:
+    """Another tensor object for the same value, storage and place in the autograd graph."""
+    return torch.ops.aten.alias.default(fake)  # type: ignore[no-any-return]
+
+
+def tensors_in(value: Any) -> bool:
+    """Whether there is a tensor in a (nested) result."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, tuple | list):
+        return any(tensors_in(item) for item in value)
+    if isinstance(value, dict):
+        return any(tensors_in(item) for item in value.values())
+    return False
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dims from largest to smallest stride of a dense layout; () when contiguous."""
+    # In plain numbers: asking a fake tensor to permute costs more than the op that made it.
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    given = tuple(range(len(shape)))
+    if order == given or _dense(shape, strides, given) or not _dense(shape, strides, order):
+        return ()
+    return order
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether the elements lie one after the other when dims are taken in this order."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return False
+        expected *= shape[dim]
+    return True

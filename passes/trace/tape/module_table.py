@@ -1,0 +1,282 @@
+"""The model's modules and tensors by name, and which modules are kept whole."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.eager.randomness import is_leaf
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Argument, TensorInfo
+from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.trace.tape.arguments import literal_argument
+from pdcompile.passes.trace.tape.observer import source_of_class
+
+# Constructor arguments that are not attributes of the same name, found on the instance.
+_DERIVED: dict[str, Any] = {
+    "bias": lambda m: m.bias if isinstance(m.bias, bool) else m.bias is not None,
+    "add_bias_kv": lambda m: m.bias_k is not None,
+    "kdim": lambda m: None if m.kdim == m.embed_dim else m.kdim,
+    "vdim": lambda m: None if m.vdim == m.embed_dim else m.vdim,
+}
+_RNN = (
+    "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
+    "bidirectional", "proj_size", "nonlinearity",
+)  # fmt: skip
+_NEVER = ("device", "dtype", "_weight", "_freeze", "args", "kwargs", "size_average", "reduce")
+
+
+class ModuleTable:
+    """Names of everything in a model; built once, before anything of it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[int, str] = {}
+        self.modules: dict[str, nn.Module] = {}
+        for path, module in model.named_modules():
+            self.names[id(module)] = path
+            self.modules[path] = module
+        self.classes = {
+            path: (qualified_name(type(module)), source_of_class(type(module)))
+            for path, module in self.modules.items()
+        }
+        self.tensors: dict[str, TensorInfo] = {}
+        self.fqns: dict[int, str] = {}  # id of parameter or buffer -> canonical FQN
+        self.objects: dict[str, torch.Tensor] = {}
+        self._fresh: list[torch.Tensor] = []
+        for fqn, parameter in model.named_parameters(remove_duplicate=False):
+            self._add(fqn, parameter, "parameter", True)
+        for fqn, buffer in model.named_buffers(remove_duplicate=False):
+            owner, _, name = fqn.rpartition(".")
+            hidden = model.get_submodule(owner)._non_persistent_buffers_set
+            self._add(fqn, buffer, "buffer", name not in hidden)
+        self._constructors = {
+            path: constructor_of(module)
+            for path, module in self.modules.items()
+            if path and _is_one_op(module, model.training)
+        }
+        self._attributes = {path: _attributes(self.modules[path]) for path in self._constructors}
+
+    def _add(self, fqn: str, tensor: torch.Tensor, kind: Any, persistent: bool) -> None:
+        if id(tensor) in self.fqns:
+            first = self.tensors[self.fqns[id(tensor)]]
+            self.tensors[first.fqn] = replace(first, aliases=(*first.aliases, fqn))
+            return
+        self.fqns[id(tensor)] = fqn
+        self.objects[fqn] = tensor
+        self.tensors[fqn] = TensorInfo(
+            fqn=fqn,
+            kind=kind,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            requires_grad=tensor.requires_grad,
+            persistent=persistent,
+        )
+
+    def constant(self, tensor: torch.Tensor, name: str) -> str:
+        """Enter a tensor that forward uses without its being registered; returns its FQN."""
+        fqn = name
+        count = 0
+        while fqn in self.tensors:
+            count += 1
+            fqn = f"{name}_{count}"
+        self._add(fqn, tensor, "constant", False)
+        return fqn
+
+    def fresh(self, tensor: torch.Tensor) -> None:
+        """Enter a tensor that forward made of an array, as the equal one of an earlier call."""
+        self._fresh.append(tensor)  # alive as long as its identity means something here
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            first = next(other for other in self._fresh if _same_tensor(other, tensor))
+        if first is tensor:
+            self.constant(tensor, "constant")
+        self.fqns[id(tensor)] = self.fqns[id(first)]
+
+    def constructor(self, path: str, training: bool) -> tuple[tuple[str, Argument], ...] | None:
+        """Arguments that rebuild the leaf at `path`; None when it has to be captured inside.
+
+        So must a leaf that forward has switched to another mode than the model was called in, or
+        given other attributes (``self.drop.p = …``).
+        """
+        module = self.modules[path]
+        if module.training != training or _hooked(module) or self._lent(module):
+            return None
+        if path in self._constructors and _attributes(module) != self._attributes[path]:
+            return None
+        return self._constructors.get(path)
+
+    def _lent(self, module: nn.Module) -> bool:
+        """Whether it holds tensors that are not its own, as below torch.func.functional_call."""
+        return any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers()))
+
+    def shares_memory(self, fqn: str) -> str | None:
+        """Another tensor of the model in the storage of this one."""
+        storage = self.objects[fqn].untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        return next(
+            (
+                other
+                for other, tensor in self.objects.items()
+                if other != fqn
+                and self.tensors[other].kind != "constant"
+                and tensor.untyped_storage().data_ptr() == storage.data_ptr() != 0
+            ),
+            None,
+        )
+
+    def tensors_of(self, path: str, kind: str) -> tuple[str, ...]:
+        """Canonical FQNs of a leaf's own tensors of one kind."""
+        module = self.modules[path]
+        found = module.parameters() if kind == "parameter" else module.buffers()
+        return tuple(dict.fromkeys(self.fqns[id(tensor)] for tensor in found))
+
+
+def qualified_name(cls: type) -> str:
+    """``torch.nn.Linear`` for a public torch class, else module and qualified name."""
+    if getattr(nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def constructor_of(module: nn.Module) -> tuple[tuple[str, Argument], ...] | None:
+    """Explicit ``__init__`` arguments that build an equal module, checked by building one.
+
+    None when there are none: an attribute was changed after construction, parameters were
+    replaced by others of another shape, dtypes are mixed.
+    """
+    wanted = _arguments(module)
+    if wanted is None:
+        return None
+    dtypes = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
+    dtypes |= {t.dtype for t in module.state_dict().values() if t.is_complex()}
+    extra: dict[str, Any] = {}
+    if len(dtypes) > 1:
+        return None
+    if dtypes and dtypes != {torch.float32}:
+        extra["dtype"] = dtypes.pop()
+    for arguments in ({**_scalars(module, wanted), **extra}, {**wanted, **extra}):
+        if _builds(module, arguments):
+            try:
+                return tuple((name, literal_argument(v)) for name, v in arguments.items())
+            except TraceError:
+                return None
+    return None
+
+
+def _builds(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    try:
+        with torch.device("meta"):
+            twin = type(module)(**arguments)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return _equal(module, twin)
+
+
+def _scalars(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same with ``3`` for ``(3, 3)``, as a person would write it, less the defaults."""
+    parameters = inspect.signature(type(module).__init__).parameters
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, tuple) and len(set(value)) == 1 and type(value[0]) is int:
+            value = value[0]
+            default = parameters[name].default if name in parameters else None
+            if type(default) is int and value == default:
+                continue
+        found[name] = value
+    return found
+
+
+def _arguments(module: nn.Module) -> dict[str, Any] | None:
+    """Constructor arguments by name, those left out that have their default."""
+    signature = inspect.signature(type(module).__init__)
+    defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
+    if isinstance(module, nn.RNNBase):
+        names = [n for n in _RNN if hasattr(module, n)]
+        plain = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0,
+                 "bidirectional": False, "proj_size": 0, "nonlinearity": "tanh"}  # fmt: skip
+        defaults = {n: plain.get(n, inspect.Parameter.empty) for n in names}
+    found: dict[str, Any] = {}
+    for name, default in defaults.items():
+        if name in _NEVER:
+            continue
+        if name in _DERIVED and hasattr(module, {"add_bias_kv": "bias_k"}.get(name, name)):
+            value = _DERIVED[name](module)
+        elif hasattr(module, name):
+            value = getattr(module, name)
+        elif default is inspect.Parameter.empty:
+            return None
+        else:
+            continue
+        if isinstance(value, torch.Tensor):
+            continue  # a weight given as an argument (losses): built without, then loaded
+        if type(value) is type(default) and value == default:
+            continue
+        found[name] = value
+    return found
+
+
+def _equal(module: nn.Module, twin: nn.Module) -> bool:
+    try:
+        alike = repr(module) == repr(twin)
+    except AttributeError:  # a weight was taken away, which forward will put there
+        return False
+    if not alike or list(module._buffers) != list(twin._buffers):
+        return False
+    mine, theirs = _tensors(module), _tensors(twin)
+    if list(mine) != list(theirs):
+        return False
+    if any(mine[n].shape != theirs[n].shape or mine[n].dtype != theirs[n].dtype for n in mine):
+        return False
+    return all(
+        name in vars(twin) and _same(value, vars(twin)[name])
+        for name, value in _attributes(module).items()
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What it keeps of its constructor's arguments, apart from tensors."""
+    return {
+        name: value[:] if isinstance(value, list) else value
+        for name, value in vars(module).items()
+        if name != "training" and not name.startswith("_") and _plain(value)
+    }
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | None)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    )  # fmt: skip
+    return any(getattr(module, name) for name in hooks)
+
+
+def _is_one_op(module: nn.Module, root_training: bool) -> bool:
+    """A leaf that does exactly what its class does, in the mode of the whole model."""
+    plain = not _hooked(module) and "forward" not in vars(module)
+    return plain and is_leaf(module) and module.training == root_training
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.stride() == other.stride()
+    return one is other or (alike and torch.equal(one, other))

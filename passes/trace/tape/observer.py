@@ -1,0 +1,266 @@
+"""What is true of one op beyond its arguments: where the user wrote it, what it writes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pdcompile
+from pdcompile.errors import TraceError
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = tuple(
+    {str(Path(folder)) + os.sep for folder in (Path(pdcompile.__file__).parent,)}
+    | {str(Path(__file__).resolve().parents[3] / name) + os.sep for name in ("pdcompile", "passes")}
+)
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_NN_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_PLUMBING = ("module.py", "container.py")
+NO_SOURCE = "<no source>"
+
+
+def locate(boundary: CodeType | None) -> tuple[str, str]:
+    """(``file.py:12``, variable) of the innermost frame of user code, above `boundary`.
+
+    The variable is the name that the running expression is assigned to, or "".  Where only
+    torch's own modules run (a Sequential at the root) the place is in them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    fallback = NO_SOURCE
+    while frame is not None and frame.f_code is not boundary:
+        code = frame.f_code
+        file = code.co_filename
+        if is_user(file):
+            return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
+        if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
+            fallback = f"{_shorten(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return fallback, ""
+
+
+def source_of_traceback(error: BaseException) -> str | None:
+    """The innermost line of user code that an exception passed through."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if is_user(file):
+            found = f"{_shorten(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def source_of_class(cls: type) -> str:
+    """``file.py:12`` of a class's own forward, below its decorators, or `NO_SOURCE`."""
+    forward = getattr(cls, "forward", None)
+    try:
+        forward = inspect.unwrap(forward) if callable(forward) else None
+    except ValueError:  # it wraps itself
+        return NO_SOURCE
+    code = getattr(forward, "__code__", None)
+    return NO_SOURCE if code is None else source_of_code(code)
+
+
+def source_of_code(code: CodeType) -> str:
+    """``file.py:12`` of the first line of a function, or `NO_SOURCE`."""
+    if code.co_filename.startswith("<"):
+        return NO_SOURCE
+    return f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
+
+
+@functools.lru_cache(maxsize=1024)
+def is_user(file: str) -> bool:
+    """Not torch's, not ours, not Python's own (contextlib, functools), not made on the fly."""
+    if file.startswith((_TORCH, *_OURS, "<")):
+        return False
+    return not file.startswith(_STDLIB) or "-packages" in file
+
+
+@functools.lru_cache(maxsize=1024)
+def _shorten(file: str) -> str:
+    """Relative to the place of installed packages or the working directory, else to sys.path."""
+    paths = sorted((p for p in sys.path if p), key=len, reverse=True)
+    installed = [path for path in paths if path.rstrip(os.sep).endswith("-packages")]
+    for root in (*installed, os.getcwd(), *paths):
+        prefix = root.rstrip(os.sep) + os.sep
+        if file.startswith(prefix):
+            return file[len(prefix) :]
+    return file
+
+
+@functools.lru_cache(maxsize=4096)
+def _stores(code: CodeType) -> dict[int, str]:
+    """Offset of each instruction whose result the next one stores, to the variable's name.
+
+    Of a result that is taken apart all names, as they are written: ``q, (k, v)``.
+    """
+    found: dict[int, str] = {}
+    instructions = list(dis.get_instructions(code))
+    for position, each in enumerate(instructions):
+        unpacks = each.opname.startswith("UNPACK")  # what it unpacks may be a tensor
+        names = _target(_stored(instructions[position if unpacks else position + 1 :]))
+        # While a Python function runs its caller stands behind the call, in the call's cache.
+        following = instructions[position + 1 : position + 2]
+        stop = following[0].offset if following else each.offset + 1
+        if names:
+            found.update(dict.fromkeys(range(each.offset, stop), names))
+    return found
+
+
+def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | int]:
+    """Names that are stored and lengths that are unpacked, from the first instruction on."""
+    for each in instructions:
+        match each.opname:
+            case "STORE_FAST" | "STORE_DEREF":
+                yield str(each.argval)
+            case "STORE_FAST_STORE_FAST":
+                yield from map(str, each.argval)
+            case "STORE_FAST_LOAD_FAST":
+                yield str(each.argval[0])
+                return
+            case "UNPACK_SEQUENCE":
+                yield int(each.arg or 0)
+            case _:
+                return
+
+
+def _target(stored: Iterator[str | int]) -> str:
+    """The target of an assignment; "" where a part of it is no plain variable."""
+    first = next(stored, "")
+    if isinstance(first, str):
+        return first
+    parts = [
+        f"({part})" if ", " in part else part for part in (_target(stored) for _ in range(first))
+    ]
+    comma = "," if len(parts) == 1 else ""
+    return ", ".join(parts) + comma if all(parts) else ""
+
+
+def part_of(variables: str, key: Any) -> str:
+    """What item `key` of a result is called, if the result is stored as ``q, (k, v)``."""
+    parts, level = [""], 0
+    for char in variables:
+        level += (char == "(") - (char == ")")
+        if char == "," and not level:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if len(parts) < 2 or type(key) is not int or not 0 <= key < len(parts):
+        return ""
+    name = parts[key].strip()
+    return name.removeprefix("(").removesuffix(")") if name != "_" else ""
+
+
+def _variable(code: CodeType, offset: int) -> str:
+    return _stores(code).get(offset, "")
+
+
+# Ops that write tensors their schema does not mark: index of the training flag and the
+# indices of what is written then.
+_UNMARKED = {
+    "aten::native_batch_norm": (5, (3, 4)),
+    "aten::cudnn_batch_norm": (5, (3, 4)),
+    "aten::miopen_batch_norm": (5, (3, 4)),
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """(whether an ATen op may draw, which arguments it writes) according to its schema."""
+    writes = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return torch.Tag.nondeterministic_seeded in func.tags, writes
+
+
+# Half of all that is dispatched asks for a device, and of the rest these views take longest:
+# fake tensors keep what other ops give by the shapes of their arguments, but not theirs.
+_DEVICE = torch.ops.prim.device.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_VIEW = torch.ops.aten.view.default
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices which storages the ATen ops below one public call write, and random draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        self.seeded = False
+        self.moved = False  # set_ gave a tensor another storage; it passes no torch function
+        self.transforms: Any = None  # records what runs below a torch.func transform
+        self.selections: Any = None  # runs ops whose results have a size that depends on values
+
+    def clear(self) -> None:
+        """Forget what was seen; called before each public call."""
+        self.written = set()
+        self.seeded = self.moved = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        called = func
+        if func is _UNSAFE_VIEW:
+            func = _VIEW
+        kwargs = kwargs or {}
+        self.seeded = self.seeded or effects(func)[0]
+        self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
+        for tensor in written_by(func, args, kwargs):
+            self.written.add(storage_key(tensor))
+        chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
+        result = func(*args, **kwargs) if chosen is None else chosen
+        if self.transforms is not None and self.transforms.depth:
+            self.transforms.ran(called, args, kwargs, result)
+        return result
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that an ATen op writes."""
+    for index, name in effects(func)[1]:
+        yield from _tensors(args[index] if index < len(args) else kwargs.get(name))
+    flag_and_written = _UNMARKED.get(func._schema.name)
+    if flag_and_written and args[flag_and_written[0]]:
+        for index in flag_and_written[1]:
+            yield from _tensors(args[index])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    items = value if isinstance(value, list | tuple) else (value,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a storage and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while one of them lives.
+
+    Raises:
+        TraceError: it is sparse or nested, and has no one memory.
+    """
+    if not is_dense(tensor):
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TraceError(
+            f"forward computes with a tensor that is not dense ({kind})",
+            where=locate(None)[0],
+            remedy="use index_add, scatter or dense matrices, or do it in a submodule that takes "
+            "and returns dense tensors, which is then kept whole as one op",
+        )
+    return int(tensor.untyped_storage()._cdata)

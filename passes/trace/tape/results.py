@@ -1,0 +1,97 @@
+"""What ops give back: every tensor in a result gets a name before the model's Python sees it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, alias, tensors_in
+from pdcompile.passes.trace.tape.naming import Names
+from pdcompile.passes.trace.tape.observer import part_of, storage_key
+
+
+class Results:
+    """The ops of one recording, and the entry of what they make into `fakes`."""
+
+    def __init__(self, fakes: FakeTensors, names: Names) -> None:
+        self.ops: list[Op] = []
+        self._fakes = fakes
+        self._names = names
+        self._calls: dict[tuple[str, str], Iterator[int]] = defaultdict(count)
+
+    def call_index(self, path: str, target: str) -> int:
+        """How many earlier ops have this module path and target."""
+        return next(self._calls[path, target])
+
+    def deliver(self, op: Op, result: Any, written: set[int]) -> Any:
+        """Enter the result under the op's name; what the model's Python gets for it."""
+        if isinstance(result, torch.Tensor):
+            return self._tensor(op.name, result, written)
+        self._fakes.add_container(op.name)
+        return self._items(op, op.name, result, written)
+
+    def _tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
+        real = self._fakes.real_of(result)
+        changed = storage_key(result) in written
+        if real is not None and changed:
+            # `self.count += 1` must give back the very tensor that the module holds.
+            self._fakes.add(name, alias(result))
+            return real
+        if self._fakes.known(result) and not changed:
+            # Unlike x itself, dropout(x) in eval mode is this op's value, as in train mode.
+            result = alias(result)
+        self._fakes.add(name, result)
+        return result
+
+    def _items(self, op: Op, container: str, result: Any, written: set[int]) -> Any:
+        if isinstance(result, dict):
+            found = {
+                key: self._item(op, container, key, item, written) for key, item in result.items()
+            }
+            if type(result) is dict:
+                return found
+            named = copy.copy(result)  # of the same class, with what the class adds to a dict
+            for key, item in found.items():
+                named[key] = item
+            return named
+        if not isinstance(result, tuple | list):
+            return result
+        items = [self._item(op, container, i, item, written) for i, item in enumerate(result)]
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*items)
+        try:
+            return type(result)(items)
+        except TypeError as error:
+            kind = type(result).__qualname__
+            raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
+
+    def _item(self, op: Op, container: str, key: Any, item: Any, written: set[int]) -> Any:
+        if not tensors_in(item):
+            return item
+        path, target = op.module_path, "operator.getitem"
+        part = Op(
+            name=self._names.new(f"{container}_{key}"),
+            kind="function",
+            target=target,
+            args=(Ref(container), key),
+            module_path=path,
+            call_index=self.call_index(path, target),
+            module_call=op.module_call,
+            source=op.source,
+            variable=part_of(op.variable, key),
+            region=op.region,
+            grad_enabled=op.grad_enabled,
+            autocast=op.autocast,
+        )
+        self.ops.append(part)
+        if isinstance(item, torch.Tensor):
+            return self._tensor(part.name, item, written)
+        self._fakes.add_container(part.name)
+        return self._items(part, part.name, item, written)

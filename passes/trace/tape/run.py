@@ -1,0 +1,397 @@
+"""One run of the model's own Python below the tape, at one batch size, in one mode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
+from pdcompile.eager.autocast import OFF, autocast_region
+from pdcompile.errors import PdcompileError, TraceError
+from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
+from pdcompile.passes.trace.assumptions import Assumptions, Findings, Key
+from pdcompile.passes.trace.calls.caches import emptied
+from pdcompile.passes.trace.calls.equivalence import Computations
+from pdcompile.passes.trace.calls.memos import is_memo
+from pdcompile.passes.trace.calls.python_state import State, settled, write_rebound
+from pdcompile.passes.trace.interceptors.checkpoints import check_region, watched_regions
+from pdcompile.passes.trace.interceptors.generators import guarded, not_reseeded
+from pdcompile.passes.trace.interceptors.short_cuts import as_eager
+from pdcompile.passes.trace.interceptors.transforms import transformed
+from pdcompile.passes.trace.interceptors.unchanged import moves_of_nothing
+from pdcompile.passes.trace.merge.branches import both_ways
+from pdcompile.passes.trace.merge.slices import with_unbound
+from pdcompile.passes.trace.merge.value_sizes import Turns, with_sizes_that_vary
+from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
+from pdcompile.passes.trace.opaque.probe import probe
+from pdcompile.passes.trace.refusals import ForwardRaised
+from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
+from pdcompile.passes.trace.subject import Subject, device_of
+from pdcompile.passes.trace.tape.arguments import to_argument
+from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
+from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
+from pdcompile.passes.trace.tape.outputs import find_loss, structure
+from pdcompile.passes.trace.tape.tape import Tape
+from pdcompile.passes.trace.values.examples import Examples
+from pdcompile.passes.trace.values.reads import Decision, Reading
+from pdcompile.passes.trace.values.selections import Policy, Selections
+from pdcompile.warn import warn
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one run gave, all sizes concrete."""
+
+    ops: tuple[Op, ...]
+    values: dict[str, Value]
+    inputs: tuple[GraphInput, ...]
+    tensors: dict[str, TensorInfo]
+    classes: dict[str, tuple[str, str]]
+    output: Argument
+    output_spec: Any
+    loss: str | None
+    constants: tuple[tuple[str, str], ...]
+    tensor_values: dict[str, torch.Tensor]
+    computation: tuple[Any, ...] = ()
+    memos: tuple[str, ...] = ()  # values that an earlier call computed and kept
+    decisions: tuple[Decision, ...] = ()  # that this run took one way each
+    regions: tuple[frozenset[str], ...] = ()  # names of the ops of each reentrant checkpoint
+    chosen: tuple[tuple[str, int], ...] = ()  # (module, elements) of each choice by made-up sizes
+    findings: Findings = field(default_factory=Findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one run makes up: sizes that depend on values, turns of loops, ways of branches."""
+
+    sizes: Policy | None = None
+    turns: Turns = range
+    decided: Mapping[Key, bool] = field(default_factory=dict)
+
+
+def record(
+    subject: Subject,
+    call: FlatCall,
+    assumed: Assumptions = Assumptions(),  # noqa: B008
+    *,
+    training: bool,
+    settle: bool = True,
+) -> Recording:
+    """Run the model once on fake tensors, as often as its branches and sizes by values ask for.
+
+    Opaque modules become one op each; for them the model also runs for real.  Without `settle`
+    the model stays as the run left it, in its present mode; else it is left as it was.
+
+    Raises:
+        TraceError: the run cannot be recorded faithfully, or the model itself failed.
+        Undecided, CannotJoin, SizeByValues, OutsideDraw: so it is under these assumptions.
+    """
+    outcomes = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
+
+    def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
+        before = State(subject.model)
+        findings = Findings()
+
+        def run(variant: Variant) -> Recording:
+            def once(decided: Mapping[Key, bool]) -> Recording:
+                before.restore()
+                one = _Run(subject, call, assumed, replace(variant, decided=decided), findings)
+                with subject.outside.as_before():
+                    return one.recording(outcomes, assigned)
+
+            return both_ways(once, assumed, subject.mixed, training)
+
+        if training not in assumed.sizes_vary:
+            return run(Variant())
+        sizes = subject.expected
+        found = with_sizes_that_vary(
+            lambda *made_up: run(Variant(*made_up)), sizes, training, loops=bool(assumed.loops)
+        )
+        if found is None:
+            assert assumed.refusal is not None
+            raise assumed.refusal
+        return found
+
+    with emptied(subject.caches):
+        if not settle:
+            return recorded({})
+        return settled(subject.model, training, recorded, same, kept_tensors=subject.kept_tensors)
+
+
+def same(one: Recording, other: Recording) -> bool:
+    """Whether two recordings are the same computation."""
+    return one.computation == other.computation
+
+
+class _Run:
+    """One run of the model's own Python."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        call: FlatCall,
+        assumed: Assumptions,
+        variant: Variant,
+        findings: Findings,
+    ) -> None:
+        self._subject = subject
+        self._assumed = assumed
+        self._findings = findings
+        self._mode = FakeTensorMode()
+        device = device_of(subject.model, call)
+        fakes = FakeTensors(subject.table, self._mode, device, subject.kept_tensors)
+        fakes.findings, fakes.rewritten = findings, assumed.rewritten
+        fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
+        self._observer = observer = Observer()
+        self._tape = tape = Tape(subject.table, fakes, observer)
+        tape.boundary = run.__code__
+        if variant.sizes is not None or assumed.sizes_of_example:
+            observer.selections = Selections(variant.sizes, lambda: tape.path)
+            observer.selections.allows = tape.loops.allows
+        tape.loops.sites = assumed.loops
+        tape.loops.turns = variant.turns
+        self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
+        self._arguments = call.unflatten(leaves)
+        examples = Examples(subject.flat, subject.layout, self._inputs, call)
+        tape.reads = Reading(assumed, findings, examples, variant.decided)
+
+    def recording(
+        self, outcomes: Mapping[CallKey, Outcome], assigned: dict[tuple[int, str], str]
+    ) -> Recording:
+        """Run, and say what was recorded.
+
+        Args:
+            outcomes: what the calls of opaque modules really did.
+            assigned: filled in: (id of module, attribute) to the line that assigned it.
+        """
+        subject, tape = self._subject, self._tape
+        tape.opaque = outcomes
+        tape.assigned = assigned
+        try:
+            with self._around():
+                output, loss = run(subject.model, *self._arguments, subject.loss_fn, tape)
+        except TraceError as error:
+            error.module_path = tape.failed
+            raise
+        return self._finished(output, loss)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What has to know of calls that pass no torch function, or that must not be made."""
+        tape, device = self._tape, self._tape.fakes.device.type
+        with ExitStack() as stack:
+            sentinel = stack.enter_context(guarded())
+            if self._assumed.watched_draws:
+                tape.check_generators = sentinel.check
+            for each in (
+                not_reseeded(tape.draws, tape.where),
+                watched_regions(
+                    lambda: len(tape.ops),
+                    lambda start, preserve: check_region(tape.ops[start:], preserve),
+                ),
+                watched(tape),
+                transformed(tape),
+                moves_of_nothing(),
+                _quiet(),
+                as_eager(
+                    self._findings, tape.is_constant, self._subject.model.training,
+                    always=self._assumed.short_cuts,
+                ),
+                autocast_region(self._subject.autocast or f"{device}:{OFF}"),
+                torch.enable_grad(),
+                self._mode,
+                self._observer,
+                tape,
+            ):  # fmt: skip
+                stack.enter_context(each)
+            yield
+
+    def _finished(self, output: Any, loss: Any) -> Recording:
+        subject, tape, fakes = self._subject, self._tape, self._tape.fakes
+        if subject.autocast is not None:
+            off = f"{fakes.device.type}:{OFF}"
+            tape.ops = [op if op.autocast else replace(op, autocast=off) for op in tape.ops]
+        output_argument, output_spec = structure(
+            output, lambda leaf: to_argument(leaf, fakes.name, fakes.device)
+        )
+        found_loss = find_loss(output, loss, fakes.name, given=subject.loss_fn is not None)
+        returned = (output_argument, Ref(found_loss) if found_loss else None)
+        ops, left_out = with_unbound(tape.ops, returned)
+        values = {
+            name: replace(value, producer=None) if name in self._arguments_by_name() else value
+            for name, value in fakes.values().items()
+            if name not in left_out
+        }
+        computations = Computations(ops, values, fakes.memos)
+        names, tensors = fakes.value_names(), subject.table.tensors
+        subject.kept_tensors.note(subject.model, names, ops, values, tensors, computations)
+        subject.outside.check(partial(is_memo, names, ops, values, tensors))
+        return Recording(
+            ops=tuple(ops),
+            values=values,
+            inputs=self._inputs,
+            tensors={  # without constants that only an earlier recording came across
+                fqn: info
+                for fqn, info in tensors.items()
+                if info.kind != "constant" or fqn in fakes.constants
+            },
+            classes=subject.table.classes,
+            output=output_argument,
+            output_spec=output_spec,
+            loss=found_loss,
+            constants=self._constants,
+            tensor_values=fakes.constants,
+            computation=(computations.argument(returned), tuple(computations.effects)),
+            memos=tuple(fakes.memos),
+            decisions=tuple(tape.reads.decisions),
+            regions=tuple(tape.regions),
+            chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
+            findings=self._findings,
+        )
+
+    def _arguments_by_name(self) -> set[str]:
+        return {entry.name for entry in self._inputs}
+
+
+def run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_fn: Callable[..., Any] | None,
+    tape: Tape,
+) -> tuple[Any, Any]:
+    """(output, loss) of the model's own Python; failures of it become TraceErrors."""
+    try:
+        output = model(*args, **kwargs)
+        tape.sizes.returned(output)
+        output = _own_tensors_cloned(output, tape.fakes)
+        if tape.fakes.mode is not None:
+            write_rebound(model, tape.fakes)
+        loss = None
+        if loss_fn is not None:
+            tape.enter_loss()
+            loss = loss_fn(output, target)
+        tape.finish()
+    except TraceError as refusal:
+        if tape.region == "loss":
+            tell_of_loss(refusal)
+        raise
+    except PdcompileError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and tape.reads.handed_out is not None:
+            raise tape.reads.handed_out from error  # it is no number for torch
+        what = "loss_fn" if tape.region == "loss" else "the model's forward"
+        said = f"{what} raised {type(error).__name__}: {error}"
+        lost = tape.region == "loss"
+        hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
+        if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
+            said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
+        raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
+    return output, loss
+
+
+def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
+    """A parameter or buffer that the model returns has the value of this moment: an update that
+    comes before anyone looks must not change it."""
+    leaves, spec = flatten_output(output)
+    own = [isinstance(leaf, torch.Tensor) and isinstance(fakes.name(leaf), Attr) for leaf in leaves]
+    if not any(own):
+        return output
+    cloned = [leaf.clone() if mine else leaf for leaf, mine in zip(leaves, own, strict=True)]
+    return unflatten_output(cloned, spec)
+
+
+def enter_inputs(
+    flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, tape: Tape
+) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
+    """Name the tensors of the call: (graph inputs, leaves by path, constants)."""
+    inputs: list[GraphInput] = []
+    leaves: dict[str, Any] = {}
+    constants: list[tuple[str, str]] = []
+    for path, leaf in flat.leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            leaves[path] = leaf
+            if path != "target" or leaf is not None:
+                constants.append((path, repr(leaf)))
+            continue
+        name = tape.names.new(path)
+        leaves[path] = fakes.fake_like(leaf)
+        fakes.add(name, leaves[path])
+        inputs.append(GraphInput(name, path, layout.dims.get(path)))
+    return tuple(inputs), leaves, tuple(constants)
+
+
+def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
+    """Tensors that hang on modules (or on loss_fn) as plain attributes: id to path."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), f"{path}.{name}" if path else name)
+    if isinstance(loss_fn, nn.Module):
+        for name, value in (*loss_fn.named_buffers(), *loss_fn.named_parameters()):
+            found.setdefault(id(value), f"loss_fn.{name}")
+    return found
+
+
+@contextmanager
+def watched(tape: Tape) -> Iterator[None]:
+    """Calls that pass no torch function tell the tape: modules, autograd.Function, scripts."""
+    plain_call = nn.Module.__call__
+    plain_setattr = nn.Module.__setattr__
+    script: Any = torch.jit.ScriptFunction
+    plain_script = script.__call__
+    function = torch.autograd.Function
+    plain_apply = vars(function)["apply"]
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tape.call_module(plain_call, self, args, kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return tape.call_function_class(cls, plain_apply.__get__(None, cls), args)
+
+    def run_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A scripted function is an optimised graph that detaches; its source is what it means.
+        warn(
+            f"the TorchScript function {self.name!r} is captured as its Python source, whose "
+            "gradients TorchScript's optimiser rounds differently from the second call on"
+        )
+        return self._torchdynamo_inline(*args, **kwargs)
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        tape.assigned.setdefault((id(self), name), tape.where())
+        plain_setattr(self, name, value)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
+    script.__call__ = run_inline
+    function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain_call  # type: ignore[method-assign]
+        nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
+        script.__call__ = plain_script
+        function.apply = plain_apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the traceback of every shape error at ERROR level before it raises it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

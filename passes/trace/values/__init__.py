@@ -1,0 +1,1 @@
+"""Values that Python reads and sizes that depend on values, while tensors have none."""

@@ -1,0 +1,118 @@
+"""Values that may be read while recording: they are computed for real.
+
+Those that depend on nothing but constants are what they are.  Of those that depend on inputs too
+the value for given inputs can be computed; that it is this one has to be checked at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.ir.execution import Lookup, run_op
+from pdcompile.ir.graph import Op, Ref, walk
+from pdcompile.ir.value_checks import needed_ops
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
+
+MAX_ELEMENTS = 65_536
+_BY_SHAPE = frozenset(
+    ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor")
+)
+
+
+def read(
+    func: Callable[..., Any], args: Any, kwargs: Any, ops: Sequence[Op], fakes: FakeTensors
+) -> tuple[Any] | None:
+    """(what a call that reads values returns,), when all its tensors are constants; else None."""
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        name = fakes.name(value)
+        found = evaluate(name.name, ops, fakes) if isinstance(name, Ref) else None
+        if found is None:
+            raise LookupError
+        return found
+
+    try:
+        arguments, named = [real(a) for a in args], {k: real(v) for k, v in kwargs.items()}
+    except LookupError:
+        return None
+    with _disable_current_modes():
+        return (func(*arguments, **named),)
+
+
+def evaluate(
+    name: str,
+    ops: Sequence[Op],
+    fakes: FakeTensors,
+    given: Mapping[str, Tensor] | None = None,
+) -> Tensor | None:
+    """The real tensor for a value, or None when anything else than constants is in it.
+
+    Only creation functions and ops on their results qualify: no parameters, no chance.  With
+    `given`, the tensors of some graph inputs by name, these qualify too, and buffers of integers
+    and bools that nothing writes; values that were written in place count as they are now.
+    """
+    needed = _needed(name, ops, fakes, given)
+    if needed is None:
+        return None
+    env: dict[str, Any] = {}
+    held: dict[str, Tensor] = {}
+    with _disable_current_modes():
+        for path, tensor in (given or {}).items():
+            env[path] = tensor.detach().clone()
+        for op in needed:
+            for pattern in set(op.inputs) - set(env):
+                fake = fakes.objects[pattern]
+                env[pattern] = torch.empty(fake.shape, dtype=fake.dtype, device=fakes.device)
+            for fqn in op.attributes:
+                held[fqn] = fakes.table.objects[fqn].detach()
+            lookup = Lookup(torch.nn.Module(), b=0, device=fakes.device, constants=held)
+            env[op.name] = run_op(op, env, lookup)
+    found = env[name]
+    return found if isinstance(found, Tensor) else None
+
+
+def _needed(
+    name: str, ops: Sequence[Op], fakes: FakeTensors, given: Mapping[str, Tensor] | None
+) -> list[Op] | None:
+    """The ops that make a value, in order; None where one of them does not qualify."""
+    found, leaves = needed_ops(ops, (name,), fakes.storage_of, _read_by)
+    rewritten = {fqn for op in ops for fqn in op.buffers_written}
+    if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
+        return None
+    with_inputs = given is not None
+    return found if all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found) else None
+
+
+def _read_by(op: Op) -> tuple[str, ...]:
+    """The inputs that an op looks at; of a pattern for ``ones_like`` it is the shape only."""
+    if op.target.rpartition(".")[2] not in _BY_SHAPE or not isinstance(op.args[0], Ref):
+        return op.inputs
+    return tuple(ref.name for ref in walk((op.args[1:], op.kwargs), Ref))
+
+
+def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
+    if op.kind not in ("function", "method", "getattr") or op.draw is not None:
+        return False
+    if op.mutates and not with_inputs:
+        return False
+    if op.name in fakes.objects and fakes.objects[op.name].numel() > MAX_ELEMENTS:
+        return False
+    return all(with_inputs and _plain_buffer(fqn, fakes) for fqn in op.attributes)
+
+
+def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:
+    """Whether it is a table of integers that training does not change."""
+    tensor, info = fakes.table.objects.get(fqn), fakes.table.tensors.get(fqn)
+    if tensor is None or info is None or info.kind == "parameter" or tensor.is_meta:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex() or fqn in fakes.rewritten:
+        return False
+    fakes.findings.constants.add(fqn)
+    return True

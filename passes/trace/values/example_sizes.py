@@ -1,0 +1,177 @@
+"""Sizes that depend on the integers of the inputs, taken as the example has them.
+
+``hidden[input_ids == end].view(b, -1, d)`` needs to know how many there are.  Where no operator
+of the rest can do without such a size, the capture is made for the one that the example's
+integers give, which has to be the same for every sample, and a check before it refuses calls in
+which there are more or fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.ir.graph import Ref
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.value_checks import CAPTURED
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.values.constants import evaluate
+from pdcompile.passes.trace.values.packed import Packed
+from pdcompile.passes.trace.values.reads import DIFFERS, may_be_opaque
+from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
+from pdcompile.passes.trace.values.unsized import SHAPELESS, Unsized
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
+
+_CHOICES = frozenset(
+    ("__getitem__", "__setitem__", "masked_select", "nonzero", "where", "argwhere")
+)
+_REPEATS = "repeat_interleave"
+
+
+class ExampleSizes:
+    """The sizes of one recording that depend on values.
+
+    Args:
+        unsized: the values whose shape is not known.
+    """
+
+    def __init__(self, tape: Tape, unsized: Unsized) -> None:
+        self._tape = tape
+        self._unsized = unsized
+        self._packed = Packed()
+        self._differs = False  # between samples of the example
+
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)`` on fakes, as part of the op that is recorded next.
+
+        Raises:
+            SizeByValues: the size of the result depends on values, and nothing can be known of
+                it; or Python asks for such a size.
+        """
+        while True:
+            try:
+                return self._once(func, args, kwargs)
+            except refusals.SizeByValues as error:
+                self._differs = False
+                if not self._settled(func, args, kwargs):
+                    if self._differs:
+                        error.message += DIFFERS
+                    raise
+
+    def asked(self, tensors: Any, name: str) -> None:
+        """Before a property is read that is no tensor."""
+        among = self._unsized.among(tensors) and name not in SHAPELESS
+        if among and not self._settled(None, tensors, {}):
+            raise self._refusal(name)
+
+    def returned(self, output: Any) -> None:
+        """Before the model's output is entered, where every shape has to be known.
+
+        Raises:
+            SizeByValues: one is not; names the line that made it.
+        """
+        tape = self._tape
+        for _, tensor in tensors_at(output):
+            if not self._unsized.among(tensor):
+                continue
+            with torch._C.DisableTorchFunction():
+                name = tape.fakes.name(tensor)
+                where = [op.source for op in tape.ops if name == Ref(op.name)][-1]
+                settled = self._settled(None, (tensor,), {}, where)
+            if not settled:
+                raise refusals.error(refusals.BY_VALUE, "the model's output", where)
+
+    def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tape = self._tape
+        with tape.inside(), refusals.reads(func, tape.boundary):
+            given = tape.fakes.faked(args), tape.fakes.faked(kwargs)
+            result = None
+            if tape.fakes.mode is not None:
+                module = tape.table.modules.get(tape.path)
+                result = self._packed.result(func, given[0], module)
+            if result is None:
+                result = self._unsized.run(func, *given)
+                self._packed.made(func, given[0], result)
+        if self._unsized.among(given) and not tensors_at(result):
+            raise self._refusal(refusals.name_of(func))
+        return result
+
+    def _settled(self, func: Any, args: Any, kwargs: Any, where: str = "") -> bool:
+        """Whether a size is known now that was not known before."""
+        tape = self._tape
+        if not tape.reads.assumed.sizes_of_example or may_be_opaque(tape):
+            return False
+        name = str(getattr(func, "__name__", ""))
+        given = tape.fakes.faked((args, kwargs))
+        before = len(tape.ops)
+        tensors = [tensor for _, tensor in tensors_at(given)]
+        found = [self._shape(t) for t in tensors if id(t) in tape.fakes.unsized]
+        if not any(found) and name in _CHOICES:
+            found = [self._count(t, torch.count_nonzero) for t in tensors if is_mask(t)]
+        elif not any(found) and name == _REPEATS:
+            found = [self._count(t, torch.sum) for t in tensors if not t.is_floating_point()]
+        # What the line's result is stored in is not the name of these.
+        tape.ops[before:] = [
+            replace(op, variable="", source=where or op.source) for op in tape.ops[before:]
+        ]
+        if any(found):
+            tape.fakes.findings.sized[where or tape.where()] = None
+        return any(found)
+
+    def _shape(self, tensor: Tensor) -> bool:
+        """Let a value have the shape that it has in the example, with a check."""
+        if self._same(tensor, lambda value: tuple(value.shape)) != tuple(tensor.shape):
+            return False
+        tape = self._tape
+        size = tape.number("method", "size", (tensor,))
+        same = tape.number("function", "operator.eq", (size, tuple(tensor.shape)))
+        tape.fakes.unsized.discard(id(tensor))
+        tape.require(same, self._words("this shape"))
+        return True
+
+    def _count(self, tensor: Tensor, counted: Callable[..., Any]) -> bool:
+        """Let a mask choose as many as it does in the example, with a check."""
+        tape = self._tape
+        selections = tape.observer.selections
+        count = self._same(tensor, lambda value: int(counted(value)))
+        key = mask_key(tensor)
+        if count is None or not isinstance(selections, Selections):
+            return False
+        if selections.fixed.get(key) == count:
+            return False
+        found = tape.call(counted, (tensor,))
+        tape.check(tape.call(torch.eq, (found, count)), self._words("this number of rows"))
+        selections.fixed[key] = count
+        return True
+
+    def _same(self, tensor: Tensor, of: Callable[[Tensor], Any]) -> Any:
+        """What all of the example's samples agree upon; None where they do not."""
+        tape = self._tape
+        name = tape.fakes.name(tensor)
+        examples = tape.reads.examples
+        if not isinstance(name, Ref) or examples is None:
+            return None
+        found: list[Any] = []
+        for given in examples.calls(floats=True):
+            value = evaluate(name.name, tape.ops, tape.fakes, given)
+            if value is None:
+                return None
+            with torch.utils._python_dispatch._disable_current_modes():
+                found.append(of(value))
+            if found[-1] != found[0]:
+                self._differs = True
+                return None
+        return found[0]
+
+    def _words(self, what: str) -> str:
+        place = (self._tape.where()).replace("\\", "/").rpartition("/")[2]
+        return f"{place}: {CAPTURED} {what} is that of the example"
+
+    def _refusal(self, what: str) -> Exception:
+        return refusals.error(refusals.BY_VALUE, what, self._tape.where())

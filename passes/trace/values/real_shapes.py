@@ -1,0 +1,154 @@
+"""Shapes of results that fake tensors cannot tell: the op runs once on made-up numbers.
+
+Some ops have no shape rule, or one that is stricter than the kernel (a rule that wants bfloat16
+where the kernel takes float32).  Where the shape might depend on values, several fillings have to
+agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.passes.trace.tape.observer import storage_key
+
+MAX_BYTES = 1 << 30  # of all tensors that the op reads
+
+_BY_VALUE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+Fill = Callable[[Tensor], Any]
+
+
+def _zeros(tensor: Tensor) -> None:
+    tensor.zero_()
+
+
+def _ones(tensor: Tensor) -> None:
+    tensor.fill_(1)
+
+
+def _alternating(tensor: Tensor) -> None:
+    tensor.copy_((torch.arange(tensor.numel()) % 2).view(tensor.shape))
+
+
+def _counting(tensor: Tensor) -> None:
+    tensor.copy_((torch.arange(tensor.numel()) % 101).view(tensor.shape))
+
+
+def run(call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
+    """``call(*args, **kwargs)`` on fake tensors, or fakes of what it gives on real ones.
+
+    Args:
+        closed: whether the call reads no other tensors than its arguments.
+
+    The error of the run on fakes is raised where a real run cannot say what the result is: it
+    fails too, writes its arguments, draws random numbers, returns a part of them or no tensor,
+    or its shapes depend on values.
+    """
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        by_value = isinstance(error, _BY_VALUE)
+        found = _really(call, args, kwargs, by_value=by_value) if closed else None
+        if found is None:
+            raise
+        return found
+
+
+def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool) -> Any:
+    fakes = {id(t): t for t in _tensors((args, kwargs))}
+    size = sum(t.numel() * t.element_size() for t in fakes.values())
+    if not fakes or size > MAX_BYTES:
+        return None
+    fills: list[tuple[Fill, bool]] = [(_zeros, True)]
+    if by_value:
+        fills += [(_ones, True), (_alternating, True), (_counting, False)]
+    found: Any = None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for fill, needed in fills:
+            outcome = _outcome(call, args, kwargs, fakes, fill)
+            if outcome is None and not needed:
+                continue
+            if outcome is None or (found is not None and _form(outcome) != _form(found)):
+                return None
+            found = outcome
+    with torch._C.DisableTorchFunction():
+        return rebuilt(found, next(iter(fakes.values())).device)
+
+
+def _outcome(
+    call: Callable[..., Any], args: Any, kwargs: Any, fakes: dict[int, Tensor], fill: Fill
+) -> Any:
+    """What the call gives on tensors filled so; None where that says nothing."""
+    reals = {key: _real(fake, fill) for key, fake in fakes.items()}
+    versions = [t._version for t in reals.values()]
+    state = torch.default_generator.get_state()
+    try:
+        result = call(*replaced(args, reals), **replaced(kwargs, reals))
+    except Exception:
+        return None  # it is no op at all: the error on fakes says why
+    finally:
+        drew = not torch.equal(state, torch.default_generator.get_state())
+        torch.default_generator.set_state(state)
+    written = versions != [t._version for t in reals.values()]
+    given = {storage_key(t) for t in reals.values()}
+    made = _tensors(result)
+    shared = any(storage_key(t) in given for t in made)
+    shared = shared or len({storage_key(t) for t in made}) < len(made)
+    return None if drew or written or shared or not made or _form(result) is None else result
+
+
+def _real(fake: Tensor, fill: Fill) -> Tensor:
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    if 0 in made.stride():
+        made = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+    fill(made)
+    return made.requires_grad_(fake.requires_grad)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in _tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    return []
+
+
+def replaced(value: Any, reals: dict[int, Tensor]) -> Any:
+    """The same structure with the real tensors of fakes, by identity."""
+    if isinstance(value, Tensor):
+        return reals[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(replaced(item, reals) for item in value)
+    if type(value) is dict:
+        return {key: replaced(item, reals) for key, item in value.items()}
+    return value
+
+
+def _form(result: Any) -> Any:
+    """Shapes and dtypes; None for a result that holds anything but tensors."""
+    if isinstance(result, Tensor):
+        return tuple(result.shape), result.stride(), result.dtype, result.requires_grad
+    if type(result) in (tuple, list):
+        forms = [_form(item) for item in result]
+        return None if None in forms else (type(result), *forms)
+    return None
+
+
+def rebuilt(result: Any, device: torch.device) -> Any:
+    """The same on fake tensors: to be called below the fake mode."""
+    if not isinstance(result, Tensor):
+        return type(result)(rebuilt(item, device) for item in result)
+    made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+    # An op's result is no leaf: the model may write into it.
+    return made.requires_grad_().clone() if result.requires_grad else made

@@ -1,0 +1,135 @@
+"""Values whose shape depends on the values of integer inputs, such as the labels behind a mask.
+
+Nothing of the model's Python may see such a shape, and no stage boundary may cut such a value.
+Inside of one stage it does no harm: what becomes of it is found by running the ops on what the
+example's integers really give, and on others, which tell whether a result has the shape at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
+from pdcompile.passes.trace.values import real_shapes
+from pdcompile.passes.trace.values.constants import evaluate
+from pdcompile.passes.trace.values.reads import Reading
+
+SHAPELESS = frozenset(
+    ("dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "dim", "is_nested")
+)
+
+
+class Unsized:
+    """The values of one recording whose shape depends on values.
+
+    Args:
+        ops: the ops that are recorded so far, by reference.
+        reading: knows the integers that the example gives to the call.
+    """
+
+    def __init__(self, fakes: FakeTensors, ops: list[Op], reading: Callable[[], Reading]) -> None:
+        self._fakes = fakes
+        self._ops = ops
+        self._reading = reading
+
+    def among(self, arguments: Any) -> bool:
+        """Whether there is such a value among the arguments of a call."""
+        known = self._fakes.unsized
+        return bool(known) and any(id(tensor) in known for tensor in _flat(arguments))
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
+        """``call(*args, **kwargs)`` on fakes, as `real_shapes.run` does it.
+
+        Raises what the call raises on fakes where no real run can tell the result.
+        """
+        unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
+        among, of_example = self.among((args, kwargs)), self._reading().assumed.sizes_of_example
+        if not among:
+            try:
+                if of_example:
+                    return call(*args, **kwargs)
+                return real_shapes.run(call, args, kwargs, closed=closed)
+            except DynamicOutputShapeException as error:
+                unknown = error
+            except Exception:
+                if not of_example:
+                    raise
+                return real_shapes.run(call, args, kwargs, closed=closed)
+        found = self._really(call, args, kwargs, known=of_example and not among)
+        if found is None and of_example and not among:
+            return real_shapes.run(call, args, kwargs, closed=closed)
+        if found is None:
+            raise unknown
+        result, sized = found
+        with torch._C.DisableTorchFunction():
+            made = real_shapes.rebuilt(result, self._fakes.device)
+        if not sized:
+            self._fakes.unsized.add(id(made))
+        return made
+
+    def _really(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, *, known: bool
+    ) -> tuple[Tensor, bool] | None:
+        """(the result on the example's integers, whether other integers give the same shape).
+
+        `known`: the shape depends on values even where all of these agree (of one sample).
+        """
+        found: list[tuple[Any, Tensor]] = []
+        examples = self._reading().examples
+        for given in examples.variants() if examples is not None else ():
+            reals = self._reals((args, kwargs), given, zeros=not known)
+            if reals is None:
+                return None
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                try:
+                    result = call(
+                        *real_shapes.replaced(args, reals), **real_shapes.replaced(kwargs, reals)
+                    )
+                except Exception:  # of made-up integers only the example's have to be possible
+                    if not found:
+                        return None
+                    continue
+            if not isinstance(result, Tensor):
+                return None
+            shapes = [tuple(real.shape) for real in reals.values()]
+            found.append((shapes, result))
+        if not found:
+            return None
+        first = found[0][1]
+        sized = not known and all(result.shape == first.shape for _, result in found)
+        varied = any(shapes != found[0][0] for shapes, _ in found)
+        if (sized and not varied) or (
+            not sized and (first.requires_grad or first.is_floating_point())
+        ):
+            return None
+        return first, sized
+
+    def _reals(self, arguments: Any, given: Any, *, zeros: bool) -> dict[int, Tensor] | None:
+        """Real tensors for the fakes: what they are for these integers, `zeros` for floats."""
+        reals: dict[int, Tensor] = {}
+        for fake in _flat(arguments):
+            name = self._fakes.name(fake)
+            found = None
+            if isinstance(name, Ref):
+                found = evaluate(name.name, self._ops, self._fakes, given)
+            if found is None:
+                unsized = id(fake) in self._fakes.unsized
+                if unsized or not zeros or not fake.is_floating_point():
+                    return None
+                with _disable_current_modes():
+                    found = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                    found.requires_grad_(fake.requires_grad)
+            reals[id(fake)] = found
+        return reals
+
+
+def _flat(arguments: Any) -> list[Tensor]:
+    return [tensor for _, tensor in tensors_at(arguments)]
