@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,13 @@ def test_update_of_2bw_early_and_late() -> None:
         assert (steps[0] < first) == (clip is not None)
 
 
+TWO_A_RANK = make_plan("gpipe", 4, 2, edges=(*chain(4), Edge("skip", 0, (1, 3), 1, True)))
+TWO_A_RANK = replace(
+    TWO_A_RANK,
+    stages=tuple(replace(stage, ranks=(stage.index % 2,)) for stage in TWO_A_RANK.stages),
+)
 GOLDEN_PLANS = {
+    "gpipe_two_a_rank": TWO_A_RANK,
     "gpipe": make_plan("gpipe", 2, 3),
     "1f1b": make_plan("1f1b", 3, 4),
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),

@@ -146,12 +146,12 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     microbatches = sum(walk.num_microbatches for walk in walks)
     num_stages = len(spec.ranks)
     peaks = [
-        max(walk.tokens[rank].peak_in_flight for walk in walks for rank in ranks)
-        for ranks in spec.ranks
+        max(walk.tokens[rank][stage].peak_in_flight for walk in walks for rank in ranks)
+        for stage, ranks in enumerate(spec.ranks)
     ]
     planned = [spec.in_flight(stage) for stage in range(num_stages)]
     pools = max(
-        (n for walk in walks for one in walk.tokens.values() for n in one.peak_slots.values()),
+        (n for walk in walks for _, one in walk.each() for n in one.peak_slots.values()),
         default=0,
     )
     forward_only = walks[0].forward_only

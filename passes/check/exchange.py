@@ -22,12 +22,13 @@ from pdcompile.schedule.instruction import SEND
 from pdcompile.schedule.spec import PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair"]
+_RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
 Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class Channel:
-    """All transfers of one edge from one rank to another, in order."""
+    """All transfers of one edge from one rank to a stage on another, in order."""
 
     sender: int
     receiver: int
@@ -82,13 +83,13 @@ class Exchange:
     def __init__(self, spec: PipelineSpec, channels: ChannelModel):
         self.spec = spec
         self.model = channels
-        self.channels: dict[tuple[Kind, int, int, int], Channel] = {}
-        everybody = tuple(rank for ranks in spec.ranks for rank in ranks)
+        self.channels: dict[tuple[Kind, int, int, int, int], Channel] = {}
+        everybody = tuple(rank for rank, _ in spec.holders)
         self.groups = {(Kind.NORMS, -1): Group(everybody)} if spec.clipping else {}
         for stage, ranks in enumerate(spec.ranks):
             if len(ranks) > 1:
                 self.groups[Kind.REDUCE, stage] = Group(ranks)
-        self.stage_of = {rank: stage for stage, ranks in enumerate(spec.ranks) for rank in ranks}
+        self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
         #: what executes an instruction: the ranks that it waits for when it cannot go on
         self.rules: dict[Phase, Rule] = {
@@ -137,16 +138,18 @@ class Exchange:
         self._losses(columns)
 
     def _send(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        channel = self._channel(one, rank, one.peer)
         channel.num_sent += 1
         channel.sent.append(label)
+        if rank == one.peer:
+            return ()
         channel.open_sends.append(label)
         self._match(channel, rank, position)
         self._pair(rank, position, one, channel, label)
         return ()
 
     def _post(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        channel = self._channel(one, one.peer, rank)
         channel.posted.append(label)
         channel.waits.append(label)
         self._match(channel, rank, position)
@@ -154,7 +157,13 @@ class Exchange:
         return ()
 
     def _wait(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        channel = self._channel(one, one.peer, rank)
+        if rank == one.peer:
+            if not channel.sent or channel.sent[0] != label:
+                raise Misfit(rank, position, "takes what another stage of the rank did not make")
+            channel.sent.popleft()
+            self.num_transfers += 1
+            return ()
         if not channel.waits or channel.waits[0] != label:
             raise Misfit(rank, position, "receives of a channel are waited for out of order")
         channel.num_reached = channel.num_received + 1
@@ -168,7 +177,7 @@ class Exchange:
     def _wait_send(
         self, rank: int, position: int, one: Instruction, label: Label
     ) -> tuple[int, ...]:
-        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        channel = self._channel(one, rank, one.peer)
         if not channel.open_sends or channel.open_sends[0] != label:
             raise Misfit(rank, position, "sends of a channel are waited for out of order")
         if channel.num_reached <= channel.num_send_waited:
@@ -190,8 +199,14 @@ class Exchange:
             group.waited[rank] = count + 1
         return missing
 
-    def _channel(self, kind: Kind, edge: int, sender: int, receiver: int) -> Channel:
-        key = (kind, edge, sender, receiver)
+    def _channel(self, one: Instruction, sender: int, receiver: int) -> Channel:
+        """By the stage that receives: where a rank holds several, a send says which."""
+        kind = one.action.kind
+        if one.action.phase in _RECEIVES:
+            stage = one.stage
+        else:
+            stage = one.target if one.target >= 0 else self.stage_of.get(receiver, -1)
+        key = (kind, one.edge, sender, receiver, stage)
         found = self.channels.get(key)
         if found is None:
             found = self.channels[key] = Channel(sender, receiver)

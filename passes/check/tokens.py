@@ -1,4 +1,4 @@
-"""One rank walked with tokens: what may happen when, as far as the rank alone can tell.
+"""One stage on one rank walked with tokens: what may happen when, as far as it alone can tell.
 
 Values, slots, weight versions, updates and order are local facts: an instruction list breaks
 them or not, whatever the timing.  Who talks to whom is checked in `exchange`.
@@ -40,7 +40,7 @@ class Violation(Exception):
 
 
 class Tokens:
-    """The token state of one rank, and the rules for every instruction.
+    """The token state of one stage on one rank, and the rules for every instruction.
 
     Every `do(instruction, base)` raises Violation or moves the state on; `base` is the number
     of calls of step before this one.
@@ -68,7 +68,7 @@ class Tokens:
         self.to_free: set[Label] = set()
         self.slots: dict[Key, dict[Label, bool]] = {}  # live slots; True once it has arrived
         self.to_send: dict[tuple[Key, int], set[Label]] = {}  # made, not yet sent to that stage
-        self.under_way: dict[tuple[Key, int], list[Label]] = {}  # sent to that rank, not waited
+        self.under_way: dict[tuple[Key, int, int], list[Label]] = {}  # to that stage and rank
         self.steps = 0
         self.weights = {hop.edge: 0 for hop in self.hops.weights}
         self.posted = dict.fromkeys(self.collectives, 0)
@@ -92,13 +92,11 @@ class Tokens:
             self.rules[action] = self.wait
 
     def restore(self, other: Tokens) -> None:
-        """Take over the state of the same rank in another walk."""
+        """Take over the state of the same stage and rank in another walk."""
         for name in _STATE:
             setattr(self, name, deepcopy(getattr(other, name)))
 
     def do(self, one: Instruction, base: int) -> None:
-        if one.stage != self.stage:
-            raise Violation(f"stage {one.stage} does not run on this rank")
         self.rules[one.action](one, (base + one.minibatch, one.microbatch))
 
     # -- compute ---------------------------------------------------------------------------
@@ -261,14 +259,23 @@ class Tokens:
 
         def source(one: Instruction, label: Label) -> dict[Label, bool]:
             hop = incoming.get(one.edge)
-            if hop is None or one.peer not in self.spec.ranks[hop.stage]:
+            if hop is None or one.peer not in self.spec.ranks[hop.stage] or one.target >= 0:
                 raise Violation("no such transfer arrives here")
             if (label[1] < 0) != carries_weights:
                 raise Violation("names a microbatch where it should not, or none")
             return self.slots.setdefault((kind, one.edge), {})
 
+        def receiver(one: Instruction) -> Hop | None:
+            for hop in outgoing.get(one.edge, ()):
+                target = hop.stage if hop.ambiguous else -1
+                if one.target == target and one.peer in self.spec.ranks[hop.stage]:
+                    return hop
+            return None
+
         def post(one: Instruction, label: Label) -> None:
             live = source(one, label)
+            if incoming[one.edge].local:
+                raise Violation("what comes from the same rank needs no receive")
             if label in live:
                 raise Violation("posted twice")
             if len(live) >= pool:
@@ -283,32 +290,33 @@ class Tokens:
 
         def wait(one: Instruction, label: Label) -> None:
             live = source(one, label)
-            if live.get(label) is not False:
+            if live.get(label, not incoming[one.edge].local) is not False:
                 raise Violation("waits for what was not posted")
             if carries_weights:
                 self.weights[one.edge] = label[0] + 1
-                del live[label]
+                live.pop(label, None)
             else:
                 live[label] = True
 
         def send(one: Instruction, label: Label) -> None:
-            stages = outgoing.get(one.edge, {})
-            stage = next((s for s in stages if one.peer in self.spec.ranks[s]), -1)
-            made = self.to_send.get(((kind, one.edge), stage), set())
-            if label not in made:
+            hop = receiver(one)
+            made = self.to_send.get(((kind, one.edge), hop.stage), set()) if hop else ()
+            if hop is None or label not in made:
                 raise Violation("sends what was not made, was sent before or goes elsewhere")
             if carries_weights and label[0] + 1 != self.steps:
                 raise Violation("sends weights that are no longer the newest")
-            made.remove(label)
-            under_way = self.under_way.setdefault(((kind, one.edge), one.peer), [])
+            self.to_send[(kind, one.edge), hop.stage].remove(label)
+            if hop.local:
+                return
+            under_way = self.under_way.setdefault(((kind, one.edge), hop.stage, one.peer), [])
             under_way.append(label)
-            if len(under_way) > stages[stage]:
-                raise Violation(
-                    f"{len(under_way)} sends under way, the buffers hold {stages[stage]}"
-                )
+            if len(under_way) > hop.window:
+                raise Violation(f"{len(under_way)} sends under way, the buffers hold {hop.window}")
 
         def wait_send(one: Instruction, label: Label) -> None:
-            under_way = self.under_way.get(((kind, one.edge), one.peer), [])
+            hop = receiver(one)
+            stage = hop.stage if hop else -1
+            under_way = self.under_way.get(((kind, one.edge), stage, one.peer), [])
             if label not in under_way:
                 raise Violation("waits for what was not sent")
             under_way.remove(label)
@@ -369,14 +377,14 @@ class Tokens:
         )
 
 
-def _by_edge(all_hops: Hops, kind: Kind) -> tuple[dict[int, Hop], dict[int, dict[int, int]]]:
-    """What arrives, edge → hop; and what leaves, edge → {stage: window}."""
+def _by_edge(all_hops: Hops, kind: Kind) -> tuple[dict[int, Hop], dict[int, list[Hop]]]:
+    """What arrives and what leaves, by edge."""
     before_forward, after_forward, before_backward, after_backward, after_step, weights = all_hops
     incoming = {
         hop.edge: hop for hop in (*before_forward, *before_backward, *weights) if hop.kind is kind
     }
-    outgoing: dict[int, dict[int, int]] = {}
+    outgoing: dict[int, list[Hop]] = {}
     for hop in (*after_forward, *after_backward, *after_step):
         if hop.kind is kind:
-            outgoing.setdefault(hop.edge, {})[hop.stage] = hop.window
+            outgoing.setdefault(hop.edge, []).append(hop)
     return incoming, outgoing

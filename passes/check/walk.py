@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from copy import deepcopy
 
 from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check.excerpt import excerpt
 from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
 from pdcompile.passes.check.tokens import Tokens, Violation
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.spec import PipelineSpec
 
 
@@ -26,9 +27,8 @@ class Walk:
         self.spec = spec
         self.forward_only = forward_only
         self.tokens = {
-            rank: Tokens(spec, stage, rank, forward_only=forward_only)
-            for stage, ranks in enumerate(spec.ranks)
-            for rank in ranks
+            rank: {s: Tokens(spec, s, rank, forward_only=forward_only) for s in stages}
+            for rank, stages in spec.holders
         }
         self.exchange = Exchange(spec, channels)
         self.base = 0  # calls of step so far
@@ -67,7 +67,7 @@ class Walk:
         if kind != "+flush":
             self._coverage(program)
         drained = kind != "" or not self.spec.kind.stream
-        for rank, tokens in self.tokens.items():
+        for rank, tokens in self.each():
             try:
                 tokens.end_call(drained=drained)
             except Violation as error:
@@ -83,30 +83,43 @@ class Walk:
         """The same state, to prove another continuation from it."""
         other = Walk(self.spec, self.exchange.model, forward_only=self.forward_only)
         other.base = self.base
-        for rank, tokens in self.tokens.items():
-            other.tokens[rank].restore(tokens)
+        for rank, tokens in self.each():
+            other.tokens[rank][tokens.stage].restore(tokens)
         other.exchange.channels = deepcopy(self.exchange.channels)
         other.exchange.groups = deepcopy(self.exchange.groups)
         other.exchange.pairs = deepcopy(self.exchange.pairs)
         return other
 
+    def each(self) -> Iterator[tuple[int, Tokens]]:
+        """The tokens of every stage, with the rank that they are on."""
+        for rank, held in self.tokens.items():
+            for tokens in held.values():
+                yield rank, tokens
+
     def state(self) -> tuple[object, ...]:
         """All that the future depends on, relative to the next call."""
         return (
-            tuple(tokens.state(self.base) for tokens in self.tokens.values()),
+            tuple(tokens.state(self.base) for _, tokens in self.each()),
             self.exchange.state(self.base),
         )
 
     def _run_column(self, program: Schedule, rank: int, column: tuple[Instruction, ...]) -> None:
-        tokens = self.tokens.get(rank)
-        if tokens is None:
+        held = self.tokens.get(rank)
+        if held is None:
             if any(one.action is not Action.LOSS or one.peer < 0 for one in column):
                 raise self._error(program, rank, 0, "a rank without a stage only hears the loss")
             return
         position, base = 0, self.base
         try:
             for position, one in enumerate(column):  # noqa: B007  (read in the handler)
+                tokens = held.get(one.stage)
+                if tokens is None:
+                    raise Violation(f"stage {one.stage} does not run on this rank")
                 tokens.do(one, base)
+                if len(held) > 1 and one.action.kind is Kind.NORMS:
+                    for other in held.values():  # the norms are those of the whole rank
+                        if other is not tokens:
+                            other.do(one, base)
         except Violation as error:
             raise self._error(program, rank, position, str(error)) from None
 
@@ -172,8 +185,8 @@ class Walk:
         )
 
     def _stage(self, rank: int) -> str:
-        stage = self.exchange.stage_of.get(rank)
-        return "no stage" if stage is None else f"stage {stage}"
+        stages = list(self.tokens.get(rank, ()))
+        return f"stage {', '.join(map(str, stages))}" if stages else "no stage"
 
 
 def _of(one: Instruction) -> str:

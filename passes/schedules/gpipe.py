@@ -8,7 +8,8 @@ Four stages, four microbatches, a backward twice as long as a forward:
     stage 3           F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
 
 Backward is in ascending order, as eager gradient accumulation is, so that sums are bitwise
-equal.  Every microbatch is in flight at once.
+equal.  Every microbatch is in flight at once.  A rank with several stages runs them one after the
+other, forward from the first and backward from the last.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pdcompile.schedule.registry import StageWork, Task
 
 def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     """The tasks of one rank in one call."""
-    (own,) = stages
-    for microbatch in own.microbatches:
-        yield Task(own.stage, Action.FORWARD, 0, microbatch)
-    for microbatch in own.microbatches:
-        yield Task(own.stage, Action.BACKWARD, 0, microbatch)
-    yield Task(own.stage, Action.STEP, 0, -1)
+    for own in stages:
+        for microbatch in own.microbatches:
+            yield Task(own.stage, Action.FORWARD, 0, microbatch)
+    for own in reversed(stages):
+        for microbatch in own.microbatches:
+            yield Task(own.stage, Action.BACKWARD, 0, microbatch)
+    for own in stages:
+        yield Task(own.stage, Action.STEP, 0, -1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.schedules.lower_comm import Column, RankState, lower_evaluation, project
+from pdcompile.passes.schedules.lower_comm import Column, StageState, lower_evaluation, project
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.registry import StageWork, Task
@@ -24,15 +24,15 @@ Limits = dict[tuple[int, int], int]  # see StageWork
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Where a pipeline stands between two calls.  `states[s][q]`: replica q of stage s."""
+    """Where a pipeline stands between two calls: a state for each stage of each holder."""
 
     spec: PipelineSpec
-    states: tuple[tuple[RankState, ...], ...]
+    states: tuple[tuple[StageState, ...], ...]
 
     @staticmethod
     def begin(spec: PipelineSpec) -> Stream:
         """A pipeline in which nothing is in flight."""
-        return Stream(spec, tuple(tuple(RankState() for _ in ranks) for ranks in spec.ranks))
+        return Stream(spec, tuple((StageState(),) * len(stages) for _, stages in spec.holders))
 
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
         """The program of one minibatch, and the stream after it.
@@ -73,24 +73,18 @@ _evaluation = lru_cache(maxsize=32)(lower_evaluation)
 def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
     spec = stream.spec
     columns: list[Column] = []
-    limits: Limits = {}
-    for stage, states in enumerate(stream.states):
-        following: Limits = {}
-        for replica, state in enumerate(states):
-            share = spec.share(stage, replica, num_microbatches)
-            column = Column(spec, stage, replica, state)
-            column.unstepped.append(0)
-            column.unreduced.append(0)
-            column.receive_loss(num_microbatches)
-            column.begin(share, spec.pool(stage))
-            tasks = _tasks(spec, stage, state, share, limits)
-            if spec.kind.stream:
-                following |= _limits_for_the_next(tasks, limits, num_microbatches)
-            column.train(tasks)
-            if not spec.kind.stream:
-                column.finish()
-            columns.append(column)
-        limits = following
+    limits: dict[int, Limits] = {}  # by stage
+    for (rank, stages), states in zip(spec.holders, stream.states, strict=True):
+        column = Column(spec, rank, dict(zip(stages, states, strict=True)))
+        column.begin(num_microbatches)
+        tasks = _tasks(column, states, limits.get(stages[0], {}), num_microbatches)
+        column.train(tasks)
+        if not spec.kind.stream:
+            column.finish()
+        else:
+            found = _limits_for_the_next(tasks, limits.get(stages[0], {}), num_microbatches)
+            limits.setdefault(stages[0] + 1, {}).update(found)
+        columns.append(column)
     return project(spec, spec.name, columns, num_microbatches), _after(stream, columns, 1)
 
 
@@ -98,42 +92,41 @@ def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
 def _flush(stream: Stream) -> tuple[Schedule, Stream]:
     spec = stream.spec
     columns = []
-    for stage, states in enumerate(stream.states):
-        for replica, state in enumerate(states):
-            column = Column(spec, stage, replica, state)
-            if spec.kind.stream:
-                column.train(_tasks(spec, stage, state, (), {}, flush=True))
-            column.finish()
-            columns.append(column)
+    for (rank, stages), states in zip(spec.holders, stream.states, strict=True):
+        column = Column(spec, rank, dict(zip(stages, states, strict=True)))
+        if spec.kind.stream:
+            column.train(_tasks(column, states, {}, None))
+        column.finish()
+        columns.append(column)
     return project(spec, f"{spec.name}+flush", columns, 0), _after(stream, columns, 0)
 
 
 def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
-    following = iter(columns)
-    states = tuple(tuple(next(following).state(shift) for _ in one) for one in stream.states)
+    states = tuple(tuple(lane.state(shift) for lane in column.lanes.values()) for column in columns)
     return stream if states == stream.states else Stream(stream.spec, states)
 
 
 def _tasks(
-    spec: PipelineSpec,
-    stage: int,
-    state: RankState,
-    share: Sequence[int],
-    limits: Limits,
-    *,
-    flush: bool = False,
+    column: Column, states: Sequence[StageState], limits: Limits, num_microbatches: int | None
 ) -> list[Task]:
-    work = StageWork(
-        stage,
-        share,
-        spec.warmup[stage],
-        state.pending,
-        state.unstepped,
-        spec.late(stage),
-        limits,
-        flush,
-    )
-    return list(spec.kind.order((work,)))
+    """What a rank computes in one call; None: nothing more comes."""
+    spec, works = column.spec, []
+    for stage, state in zip(column.lanes, states, strict=True):
+        replica = spec.ranks[stage].index(column.rank)
+        share = () if num_microbatches is None else spec.share(stage, replica, num_microbatches)
+        works.append(
+            StageWork(
+                stage,
+                share,
+                spec.warmup[stage],
+                state.pending,
+                state.unstepped,
+                spec.late(stage),
+                limits,
+                flush=num_microbatches is None,
+            )
+        )
+    return list(spec.kind.order(works))
 
 
 def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:

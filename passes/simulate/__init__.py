@@ -119,7 +119,7 @@ def _forecast(
             for one in column:
                 if one.action.phase is Phase.COMPUTE:
                     busy += _busy(plan, one.action, one.stage, clock.step_seconds)
-                else:
+                elif one.peer != rank:
                     sent[rank] += clock.bytes_of(one)
     num_ranks = spec_of(plan).num_ranks
     return Forecast(

@@ -9,7 +9,7 @@ The timing model, all of it:
   It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
   compute.  A link (an ordered pair of ranks; the unordered pair where the level is half duplex)
   carries one transfer at a time, in the order in which they became ready.
-- WAIT_RECV and WAIT_SEND end when their transfer ends.
+- WAIT_RECV and WAIT_SEND end when their transfer ends.  A hop inside a rank takes no time.
 - WAIT_REDUCE ends 2 (r − 1) (bytes / r / bandwidth + latency) after the last of r replicas
   has posted (ring), WAIT_NORMS one latency after the last rank has.  Both use the slowest level
   between members and do not slow transfers down.  LOSS takes no time.
@@ -68,6 +68,9 @@ class _Channel:
     num_send_waited: int = 0
 
 
+_RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
+
+
 class Clock:
     """Runs programs; afterwards `events` and, per program and rank, `ends` are known.
 
@@ -98,7 +101,8 @@ class Clock:
                 self.columns[rank] += [(one, base, number) for one in column]
             base += program.name == self.spec.name
         self.position = [0] * num_ranks
-        self.channels: dict[tuple[Kind, int, int, int], _Channel] = {}
+        self.only_stage = {rank: stages[0] for rank, stages in self.spec.holders}
+        self.channels: dict[tuple[Kind, int, int, int, int], _Channel] = {}
         self.collectives: dict[tuple[Kind, int, int], list[float]] = {}
         #: what executes an instruction that takes no time; False when the rank has to wait
         self.rules: dict[Phase, Callable[[int, Instruction, int], bool]] = {
@@ -170,15 +174,18 @@ class Clock:
         return self.step_seconds
 
     def _send(self, rank: int, one: Instruction, base: int) -> bool:
-        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        channel = self._channel(one, rank, one.peer)
         transfer = self._transfer(channel, channel.num_sent, rank, one.peer, one.stage)
         channel.num_sent += 1
         transfer.instruction, transfer.minibatch = one, base + one.minibatch
-        self._enqueue(transfer)
+        if rank == one.peer:
+            transfer.done = True
+        else:
+            self._enqueue(transfer)
         return True
 
     def _post(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        channel = self._channel(one, one.peer, rank)
         transfer = self._transfer(channel, channel.num_posted, one.peer, rank, -1)
         channel.num_posted += 1
         transfer.posted = True
@@ -186,19 +193,24 @@ class Clock:
         return True
 
     def _wait(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one.action.kind, one.edge, one.peer, rank)
+        channel = self._channel(one, one.peer, rank)
         done = self._done(channel, channel.num_received, rank)
         channel.num_received += done
         return done
 
     def _wait_send(self, rank: int, one: Instruction, _: int) -> bool:
-        channel = self._channel(one.action.kind, one.edge, rank, one.peer)
+        channel = self._channel(one, rank, one.peer)
         done = self._done(channel, channel.num_send_waited, rank)
         channel.num_send_waited += done
         return done
 
-    def _channel(self, kind: Kind, edge: int, sender: int, receiver: int) -> _Channel:
-        key = (kind, edge, sender, receiver)
+    def _channel(self, one: Instruction, sender: int, receiver: int) -> _Channel:
+        """By the stage that receives: where a rank holds several, a send says which."""
+        if one.action.phase in _RECEIVES:
+            stage = one.stage
+        else:
+            stage = one.target if one.target >= 0 else self.only_stage[receiver]
+        key = (one.action.kind, one.edge, sender, receiver, stage)
         found = self.channels.get(key)
         if found is None:
             found = self.channels[key] = _Channel()
@@ -281,7 +293,7 @@ class Clock:
         stage = one.stage if kind is Kind.REDUCE else -1
         key = (kind, stage, base + one.minibatch)
         posted = self.collectives.setdefault(key, [])
-        members = self.spec.ranks[stage] if stage >= 0 else [r for s in self.spec.ranks for r in s]
+        members = self.spec.ranks[stage] if stage >= 0 else tuple(self.only_stage)
         if one.action.phase is Phase.POST:
             posted.append(self.now)
             if len(posted) == len(members):

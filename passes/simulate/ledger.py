@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.instruction import POST_RECV
 from pdcompile.schedule.spec import PipelineSpec, spec_of
 
 _TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
@@ -16,7 +17,7 @@ _Microbatch = tuple[int, int]  # minibatch, microbatch
 
 
 def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...]:
-    """One ledger a rank, for these successive programs: what it holds at its peak.
+    """One ledger a rank, for these successive programs: what its stages hold at their peak.
 
     Weights: trainable ones times live versions, others once.  Optimizer: the factor times what
     this stage updates itself (not the copies of a tied parameter that another stage owns).
@@ -31,18 +32,17 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     minibatch so far and of the one before, which a loop holds that assigns the result.
     """
     spec = spec_of(plan)
-    stage_of = {rank: s for s, ranks in enumerate(spec.ranks) for rank in ranks}
-    found = []
-    for rank in range(spec.num_ranks):
-        if rank not in stage_of:
-            found.append(MemoryLedger())
-            continue
-        walk = _Walk(plan, spec, stage_of[rank], rank)
+    found = [MemoryLedger()] * spec.num_ranks
+    for rank, stages in spec.holders:
+        held: dict[int, _Walk] = {}
+        for stage in stages:
+            held[stage] = _Walk(plan, spec, stage, rank, held)
         for base, program in _bases(spec, programs):
-            walk.begin(base, trains=program.name == spec.name)
+            for walk in held.values():
+                walk.begin(base, trains=program.name == spec.name)
             for one in program.columns[rank]:
-                walk.execute(one, base)
-        found.append(walk.peak)
+                held[one.stage].execute(one, base)
+        found[rank] = max((walk.peak for walk in held.values()), key=lambda one: one.total_bytes)
     return tuple(found)
 
 
@@ -55,12 +55,17 @@ def _bases(spec: PipelineSpec, programs: Sequence[Schedule]) -> Iterable[tuple[i
 
 @dataclass
 class _Walk:
-    """What one rank of a stage holds, instruction by instruction, and the most of it."""
+    """What one stage holds on one rank, instruction by instruction.
+
+    `held` are the walks of all stages of the rank, `peak` the most that they held together while
+    this one ran.
+    """
 
     plan: Plan
     spec: PipelineSpec
     index: int
     rank: int
+    held: dict[int, _Walk]
     in_flight: int = 0
     buffers: set[int] = field(default_factory=set)  # minibatches that have gradients
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
@@ -117,11 +122,23 @@ class _Walk:
         elif action is Action.FREE:
             self._free(at)
         elif action.phase in _TRANSFER:
-            if action.kind is Kind.VALUE:
+            if one.peer == self.rank:
+                self._hand_over(one, at)
+            elif action.kind is Kind.VALUE:
                 self._value(action.phase, one.edge, at)
             else:
                 self._message(action, one.edge, at)
         self._note()
+
+    def _hand_over(self, one: Instruction, at: _Microbatch) -> None:
+        """Another stage of the rank keeps a value, or a gradient until its backward."""
+        if one.action.phase is not Phase.SEND or one.action.kind is Kind.WEIGHT:
+            return
+        receiver = self.held[one.target]
+        if one.action.kind is Kind.VALUE:
+            receiver._value(Phase.POST_RECV, one.edge, at)
+        else:
+            receiver._message(POST_RECV[one.action.kind], one.edge, at)
 
     def _value(self, phase: Phase, edge: int, at: _Microbatch) -> None:
         """A value comes into a slot, or leaves from where the forward has made it."""
@@ -163,16 +180,23 @@ class _Walk:
 
     def _note(self, *, workspace: int = 0, temporaries: int = 0) -> None:
         """Keep what is held now if it is the most."""
+        parts = self._parts(workspace, temporaries)
+        if len(self.held) > 1:
+            others = [one._parts() for one in self.held.values() if one is not self]
+            parts = tuple(map(sum, zip(parts, *others, strict=True)))
+        total = sum(parts)
+        if total > self.most:
+            self.most = total
+            self.peak = MemoryLedger(*parts)
+
+    def _parts(self, workspace: int = 0, temporaries: int = 0) -> tuple[int, ...]:
+        """The lines of a ledger, of this stage alone."""
         sets = min(1, self.in_flight) if self.stage.recompute else self.in_flight
         gradients = len(self.buffers) * self.owned
         kept, received = sets * self.stage.saved_bytes, self.pool + self.received
         # What is in flight has its outputs among its activations.
         made = max(0, self.outputs.total() - self.in_flight) * self.stage.output_bytes
-        parts = (
+        return (
             self.weights, gradients, self.state, kept, received, self.sending, workspace,
             temporaries, len(self.inputs) * self.stage.input_bytes, made,
         )  # fmt: skip
-        total = sum(parts)
-        if total > self.most:
-            self.most = total
-            self.peak = MemoryLedger(*parts)

@@ -178,7 +178,8 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return sum(stage.replicas for stage in self.stages)
+        """Ranks that run something; one may hold several stages."""
+        return len({rank for ranks in ranks_of(self.stages) for rank in ranks})
 
     @property
     def num_columns(self) -> int:

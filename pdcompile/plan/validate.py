@@ -89,7 +89,9 @@ def _stages(plan: Plan) -> Iterator[Problem]:
 
 
 def _ranks(plan: Plan) -> Iterator[Problem]:
-    taken: dict[int, int] = {}
+    taken: dict[int, list[int]] = {}
+    kind = KINDS.get(plan.training.schedule)
+    most = 1 if kind is None else kind.stages_per_rank
     for s, stage in enumerate(plan.stages):
         path = f"stages[{s}]"
         if stage.replicas < 1:
@@ -98,10 +100,11 @@ def _ranks(plan: Plan) -> Iterator[Problem]:
             message = f"{len(stage.ranks)} ranks for {stage.replicas} replicas"
             yield f"{path}.ranks", message, "give one rank to each replica"
         for rank in stage.ranks:
-            if rank in taken:
-                message = f"rank {rank} also runs stage {taken[rank]}"
+            held = taken.setdefault(rank, [])
+            if s in held or (most is not None and len(held) >= most):
+                message = f"rank {rank} also runs stage {held[0]}"
                 yield f"{path}.ranks", message, "give every rank to one stage"
-            taken[rank] = s
+            held.append(s)
 
 
 def _edges(plan: Plan) -> Iterator[Problem]:

@@ -115,6 +115,9 @@ class Instruction:
     `peer` is the rank at the other end of a send or receive, −1 elsewhere.
     `lag`: FORWARD and BACKWARD of minibatch t run on weights W_max(t − lag, 0); a forward-only
     program runs on the newest weights.
+    `target` is the stage that receives, where the peer of a send holds several; −1 elsewhere.
+    A send to the own rank hands a value to another stage of it: it costs nothing, and neither
+    its receive is posted nor its end waited for.
     """
 
     action: Action
@@ -124,6 +127,7 @@ class Instruction:
     edge: int = -1
     peer: int = -1
     lag: int = 0
+    target: int = -1
 
     def text(self, home: int | None = None) -> str:
         """The cell of a table: ``SEND -1:3 e0 >1``; the stage only where it is not `home`."""
@@ -138,7 +142,8 @@ class Instruction:
             words.append(f"{'t' if tied else 'e'}{self.edge}")
         if self.peer >= 0:
             sends = self.action.phase in (Phase.SEND, Phase.WAIT_SEND)
-            words.append(f"{'>' if sends else '<'}{self.peer}")
+            target = f"/{self.target}" if self.target >= 0 else ""
+            words.append(f"{'>' if sends else '<'}{self.peer}{target}")
         if self.lag:
             words.append(f"W-{self.lag}")
         if self.stage != home:

@@ -70,8 +70,11 @@ class Schedule:
         return Schedule(name, tuple(map(tuple, columns)))
 
     def to_json(self) -> str:
-        """One list of numbers an instruction: action, then the other fields in their order."""
-        columns = [[list(astuple(one)) for one in column] for column in self.columns]
+        """One list of numbers an instruction: action, then the other fields in their order.
+
+        The stage that receives is left out where the rank at the other end says it.
+        """
+        columns = [[_numbers(one) for one in column] for column in self.columns]
         return json.dumps(
             {"schema": SCHEMA, "name": self.name, "columns": columns}, separators=(",", ":")
         )
@@ -116,7 +119,7 @@ LEGEND = (
 _ACTIONS = {action.value: action for action in Action}
 _CELL = re.compile(
     r"(?P<action>[A-Z_]+)(?: (?:(?P<minibatch>-?\d+):)?(?P<microbatch>\d+)?)?"
-    r"(?: (?P<kind>[et])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+))?"
+    r"(?: (?P<kind>[et])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+)(?:/(?P<target>\d+))?)?"
     r"(?: W-(?P<lag>\d+))?(?: s(?P<stage>-?\d+))?"
 )
 
@@ -144,6 +147,7 @@ def _cell(cell: str, home: int, where: str) -> Instruction:
         number("edge", -1),
         number("peer", -1),
         number("lag", 0),
+        number("target", -1),
     )
     if found.text(home) != cell:
         raise ScheduleError(f"{cell!r} should be written {found.text(home)!r}", where=where)
@@ -151,12 +155,18 @@ def _cell(cell: str, home: int, where: str) -> Instruction:
 
 
 def _entry(entry: Any, where: str) -> Instruction:
-    known = isinstance(entry, list) and len(entry) == 7 and isinstance(entry[0], str)
+    known = isinstance(entry, list) and len(entry) in (7, 8) and isinstance(entry[0], str)
     if not known or entry[0] not in _ACTIONS:
         raise ScheduleError(f"{entry!r} is no instruction", where=where)
-    if any(type(number) is not int for number in entry[1:]) or min(entry[3:]) < -1:
+    numbers = all(type(number) is int for number in entry[1:])
+    if not numbers or min(entry[3:]) < -1 or entry[7:] == [-1]:
         raise ScheduleError(f"{entry!r} holds something else than small integers", where=where)
     return Instruction(_ACTIONS[entry[0]], *entry[1:])
+
+
+def _numbers(one: Instruction) -> list[Any]:
+    written = list(astuple(one))
+    return written if one.target >= 0 else written[:-1]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

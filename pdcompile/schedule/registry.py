@@ -144,6 +144,7 @@ _ROWS = (
         source="Huang et al., 2019, arXiv 1811.06965",
         module="pdcompile.passes.schedules.gpipe",
         warmup="all",
+        stages_per_rank=None,
     ),
     ScheduleKind(
         "1f1b",

@@ -28,6 +28,8 @@ class Hop(NamedTuple):
     edge: int
     stage: int  # at the other end
     window: int
+    local: bool = False  # both stages are on one rank: nothing is sent, and nobody waits
+    ambiguous: bool = False  # the rank at the other end holds more than this stage
 
 
 class Hops(NamedTuple):
@@ -62,6 +64,15 @@ class PipelineSpec:
         """Ranks are numbered through; one that no stage uses has a column of its own."""
         return 1 + max(rank for ranks in self.ranks for rank in ranks)
 
+    @property
+    def holders(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Every rank that holds stages, with them: by its first stage, then by replica."""
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, ranks in enumerate(self.ranks):
+            for rank in ranks:
+                found[rank] = (*found.get(rank, ()), stage)
+        return tuple(found.items())
+
     def rank(self, stage: int, microbatch: int) -> int:
         """Replicas take microbatches round-robin, the same one forward and backward."""
         return self.ranks[stage][microbatch % len(self.ranks[stage])]
@@ -85,8 +96,24 @@ class PipelineSpec:
         """Microbatches of a minibatch that the first replica of a stage takes."""
         return len(self.share(stage, 0, self.num_microbatches))
 
+    def shares_rank(self, stage: int) -> bool:
+        """Does its rank hold other stages?"""
+        (rank, *others) = self.ranks[stage]
+        return not others and sum(rank in ranks for ranks in self.ranks) > 1
+
+    def hop(self, kind: Kind, edge: int, stage: int, other: int) -> Hop:
+        """An end at `stage`, the other end at `other`."""
+        window = 1 if kind is Kind.WEIGHT else self.window(*sorted((stage, other)))
+        local = self.ranks[stage] == self.ranks[other]
+        return Hop(kind, edge, other, window, local, self.shares_rank(other))
+
     def window(self, first: int, last: int) -> int:
-        """Sends under way on one channel between two stages, first < last."""
+        """Sends under way on one channel between two stages, first < last.
+
+        A rank of several stages may be anywhere in the minibatch: nobody waits for it within.
+        """
+        if any(self.shares_rank(stage) for stage in (first, last)):
+            return self.num_microbatches
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)
 
@@ -134,10 +161,30 @@ def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
             )
         following = max(given) + 1
         ranks.append(given)
-    flat = [rank for given in ranks for rank in given]
-    if len(set(flat)) != len(flat) or min(flat) < 0:
-        raise ScheduleError(f"two stages share a rank: {tuple(ranks)}", where="plan: stages")
+    _check_shared(kind_of(plan.training.schedule), ranks)
     return tuple(ranks)
+
+
+def _check_shared(kind: ScheduleKind, ranks: list[tuple[int, ...]]) -> None:
+    """Refuse ranks that hold more stages than the schedule runs on one."""
+    flat = [rank for given in ranks for rank in given]
+    for rank in flat:
+        held = [stage for stage, given in enumerate(ranks) if rank in given]
+        if rank < 0 or any(given.count(rank) > 1 for given in ranks):
+            raise ScheduleError(f"not ranks of stages: {tuple(ranks)}", where="plan: stages")
+        if kind.stages_per_rank is not None and len(held) > kind.stages_per_rank:
+            raise ScheduleError(
+                f"rank {rank} holds stages {held}; schedule {kind.name!r} runs "
+                f"{kind.stages_per_rank} on a rank",
+                where="plan: stages",
+                remedy="give every rank to one stage",
+            )
+        if len(held) > 1 and max(map(len, ranks)) > 1:
+            raise ScheduleError(
+                f"rank {rank} holds stages {held}, and other stages have replicas",
+                where="plan: stages",
+                remedy="one rank for each stage, or no replicas",
+            )
 
 
 def _check_transfers(spec: PipelineSpec) -> None:
@@ -181,11 +228,9 @@ def hops(spec: PipelineSpec, stage: int) -> Hops:
     value_in, value_out, down, up, weight_out, weight_in = [], [], [], [], [], []
     for index, edge in enumerate(spec.edges):
         if stage == edge.source:
-            value_out += [
-                Hop(Kind.VALUE, index, other, spec.window(stage, other)) for other in edge.targets
-            ]
+            value_out += [spec.hop(Kind.VALUE, index, stage, other) for other in edge.targets]
         elif stage in edge.targets:
-            value_in.append(Hop(Kind.VALUE, index, edge.source, spec.window(edge.source, stage)))
+            value_in.append(spec.hop(Kind.VALUE, index, stage, edge.source))
     chains = [
         (Kind.GRADIENT, index, (edge.source, *edge.targets))
         for index, edge in enumerate(spec.edges)
@@ -196,15 +241,11 @@ def hops(spec: PipelineSpec, stage: int) -> Hops:
         if stage not in chain:
             continue
         place = chain.index(stage)
-        if place + 1 < len(chain):
-            later = chain[place + 1]
-            down.append(Hop(kind, index, later, spec.window(stage, later)))
-        if place > 0:
-            earlier = chain[place - 1]
-            up.append(Hop(kind, index, earlier, spec.window(earlier, stage)))
+        down += [spec.hop(kind, index, stage, later) for later in chain[place + 1 : place + 2]]
+        up += [spec.hop(kind, index, stage, chain[place - 1])] if place else []
     for index, tied in enumerate(spec.tied):
         if stage == tied.stages[0]:
-            weight_out += [Hop(Kind.WEIGHT, index, holder, 1) for holder in tied.stages[1:]]
+            weight_out += [spec.hop(Kind.WEIGHT, index, stage, one) for one in tied.stages[1:]]
         elif stage in tied.stages:
-            weight_in.append(Hop(Kind.WEIGHT, index, tied.stages[0], 1))
+            weight_in.append(spec.hop(Kind.WEIGHT, index, stage, tied.stages[0]))
     return Hops(*map(tuple, (value_in, value_out, down, up, weight_out, weight_in)))
