@@ -58,12 +58,12 @@ def begin_call(
     count = prepared.plan.training.num_microbatches
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     scales: list[float] = []
-    if with_loss and session.wirings[session.ranks[-1], training].is_last:
+    if with_loss and session.wirings[session.stages[-1], training].is_last:
         with session.guard() if session.world is not None else nullcontext():
             scales = weights(options.loss_reduction, flat, layout, count)
     feeds = []
-    for rank in session.ranks:
-        wiring = session.wirings[rank, training]
+    for stage in session.stages:
+        wiring = session.wirings[stage, training]
         leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
         if training and session.versions > 1:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
@@ -79,8 +79,8 @@ def begin_call(
 def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:
     """Paths of the call's leaves that this process reads."""
     found: dict[str, None] = {}
-    for rank in session.ranks:
-        wiring = session.wirings[rank, training]
+    for stage in session.stages:
+        wiring = session.wirings[stage, training]
         found.update(dict.fromkeys(wiring.paths(with_loss)))
         if with_loss and wiring.is_last and callable(session.options.loss_reduction):
             dims = session.prepared.layout.dims.items()  # it may count anything that was given

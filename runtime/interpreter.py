@@ -6,7 +6,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
+
+
+class Handed(Handle):
+    """What another stage of the same rank made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
 
 
 class Loss:
@@ -53,7 +63,7 @@ class Loss:
 
 
 class Worker:
-    """Everything that one rank knows while it runs.
+    """Everything that one stage of a rank knows while it runs; `held`: all stages of its rank.
 
     `max_norm` None: no clipping; `updater` None: gradients only, no STEP may come.
     """
@@ -72,6 +82,7 @@ class Worker:
         max_norm: float | None,
     ) -> None:
         self.stage = stage
+        self.held: dict[int, Worker] = {stage: self}
         self.weights = weights
         self.norms = norms
         self.transport = transport
@@ -90,7 +101,7 @@ class Worker:
         self._arrived: dict[Key, Tensor] = {}
         self._slots: dict[tuple[int, int], list[Handle]] = {}
         self._outgoing: dict[Key, Tensor] = {}
-        self._sending: dict[tuple[Key, int], Handle] = {}
+        self._sending: dict[tuple[Key, int, int], Handle] = {}
         self._transfers: dict[Phase, Callable[[Instruction], None]] = {
             Phase.POST_RECV: self._post,
             Phase.WAIT_RECV: self._wait,
@@ -139,7 +150,7 @@ class Worker:
         """Whether `execute` would return at once (on a blocking transport: taken for granted)."""
         if self.transport.blocking:
             return True
-        if ins.action.phase is Phase.WAIT_RECV:
+        if ins.action.phase is Phase.WAIT_RECV and ins.peer != self.transport.rank:
             return self._receiving[self._key(ins)].ready()
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
@@ -170,7 +181,8 @@ class Worker:
 
     def _post(self, ins: Instruction) -> None:
         key = self._key(ins)
-        channel = Channel(key[0], ins.edge, ins.peer)
+        target = self.stage if len(self.held) > 1 else -1
+        channel = Channel(key[0], ins.edge, ins.peer, target)
         pooled = ins.action.kind is Kind.VALUE
         self._receiving[key] = self.transport.receive(channel, self._expected(key), pooled=pooled)
 
@@ -194,11 +206,14 @@ class Worker:
             tensor = self._outgoing[key]  # one value goes to every target; FREE forgets it
         else:
             tensor = self._outgoing.pop(key)
-        channel = Channel(key[0], ins.edge, ins.peer)
-        self._sending[key, ins.peer] = self.transport.send(channel, tensor, key[2])
+        if ins.peer == self.transport.rank:  # to another stage of this rank
+            self.held[ins.target]._receiving[key] = Handed(tensor.detach())
+            return
+        channel = Channel(key[0], ins.edge, ins.peer, ins.target)
+        self._sending[key, ins.peer, ins.target] = self.transport.send(channel, tensor, key[2])
 
     def _wait_send(self, ins: Instruction) -> None:
-        self._sending.pop((self._key(ins), ins.peer)).wait()
+        self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
 
     def _free(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
@@ -260,15 +275,22 @@ class Worker:
         self.weights.adopt()
         del self.weights.gradients[minibatch]
 
+    def of_rank(
+        self, gradients: Callable[[StageWeights], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The gradients of all stages of the rank, by name."""
+        return {fqn: g for one in self.held.values() for fqn, g in gradients(one.weights).items()}
+
     def _post_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        self.norms.post(minibatch, self.weights.harvest(minibatch))
+        self.norms.post(minibatch, self.of_rank(lambda one: one.harvest(minibatch)))
 
     def _wait_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
         assert self._max_norm is not None
         total = self.norms.wait(minibatch)
-        clip(self.weights.harvest(minibatch).values(), total, self._max_norm)
+        gradients = self.of_rank(lambda one: one.harvest(minibatch))
+        clip(gradients.values(), total, self._max_norm)
 
     def _loss(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
@@ -287,15 +309,19 @@ class Worker:
 def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:
     """Run each rank until it would have to wait, then the next (one rank: just run it).
 
-    Raises DeadlockError when no rank can go on.
+    `workers[n]` is one of the stages of rank n.  Raises DeadlockError when no rank can go on.
     """
     position = [0] * len(workers)
     moved = True
     while moved:
         moved = False
         for n, (worker, column) in enumerate(zip(workers, columns, strict=True)):
-            while position[n] < len(column) and worker.ready(column[position[n]]):
-                worker.execute(column[position[n]])
+            held = worker.held
+            while position[n] < len(column):
+                ins = column[position[n]]
+                if not (stage := held.get(ins.stage, worker)).ready(ins):
+                    break
+                stage.execute(ins)
                 position[n] += 1
                 moved = True
     stuck = [

@@ -196,7 +196,7 @@ class Pipeline(PipelineState):
     @property
     def _has_outputs(self) -> bool:
         session = self._running
-        is_last = session.wirings[session.ranks[-1], True].is_last
+        is_last = session.wirings[session.stages[-1], True].is_last
         chosen = self._options.outputs
         return session.world is None or chosen == "all" or (chosen == "last" and is_last)
 

@@ -63,8 +63,7 @@ class PipelineState(NotAModule):
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of these ranks."""
-        session = self._running
-        return tuple(session.stage_of_rank[rank] for rank in session.ranks)
+        return tuple(self._running.stages)
 
     @property
     def in_flight(self) -> bool:

@@ -38,14 +38,12 @@ class Prepared:
 
     @property
     def num_versions(self) -> int:
-        """How many versions of its weights every stage holds: the schedule's lag and the newest."""
-        columns = self.stream.step(1)[0].columns
-        return 1 + max(ins.lag for column in columns for ins in column)
+        """How many versions of its weights every stage holds."""
+        return self.stream.spec.kind.versions
 
     @property
-    def stage_of_rank(self) -> dict[int, int]:
-        """The stage of each rank.  Raises ConfigError for a plan with replicas."""
-        stages: dict[int, int] = {}
+    def stages_of_rank(self) -> dict[int, tuple[int, ...]]:
+        """The stages of each rank.  Raises ConfigError for a plan with replicas."""
         for stage in self.plan.stages:
             if stage.replicas != 1:
                 raise ConfigError(
@@ -54,5 +52,4 @@ class Prepared:
                     where=f"plan: stages[{stage.index}].replicas",
                     remedy="plan with one replica a stage",
                 )
-            stages[stage.ranks[0] if stage.ranks else len(stages)] = stage.index
-        return dict(sorted(stages.items()))
+        return dict(sorted(self.stream.spec.holders))

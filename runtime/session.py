@@ -14,6 +14,7 @@ from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
+from pdcompile.passes.schedules import refresh
 from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure.agreement import Agreement
@@ -33,7 +34,7 @@ from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, wire
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Schedule
 
 UPDATES = frozenset(
     (Action.STEP, Action.POST_NORMS, Action.WAIT_NORMS, Action.SEND_WEIGHT,
@@ -55,11 +56,12 @@ class Session(Guarded):
         self.options = options
         self.plan = plan
         self.model = model
-        self.stage_of_rank = prepared.stage_of_rank
+        self.stages_of_rank = prepared.stages_of_rank
         super().__init__(world, prepared.capture)
-        self.ranks = list(self.stage_of_rank) if world is None else [world.rank]
+        self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
+        self.stages = sorted(stage for rank in self.ranks for stage in self.stages_of_rank[rank])
         self._call = 0
-        self.state = initial_state(model, options, prepared, self.stage_of_rank, self.ranks, world)
+        self.state = initial_state(model, options, prepared, self.ranks, world)
         self._stale_copies = False
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -72,9 +74,17 @@ class Session(Guarded):
                 LocalTransport(rank, wires) if world is None
                 else GroupTransport(world.group, rank, int(plan.hash()[:15], 16))
             )  # fmt: skip
-            self.workers.append(self._worker(prepared, rank, transport, streams, options))
+            norms = Norms(transport, self.state.owned, self.state.dtypes)
+            held = {
+                stage: self._worker(prepared, stage, transport, streams, norms)
+                for stage in self.stages_of_rank[rank]
+            }
+            for worker in held.values():
+                worker.held = held
+            self.workers += held.values()
             if world is not None:
                 self.agreement = Agreement(transport, world.size, tuple(prepared.layout.dims))
+        self.workers.sort(key=lambda worker: worker.stage)
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         self.optimizer = make_optimizer(
             options.optimizer, self.state.optimized(alone=world is None)
@@ -106,16 +116,15 @@ class Session(Guarded):
         )
 
     def _worker(
-        self, prepared: Prepared, rank: int, transport: Transport, streams: Streams,
-        options: Options,
-    ) -> Worker:  # fmt: skip
-        plan, stage = self.plan, self.stage_of_rank[rank]
-        interface = prepared.interfaces[stage]
+        self, prepared: Prepared, stage: int, transport: Transport, streams: Streams, norms: Norms
+    ) -> Worker:
+        plan, interface = self.plan, prepared.interfaces[stage]
         copies = frozenset(tied.fqn for tied in plan.tied if stage in tied.stages[1:])
+        taken = {fqn for fqn, stages in self._tied_here() if stage in stages[1:]}
 
         def tensor(fqn: str) -> Tensor:
             found = self.state.tensors[fqn]
-            if fqn in copies and self.world is None:  # the owner has the model's own
+            if fqn in taken:  # the first of these stages has the model's own
                 return nn.Parameter(found.detach().clone())
             return found
 
@@ -124,7 +133,9 @@ class Session(Guarded):
             (False, interface.eval, prepared.eval_edges),
         )
         for training, signature, edges in modes:
-            self.wirings[rank, training] = wire(stage, len(plan.stages), signature, edges, training)
+            self.wirings[stage, training] = wire(
+                stage, len(plan.stages), signature, edges, training
+            )
         weights = StageWeights(
             prepared.stage_classes[stage],
             interface,
@@ -142,12 +153,17 @@ class Session(Guarded):
             Compute(stage, plan.tied, weights, streams, _autocast(plan)),
             plan.tied,
             weights,
-            Norms(transport, self.state.owned, self.state.dtypes),
+            norms,
             transport,
-            num_ranks=len(self.stage_of_rank),
+            num_ranks=len(self.stages_of_rank),
             loss_dtype=torch.float32 if loss is None else dtype_of(values[loss].dtype),
             max_norm=plan.training.max_grad_norm,
         )
+
+    def _tied_here(self) -> list[tuple[str, list[int]]]:
+        """Tied parameters, with the stages of this process that hold them."""
+        mine = set(self.stages)
+        return [(one.fqn, [s for s in one.stages if s in mine]) for one in self.plan.tied]
 
     @property
     def versions(self) -> int:
@@ -170,7 +186,7 @@ class Session(Guarded):
     @property
     def last_rank(self) -> int:
         """The rank of the last stage, which has the outputs and the loss."""
-        return max(self.stage_of_rank, key=lambda rank: self.stage_of_rank[rank])
+        return max(self.stages_of_rank, key=lambda rank: self.stages_of_rank[rank][-1])
 
     def begin_update(self, minibatch: int) -> None:
         """A minibatch with an update begins: fix its learning rates, start from no gradients."""
@@ -204,7 +220,8 @@ class Session(Guarded):
         if skip:
             columns = [tuple(i for i in column if i.action not in skip) for column in columns]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
-            run_together(self.workers, columns)
+            workers = {worker.stage: worker for worker in self.workers}
+            run_together([workers[self.stages_of_rank[rank][0]] for rank in self.ranks], columns)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -237,9 +254,9 @@ class Session(Guarded):
         for weights in of_stage.values():
             weights.adopt()
             weights.adopt_hooks()
-        for tied in self.plan.tied if self.world is None else ():
-            for stage in tied.stages[1:]:
-                of_stage[stage].follow(tied.fqn, of_stage[tied.stages[0]])
+        for fqn, stages in self._tied_here():
+            for stage in stages[1:]:
+                of_stage[stage].follow(fqn, of_stage[stages[0]])
         for weights in of_stage.values():
             weights.renew()
 
@@ -275,32 +292,17 @@ class Session(Guarded):
         if not self._stale_copies:
             return
         self._stale_copies = False
-        self.run(_refresh(self.plan, self.stage_of_rank), minibatch)
+        self.run(refresh(self.plan), minibatch)
 
     def clip(self, number: int, max_norm: float) -> Tensor:
         """Scale what is in .grad by its norm over all ranks; returns the norm."""
-        for worker in self.workers:
-            worker.norms.post(number, worker.weights.present_gradients())
-        totals = [worker.norms.wait(number) for worker in self.workers]
+        firsts = [one for one in self.workers if one is next(iter(one.held.values()))]
+        for worker in firsts:
+            worker.norms.post(number, worker.of_rank(StageWeights.present_gradients))
+        totals = [worker.norms.wait(number) for worker in firsts]
         for worker in self.workers:
             clip(worker.weights.present_gradients().values(), totals[0], max_norm)
         return totals[0]
-
-
-def _refresh(plan: Plan, stage_of_rank: dict[int, int]) -> Schedule:
-    """Owners send their tied parameters to the other holders, outside any update."""
-    rank_of = {stage: rank for rank, stage in stage_of_rank.items()}
-    columns: dict[int, list[Instruction]] = {rank: [] for rank in stage_of_rank}
-    for part in (Action.POST_RECV_WEIGHT, Action.SEND_WEIGHT, Action.WAIT_RECV_WEIGHT,
-                 Action.WAIT_SEND_WEIGHT):  # fmt: skip
-        for index, tied in enumerate(plan.tied):
-            owner = tied.stages[0]
-            for holder in tied.stages[1:]:
-                sends = part in (Action.SEND_WEIGHT, Action.WAIT_SEND_WEIGHT)
-                here, there = (owner, holder) if sends else (holder, owner)
-                ins = Instruction(part, here, edge=index, peer=rank_of[there])
-                columns[rank_of[here]].append(ins)
-    return Schedule("refresh", tuple(tuple(columns[rank]) for rank in sorted(columns)))
 
 
 def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:

@@ -20,12 +20,13 @@ from tests.helpers.pipelines import by_hand, states_equal
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-def pair(model, schedule, stages=world, **given):
+def pair(model, schedule, stages=world, ranks=(), **given):
     options = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=1e-2),
                    schedule=schedule, microbatches=4, **given)
     twin = copy.deepcopy(model)
     inputs, target = models.batch_for(model, 8)
-    return by_hand(model, stages, inputs, target, **options).prepare(), reference(twin, **options)
+    pipe = by_hand(model, stages, inputs, target, ranks=ranks, **options)
+    return pipe.prepare(), reference(twin, **options)
 
 def say(*words):
     sys.stdout.write(" ".join((f"[{rank}]", *map(str, words))) + "\n")  # one write a line

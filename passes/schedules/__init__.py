@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
+from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream, refresh
 from pdcompile.problem import MemoryRule
 from pdcompile.schedule.registry import kind_of
 
-__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
+__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "refresh", "warmup"]
 
 
 def warmup(

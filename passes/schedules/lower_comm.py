@@ -50,8 +50,8 @@ class Column:
 
     def begin(self, num_microbatches: int) -> None:
         """Start a call that trains: it has one minibatch more."""
-        first = next(iter(self.lanes))
-        self.out += loss_receives(self.spec, first, self.rank, num_microbatches)
+        last = max(self.lanes)
+        self.out += loss_receives(self.spec, last, self.rank, num_microbatches)
         for stage, lane in self.lanes.items():
             lane.unstepped.append(0)
             lane.unreduced.append(0)
@@ -323,8 +323,27 @@ def lower_evaluation(
     for rank, stages in spec.holders:
         column = Column(spec, rank, dict.fromkeys(stages, StageState()))
         if with_loss:
-            column.out += loss_receives(spec, stages[0], rank, num_microbatches)
+            column.out += loss_receives(spec, stages[-1], rank, num_microbatches)
         column.forward_only(num_microbatches, with_loss)
         column.finish()
         columns.append(column)
     return project(spec, f"{spec.name}+eval", columns, num_microbatches if with_loss else 0)
+
+
+def lower_refresh(spec: PipelineSpec) -> Schedule:
+    """Owners send their tied parameters to the other holders, outside any update."""
+    columns = []
+    for rank, stages in spec.holders:
+        column = Column(spec, rank, dict.fromkeys(stages, StageState()))
+        for lane in column.lanes.values():
+            for hop in lane.hops.weights:
+                lane.post(hop, 0, -1)
+        for lane in column.lanes.values():
+            for hop in lane.hops.after_step:
+                lane.send(hop, 0, -1)
+        for lane in column.lanes.values():
+            for hop in lane.hops.weights:
+                lane.wait(hop, 0, -1)
+        column.finish()
+        columns.append(column)
+    return project(spec, f"{spec.name}+refresh", columns, 0)

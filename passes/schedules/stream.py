@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.schedules.lower_comm import Column, StageState, lower_evaluation, project
+from pdcompile.passes.schedules.lower_comm import (
+    Column,
+    StageState,
+    lower_evaluation,
+    lower_refresh,
+    project,
+)
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.registry import StageWork, Task
@@ -64,6 +70,11 @@ def evaluation(
     With `with_loss` the last stage sends the loss of minibatch 0 to every rank.
     """
     return _evaluation(spec_of(plan), edges, num_microbatches, with_loss)
+
+
+def refresh(plan: Plan) -> Schedule:
+    """The program that brings tied copies up to date after changes outside of updates."""
+    return lower_refresh(spec_of(plan))
 
 
 _evaluation = lru_cache(maxsize=32)(lower_evaluation)

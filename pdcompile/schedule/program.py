@@ -34,6 +34,8 @@ class Schedule:
         ]
         widths = [max(map(len, column)) for column in cells]
         lines = [f"schedule {self.name}", *LEGEND]
+        if any(one.target >= 0 for column in self.columns for one in column):
+            lines.append("#   >R/K to stage K on rank R, which holds several")
         for row in zip_longest(*cells, fillvalue=""):
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("| " + " | ".join(padded) + " |")

@@ -16,20 +16,19 @@ def initial_state(
     model: nn.Module,
     options: Options,
     prepared: Prepared,
-    stage_of_rank: dict[int, int],
     ranks: list[int],
     world: World | None,
 ) -> State:
     """The tensors that this process's `ranks` hold, with values that are equal on every rank.
 
-    With ``weights=`` a process reads the tensors of its own stage and no others.
+    With ``weights=`` a process reads the tensors of its own stages and no others.
 
     Raises:
         ConfigError: tensors have no values and none are to be had.
         ContractError: ranks that hold one tensor got different values for it.
     """
     if options.weights is None:
-        state = State(model, prepared, stage_of_rank, ranks)
+        state = State(model, prepared, ranks)
         refuse_meta(state.tensors)
         if world is not None:
             same_start(world, state.tensors)
@@ -38,10 +37,11 @@ def initial_state(
     built = [s.fqn for s in slots(model).values() if not (s.tensor.is_meta or source.stored(s))]
     names = None
     if world is not None:
-        mine = [prepared.interfaces[stage_of_rank[rank]] for rank in ranks]
+        held = prepared.stages_of_rank
+        mine = [prepared.interfaces[stage] for rank in ranks for stage in held[rank]]
         names = {name for one in mine for name in (*one.parameters, *one.buffers)}
     materialise(model, source, names)
-    state = State(model, prepared, stage_of_rank, ranks)
+    state = State(model, prepared, ranks)
     refuse_meta({fqn: t for fqn, t in state.tensors.items() if names is None or fqn in names})
     refuse_meta(prepared.capture.train.tensor_values)
     if world is not None:

@@ -25,22 +25,22 @@ class State:
     tensor owns it.
     """
 
-    def __init__(
-        self, model: nn.Module, prepared: Prepared, stage_of_rank: dict[int, int], ranks: list[int]
-    ) -> None:
+    def __init__(self, model: nn.Module, prepared: Prepared, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
         self._keys = tuple(model.state_dict())
         graphs = prepared.capture.eval, prepared.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
-        rank_of = {stage: rank for rank, stage in stage_of_rank.items()}
+        held = prepared.stages_of_rank
+        rank_of = {stage: rank for rank, stages in held.items() for stage in stages}
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
         for interface in prepared.interfaces:
             for fqn in (*interface.parameters, *interface.buffers, *interface.constants):
-                self._holders[fqn].append(rank_of[interface.index])
+                if (rank := rank_of[interface.index]) not in self._holders[fqn]:
+                    self._holders[fqn].append(rank)
         self.owned = [
             [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
-            for rank in sorted(stage_of_rank)
+            for rank in held
         ]
         self.dtypes = {fqn: dtype_of(info.dtype) for fqn, info in self._infos.items()}
         self.tensors: dict[str, Tensor] = {

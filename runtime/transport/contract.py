@@ -20,6 +20,7 @@ from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.schedule import Kind
 
 MAX_DIMS = 12
+MAX_EDGES = 1 << 16  # where ranks hold several stages
 HEADER_LENGTH = 6 + 2 * MAX_DIMS
 _DTYPES = tuple(DTYPE_BYTES)
 
@@ -30,10 +31,11 @@ class Channel(NamedTuple):
     kind: Kind
     edge: int
     peer: int
+    target: int = -1  # the stage that receives, where its rank holds several
 
     @property
     def tag(self) -> int:
-        return self.edge * len(Kind) + self.kind
+        return ((self.target + 1) * MAX_EDGES + self.edge) * len(Kind) + self.kind
 
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} {self.edge} with rank {self.peer}"

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from pdcompile.runtime.transport.contract import Channel, Expected, check_tensor
 from pdcompile.runtime.transport.point_to_point import Done, Handle
-from pdcompile.schedule import Kind
 
 
 class Wires:
-    """The queues that the ranks of one process share, by (sender, receiver, kind, edge)."""
+    """The queues that the ranks of one process share, by sender, receiver and channel."""
 
     def __init__(self) -> None:
-        self.queues: defaultdict[tuple[int, int, Kind, int], deque[Tensor]] = defaultdict(deque)
+        self.queues: defaultdict[tuple[int, ...], deque[Tensor]] = defaultdict(deque)
 
 
 class LocalTransport:
@@ -35,12 +34,13 @@ class LocalTransport:
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
-        self._queues[self.rank, channel.peer, channel.kind, channel.edge].append(tensor.detach())
+        key = (self.rank, channel.peer, channel.kind, channel.edge, channel.target)
+        self._queues[key].append(tensor.detach())
         return Done()
 
     def receive(self, channel: Channel, expected: Expected, *, pooled: bool = False) -> Handle:
-        queue = self._queues[channel.peer, self.rank, channel.kind, channel.edge]
-        return _Queued(channel, expected, queue)
+        key = (channel.peer, self.rank, channel.kind, channel.edge, channel.target)
+        return _Queued(channel, expected, self._queues[key])
 
     def settle(self, call: int | None = None) -> None:
         """Nothing is ever outstanding."""

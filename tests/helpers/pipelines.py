@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ from tests.helpers.captures import capture_once
 
 
 def by_hand(
-    model: nn.Module, stages: int, inputs: Any, target: Any = None, **given: Any
+    model: nn.Module,
+    stages: int,
+    inputs: Any,
+    target: Any = None,
+    *,
+    ranks: tuple[int, ...] = (),
+    **given: Any,
 ) -> Pipeline:
     """Like compile(model, …), with the ops dealt out evenly over the stages."""
     options = Options(stages=stages, **given)
@@ -34,6 +41,9 @@ def by_hand(
         size = -(-layout.size // options.microbatches)
         captured = capture_once(model, flat, layout, options.loss_fn, microbatch_size=size)
         plan = plan_by_hand(captured, stages, options, layout.size)
+        if ranks:
+            held = zip(plan.stages, ranks, strict=True)
+            plan = replace(plan, stages=tuple(replace(stage, ranks=(r,)) for stage, r in held))
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))
         return Prepared(
