@@ -9,11 +9,20 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pdcompile.batch import FlatCall, check_example, example_call, resize, resolve_batch
+from pdcompile.batch import (
+    BatchLayout,
+    FlatCall,
+    check_example,
+    example_call,
+    resize,
+    resolve_batch,
+)
 from pdcompile.compiled import Compiled
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
+from pdcompile.ir.graph import Capture
+from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
 from pdcompile.options.choices import choose
@@ -27,7 +36,8 @@ from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
-from pdcompile.passes.verify import not_compared, verify
+from pdcompile.passes.verify import Verification, not_compared, verify
+from pdcompile.plan import Plan
 from pdcompile.planner import check_refine, implied, make_plan
 from pdcompile.problem.open_choices import Open
 from pdcompile.report.progress import compiling
@@ -110,20 +120,11 @@ def build(
     if unverified:
         notes = (*plan.notes, f"not verified: {unverified}")
         plan = replace(plan, notes=tuple(dict.fromkeys(notes)))
-    sources, verification = None, None
+    sources: Sources | None = None
+    verification: Verification | None = not_compared(unverified)
     if not (only_plan and unverified):
-        generated = step("sources", lambda: codegen.generate(captured, plan))
-        sources = chosen_sources(options, generated)
-    if sources is None:
-        verification = not_compared(unverified)
-    elif options.verify != "off":
-        verification = step(
-            "verified",
-            lambda: verify(
-                captured, plan, sources, model, flat, layout, options.loss_fn,
-                mode=options.verify, loss_reduction=options.loss_reduction,
-            ),
-        )  # fmt: skip
+        sources = chosen_sources(options, step("sources", lambda: codegen.generate(captured, plan)))
+        verification = _verified(captured, plan, sources, model, flat, layout, options, step)
     return Compiled(
         capture=captured,
         plan=plan,
@@ -134,6 +135,28 @@ def build(
         verification=verification,
         pass_seconds=tuple(step.seconds.items()),
     )
+
+
+def _verified(
+    captured: Capture,
+    plan: Plan,
+    sources: Sources,
+    model: nn.Module,
+    flat: FlatCall,
+    layout: BatchLayout,
+    options: Options,
+    step: Steps,
+) -> Verification | None:
+    """What comparing the stages with the model found; None with ``verify="off"``."""
+    if options.verify == "off":
+        return None
+    return step(
+        "verified",
+        lambda: verify(
+            captured, plan, sources, model, flat, layout, options.loss_fn,
+            mode=options.verify, loss_reduction=options.loss_reduction,
+        ),
+    )  # fmt: skip
 
 
 def compile(
