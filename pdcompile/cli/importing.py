@@ -275,7 +275,7 @@ def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
     counts = cluster.split("x")
     if not all(re.fullmatch("[0-9]{1,9}", count) and int(count) for count in counts):
         raise ConfigError(
-            f"{cluster!r} is no cluster of an imported problem",
+            f"{cluster!r} is not a cluster of an imported problem",
             where="--cluster",
             remedy="write the sizes of its levels, outermost first: 4x4 (hosts x devices), or 16",
         )
@@ -342,7 +342,7 @@ def parse_batch(count: int) -> int:
 def _count(count: int, what: str, where: str) -> int:
     if not 1 <= count <= MOST:
         raise ConfigError(
-            f"{count} is no number of {what}",
+            f"{count} is not a number of {what}",
             where=where,
             remedy=f"give a whole number from 1 to {MOST:,}",
         )
@@ -357,7 +357,7 @@ def check_seed(seed: int) -> int:
     """
     if not 0 <= seed < 2**31:
         raise ConfigError(
-            f"{seed} is no seed of a search", where="--seed", remedy="from 0 to 2147483647"
+            f"{seed} is not a seed of a search", where="--seed", remedy="from 0 to 2147483647"
         )
     return seed
 
@@ -367,7 +367,7 @@ def parse_time_limit(seconds: float | None) -> float | None:
         return None
     if not seconds >= 0:
         raise ConfigError(
-            f"{seconds} is no time limit",
+            f"{seconds} is not a time limit",
             where="--time-limit",
             remedy="give seconds from 0 on, or leave it out",
         )

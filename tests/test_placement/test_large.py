@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import FAMILIES, Sketch, problem
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement import search
+from pdcompile.passes.published.placement import placement_search as search
 from pdcompile.passes.published.placement.cut_chain import arrays, best, linear_chain, positions_of
 from pdcompile.passes.published.placement.node_groups import grouped
 from pdcompile.passes.published.placement.placement_search import solve_large as solve
