@@ -281,6 +281,8 @@ def _change(
     change = r.choice(kinds)
     if change.text.startswith("moments") and not isinstance(pipe.optimizer, torch.optim.Adam):
         return
+    if change.text.startswith(("moments", "`optimizer.state")) and not pipe.optimizer.state:
+        return  # its first update is still to come, and the loop's has been
     if change.text == "`optimizer.load_state_dict(…)`":
         return  # its moments have other names in other optimizers
     if r.random() < 0.6:

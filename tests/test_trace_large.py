@@ -106,6 +106,12 @@ def test_one_sample_is_recorded_at_three_sizes(modes: list[tuple[bool, int]]) ->
     assert (few.sizes.smallest, few.sizes.largest) == (1, 60)
 
 
+def test_two_samples_are_enough_for_a_model_that_refuses_one() -> None:
+    found = capture(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), 6)
+    assert (found.train.sizes.smallest, found.train.sizes.largest) == (2, 97)
+    assert "more than 1 value" in found.train.sizes.below
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 60])
 def test_one_of_three_sizes_divides_by_small_numbers_and_none_comes_twice(size: int) -> None:
     sizes = few_sizes(size)

@@ -165,8 +165,11 @@ class Attempts:
         """
         first = self._recording(training, self._size)
         attempts = [self._usual_sizes()]
+        accepted = [*attempts]
         if self._splits:
             few = few_sizes(self._size)
+            if len(first.ops) > MANY_OPS:
+                accepted.append(few)
             attempts = [few, *attempts]
             if (
                 train is not None
@@ -178,7 +181,8 @@ class Attempts:
         for sizes in attempts:
             try:
                 graph = self._fitted(training, first, sizes)
-                if len(sizes) > 2 or not self._splits or graph.sizes.smallest == 1:
+                # Where one sample is too few, the usual sizes tell whether two are enough.
+                if sizes in accepted or not self._splits or graph.sizes.smallest == 1:
                     return graph
             except TraceError as error:
                 failure = error
