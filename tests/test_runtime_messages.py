@@ -198,6 +198,7 @@ class Stuck:
 
     def __init__(self, rank: int) -> None:
         self.transport = LocalTransport(rank, Wires())
+        self.held: dict[int, Stuck] = {0: self}
         self.done: list[Instruction] = []
 
     def ready(self, ins: Instruction) -> bool:
