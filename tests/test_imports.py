@@ -6,7 +6,6 @@ import ast
 import functools
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -50,17 +49,14 @@ def is_type_checking(test: ast.expr) -> bool:
     return "TYPE_CHECKING" in ast.unparse(test)
 
 
-def imported(path: Path, name: str, *, top_level: bool = False, types: bool = True) -> set[str]:
-    """Dotted names that a file imports.
-
-    `top_level`: only what importing the file executes; `types`: also what is for types alone.
-    """
+def imported(path: Path, name: str, *, top_level: bool = False) -> set[str]:
+    """Dotted names that a file imports; `top_level`: only what importing the file executes."""
     found: set[str] = set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and is_type_checking(node.test):
-            children: list[ast.AST] = [] if top_level or not types else list(node.body)
+            children: list[ast.AST] = [] if top_level else list(node.body)
             for child in [*children, *node.orelse]:
                 visit(child)
             return
@@ -175,14 +171,6 @@ def test_costs_know_nothing_of_codegen(room: str) -> None:
 def test_no_file_is_longer_than_700_lines() -> None:
     lengths = {n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in modules().items()}
     assert {name: length for name, length in lengths.items() if length > 700} == {}
-
-
-@pytest.mark.parametrize("room", ["pdcompile.passes.trace"])
-def test_no_imports_go_in_a_circle(room: str) -> None:
-    """Those inside of functions too; what only a type checker imports is no import."""
-    rooms = {name: path for name, path in modules().items() if below(name, room)}
-    graph = {name: runtime_imports(path) & set(rooms) for name, path in rooms.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 def runtime_imports(path: Path) -> set[str]:

@@ -1,0 +1,84 @@
+"""The house stays one that can be walked through: small rooms, short functions, no circles."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from tests.test_imports import modules, runtime_imports
+
+FILES_IN_A_FOLDER = 15
+LINES_OF_A_CLASS = 250
+LINES_OF_A_FUNCTION = 60  # of its body, without the docstring
+STILL_TOO_LONG = {
+    "pdcompile.passes.check.tokens.Tokens",
+    "pdcompile.passes.check.tokens._bind",
+    "pdcompile.passes.codegen.body.Body",
+    "pdcompile.passes.trace.merge.joined.Join",
+    "pdcompile.passes.trace.opaque.probe._watched",
+    "pdcompile.passes.trace.tape.tape.Tape",
+    "pdcompile.runtime.session.Session",
+}
+
+
+def too_many_files(paths: list[Path]) -> dict[str, int]:
+    counts = Counter(str(path.parent) for path in paths)
+    return {folder: count for folder, count in counts.items() if count > FILES_IN_A_FOLDER}
+
+
+def too_long(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names and lines of the classes and function bodies of a file that are too long."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > LINES_OF_A_CLASS:
+                yield node.name, lines
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > LINES_OF_A_FUNCTION:
+                yield node.name, lines
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of a graph, [] where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def dependencies() -> dict[str, set[str]]:
+    """Which modules each module imports anywhere, inside functions too, but not for types alone."""
+    known = modules()
+    return {n: (runtime_imports(path) & known.keys()) - {n} for n, path in known.items()}
+
+
+def test_no_folder_has_more_than_fifteen_files() -> None:
+    assert too_many_files(list(modules().values())) == {}
+
+
+def test_classes_and_functions_are_short() -> None:
+    """Except for those that wait to be divided: the list may only become shorter."""
+    found = {
+        f"{module}.{name}"
+        for module, path in modules().items()
+        for name, _ in too_long(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == STILL_TOO_LONG
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert circle(dependencies()) == []
+
+
+def test_the_measures_notice() -> None:
+    lines = "    x = 1\n" * 61
+    assert list(too_long(ast.parse(f'def f():\n    """Says so."""\n{lines}'))) == [("f", 61)]
+    assert list(too_long(ast.parse("class A:\n" + lines * 5))) == [("A", 306)]
+    assert too_many_files([Path(f"a/{n}.py") for n in range(16)]) == {"a": 16}
+    assert set(circle({"a": {"b"}, "b": {"a"}})) == {"a", "b"}
