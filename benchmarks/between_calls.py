@@ -306,11 +306,11 @@ def cost() -> None:
         for name in ("check", "remember"):
             setattr(kind, name, _timed(getattr(kind, name), spent))
     print(f"{'model':34} {'schedule':8} {'step':>10} {'watching':>10} {'share':>7}")
-    for words, width, layers, tokens in (("GPT 2 x 256, 8 x 128 tokens", 256, 2, 128),
-                                         ("GPT 4 x 512, 8 x 256 tokens", 512, 4, 256)):  # fmt: skip
+    for width, layers, size, tokens in ((256, 2, 8, 128), (512, 4, 8, 256), (512, 4, 20, 256)):
+        words = f"GPT {layers} x {width}, {size} x {tokens} tokens"
         for schedule in ("1f1b", "2bw"):
             model = models.gpt(layers=layers, width=width, vocab=8192, context=tokens)
-            ids = torch.randint(0, 8192, (8, tokens))
+            ids = torch.randint(0, 8192, (size, tokens))
             pipe = pdcompile.compile(
                 model, loss_fn=models.token_loss, cluster=Cluster.local(2), microbatches=4,
                 schedule=schedule, costs="estimated", verify="off", progress=False,
