@@ -3,55 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+from torch import nn
+
+from pdcompile.batch import BatchLayout
 from pdcompile.ir.graph import Capture
-from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.check import Proof
+from pdcompile.ir.stage_interface import Sources, StageInterface
+from pdcompile.passes import codegen
+from pdcompile.passes.schedules import Stream, make_stream
 from pdcompile.plan import Edge, Plan
+from pdcompile.report.plan_table import explain
 
 if TYPE_CHECKING:
-    from pdcompile.batch import BatchLayout
+    from pdcompile.passes.check import Proof
     from pdcompile.passes.verify import Verification
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compiled:
-    """What rank 0 makes and every rank receives.
+    """A planned, generated and proved pipeline: rank 0 makes it, and every rank receives it.
 
-    `sources` is None where only a plan was asked for, of a model that cannot be compared;
-    `verification` is None with ``verify="off"``; `eval_edges` are the values that cross stages
-    in evaluation; `pass_seconds` says how long each pass took.
+    `eval_edges` are the values that cross stages in evaluation, `layout` is that of the minibatch
+    that was captured; `verification` is None with ``verify="off"``; `pass_seconds` says how long
+    each pass took.
     """
 
     capture: Capture
     plan: Plan
-    sources: Sources | None
+    sources: Sources
     eval_edges: tuple[Edge, ...]
     layout: BatchLayout
     proof: Proof
-    verification: Verification | None
+    verification: Verification | None = None
     pass_seconds: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def interfaces(self) -> tuple[StageInterface, ...]:
+        """What goes into each stage and what comes out."""
+        return self.sources.interfaces
+
+    @cached_property
+    def stage_classes(self) -> tuple[type[nn.Module], ...]:
+        """The class of each stage, from a module of its own (the runtime puts its `draw` there)."""
+        return codegen.stage_classes(self.sources)
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The programs of all ranks, call after call, from the first one on."""
+        return make_stream(self.plan)
+
+    @property
+    def num_versions(self) -> int:
+        """How many versions of its weights every stage holds."""
+        return self.stream.spec.kind.versions
+
+    @property
+    def stages_of_rank(self) -> dict[int, tuple[int, ...]]:
+        """The stages that each rank holds."""
+        return dict(sorted(self.stream.spec.holders))
 
     def explain(self) -> str:
         """The plan as a table with its certificate, what was proved, and what was verified."""
-        from pdcompile.report.plan_table import explain
-
         parts = [explain(self.plan).rstrip(), str(self.proof)]
         if self.verification is None:
             parts.append("not verified (verify='off')")
-        elif not (self.verification.unverified and self._said):
+        elif not (self.verification.unverified and self._noted):
             parts.append(str(self.verification))
         return "\n".join(parts)
 
     @property
-    def _said(self) -> bool:
+    def _noted(self) -> bool:
         """Whether a note of the plan says already why nothing was verified."""
         return any(note.startswith("not verified: ") for note in self.plan.notes)
 
-    def dump(self, folder: str, model: Any = None) -> None:
+    def dump(self, folder: str, model: nn.Module | None = None) -> None:
         """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""
-        from pdcompile.passes import codegen
-
-        assert self.sources is not None, "only a plan was asked for"
         codegen.write(self.sources, folder, model=model)

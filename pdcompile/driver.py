@@ -9,127 +9,96 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pdcompile.batch import (
-    BatchLayout,
-    FlatCall,
-    check_example,
-    example_call,
-    resize,
-    resolve_batch,
-)
+from pdcompile.batch import BatchLayout, FlatCall, check_example, resize, resolve_batch
 from pdcompile.compiled import Compiled
 from pdcompile.eager.meta import unverifiable
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.eager.optimizers import default_optimizer
+from pdcompile.given import (
+    check_given,
+    check_memory,
+    given_plan,
+    given_sources,
+    with_given_plan,
+)
 from pdcompile.ir.graph import Capture
-from pdcompile.ir.stage_interface import Sources
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
-from pdcompile.options.choices import choose
+from pdcompile.options.choices import Choices, choose
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
-from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
-from pdcompile.passes.verify import Verification, not_compared, verify
+from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
-from pdcompile.planner import check_refine, implied, make_plan
-from pdcompile.problem.open_choices import Open
+from pdcompile.planner import check_refine, make_plan
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.schedule.registry import DEFAULT
-from pdcompile.start import (
-    check_given,
-    check_memory,
-    check_weights,
-    chosen_sources,
-    following,
-    given_plan,
-    preparation,
-)
 from pdcompile.steps import Steps
 from pdcompile.warn import each_once
 
 
 def build(
-    model: nn.Module,
-    flat: FlatCall,
-    options: Options,
-    *,
-    num_ranks: int | None = None,
-    wish: Open | None = None,
-    step: Steps | None = None,
-    only_plan: bool = False,
+    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None = None
 ) -> Compiled:
     """Run every pass once: from a model and one global minibatch to all that a runtime needs.
 
-    `num_ranks` is the number of processes, None for one process.  With a `wish` the planner also
-    decides replicas, schedule and microbatches, as far as the wish leaves them open.  A plan or
-    sources given in the options take the place of the passes that would make them, and are
-    checked instead.  With `only_plan` sources are made just to be verified: of a model that
-    nothing can be compared with there are none.
+    `num_ranks` is the number of processes, None for one process.  A plan or sources given in the
+    options take the place of the passes that would make them, and are checked instead.
 
     Raises:
         PdcompileError: one of its children, which names the cause, the place and the remedy.
     """
-    step = step or Steps()
-    options = following(options)
+    shown = options.progress
+    with each_once(), compiling(lines=shown is True, quiet=shown is False) as listener:
+        return run_passes(model, flat, options, num_ranks, Steps(listener))
+
+
+def run_passes(
+    model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None, step: Steps
+) -> Compiled:
+    """`build`, with the pipeline's passes told to `step`, which times and writes each form."""
+    options = with_given_plan(options)
     apply_overrides(model)
-    check_refine(options, searching=wish is not None)
+    check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
     chosen = choose(
         options,
         batch_size=layout.size,
         splits=layout.splits,
         num_ranks=num_ranks,
-        searching=wish is not None,
         device=device_of(model, flat).type,
     )
-    wish = wish or implied(options, chosen)
-    size = chosen.microbatch_size
 
-    captured = step(
-        "graph",
-        lambda: capture(
-            model, flat, layout, options.loss_fn, microbatch_size=size, autocast=chosen.autocast
-        ),
+    captured = step("graph", lambda: _captured(model, flat, layout, options, chosen))
+    # costs, problem, plan, refined
+    plan = given_plan(options, chosen, captured.train) or make_plan(
+        model, captured, options, chosen, partial(resize, flat, layout), step
     )
-    check_loss(captured.train)
-    if options.outputs == "none":
-        captured = loss_only(captured)
-    if options.costs == "estimated":
-        chosen = replace(chosen, cluster=relative(chosen.cluster, captured.train, size))
-    given = given_plan(options, chosen, captured.train)
-    plan = given or make_plan(
-        model, captured, options, chosen, partial(resize, flat, layout), step, wish
-    )
-    size = -(-layout.size // plan.training.num_microbatches)
     proof = step("proof", lambda: check(plan))
-    if given is not None:
-        plan = replace(plan, forecast=None)
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
-    plan = replace(plan, forecast=forecast)
-    if given is not None:
-        check_memory(options, plan)
-    unverified = unverifiable(model) if options.verify == "auto" else ""
-    if unverified:
-        notes = (*plan.notes, f"not verified: {unverified}")
-        plan = replace(plan, notes=tuple(dict.fromkeys(notes)))
-    sources: Sources | None = None
-    verification: Verification | None = not_compared(unverified)
-    if not (only_plan and unverified):
-        sources = chosen_sources(options, step("sources", lambda: codegen.generate(captured, plan)))
-        verification = _verified(captured, plan, sources, model, flat, layout, options, step)
+    plan = _noted(replace(plan, forecast=forecast), model, options)
+    check_memory(options, plan)
+    sources = step("sources", lambda: codegen.generate(captured, plan))
+    sources = given_sources(options, sources)
+    verification = None if options.verify == "off" else step(
+        "verified",
+        lambda: verify(
+            captured, plan, sources, model, flat, layout, options.loss_fn,
+            mode=options.verify, loss_reduction=options.loss_reduction,
+        ),
+    )  # fmt: skip
     return Compiled(
         capture=captured,
         plan=plan,
         sources=sources,
-        eval_edges=boundaries.eval_edges(captured, plan, size),
+        eval_edges=boundaries.eval_edges(captured, plan, _largest(layout, plan)),
         layout=layout,
         proof=proof,
         verification=verification,
@@ -137,26 +106,28 @@ def build(
     )
 
 
-def _verified(
-    captured: Capture,
-    plan: Plan,
-    sources: Sources,
-    model: nn.Module,
-    flat: FlatCall,
-    layout: BatchLayout,
-    options: Options,
-    step: Steps,
-) -> Verification | None:
-    """What comparing the stages with the model found; None with ``verify="off"``."""
-    if options.verify == "off":
-        return None
-    return step(
-        "verified",
-        lambda: verify(
-            captured, plan, sources, model, flat, layout, options.loss_fn,
-            mode=options.verify, loss_reduction=options.loss_reduction,
-        ),
+def _captured(
+    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Choices
+) -> Capture:
+    """The model's ops, with a loss that depends on something."""
+    found = capture(
+        model, flat, layout, options.loss_fn,
+        microbatch_size=chosen.microbatch_size, autocast=chosen.autocast,
     )  # fmt: skip
+    check_loss(found.train)
+    return loss_only(found) if options.outputs == "none" else found
+
+
+def _noted(plan: Plan, model: nn.Module, options: Options) -> Plan:
+    """The plan with a note where its stages cannot be compared with the model."""
+    reason = unverifiable(model) if options.verify == "auto" else ""
+    notes = (*plan.notes, f"not verified: {reason}") if reason else plan.notes
+    return replace(plan, notes=tuple(dict.fromkeys(notes)))
+
+
+def _largest(layout: BatchLayout, plan: Plan) -> int:
+    """Samples of the largest microbatch."""
+    return -(-layout.size // plan.training.num_microbatches)
 
 
 def compile(
@@ -250,23 +221,21 @@ def compile(
     """
     given = dict(locals())
     del given["model"], given["example_inputs"], given["example_target"]
-    options = Options(**given)
+    return pipeline(model, Options(**given), example_inputs, example_target)
+
+
+def pipeline(
+    model: nn.Module, options: Options, example_inputs: Any = None, example_target: Any = None
+) -> Pipeline:
+    """`compile`, with its options as one record."""
     check_model(model)
     check_options(options)
     check_costs(options.costs)
-    check_refine(options, searching=False)
-    check_given(options)
-    check_weights(model, options)
+    check_refine(options)
+    check_given(model, options)
     if example_inputs is not None:
         check_example(example_inputs)
-
-    def build_from(flat: FlatCall | None, num_ranks: int | None) -> Compiled:
-        if flat is None:
-            flat = example_call(model, example_inputs, example_target)
-        with each_once(), compiling(lines=progress is True, quiet=progress is False) as listener:
-            return build(model, flat, options, num_ranks=num_ranks, step=Steps(listener))
-
-    pipe = Pipeline(model, options, preparation(model, options, build_from))
-    if example_inputs is not None and (loss_fn is None or example_target is not None):
+    pipe = Pipeline(model, options, build, (example_inputs, example_target))
+    if example_inputs is not None and (options.loss_fn is None or example_target is not None):
         pipe.prepare()
     return pipe

@@ -17,9 +17,10 @@ from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
-from pdcompile.options.choices import Choices
+from pdcompile.options.choices import Choices, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.draft import straight_plan
 from pdcompile.passes.planning.explore import explore
 from pdcompile.passes.planning.optimizer_state import OptimizerMemory, optimizer_memory
@@ -29,7 +30,6 @@ from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, 
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
-from pdcompile.problem.open_choices import Open, search_space
 from pdcompile.schedule.registry import kind_of
 from pdcompile.steps import Steps
 
@@ -50,19 +50,20 @@ def make_plan(
     chosen: Choices,
     microbatch: Callable[[int], FlatCall],
     step: Steps,
-    wish: Open | None = None,
 ) -> Plan:
     """Costs, a plan, and where that pays the same again with costs that timed stages mend.
 
     Args:
         microbatch: one of the example's, by its size.
-        wish: what the planner decides besides the cut; None: nothing.
 
     Raises:
         InfeasibleError: no plan fits (NotFoundError: none was found).
-        ConfigError: wishes that cannot be.
+        ConfigError: the options ask for what the model or the minibatch does not allow.
     """
-    space = None if wish is None else search_space(wish, options, chosen, captured.train.sizes)
+    if options.costs == "estimated":
+        cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
+        chosen = replace(chosen, cluster=cluster)
+    space = search_space(options, chosen, captured.train.sizes) if options.searches else None
     counts = (chosen.num_microbatches,) if space is None else space.microbatches
     takes, assumed = optimizer_memory(options.optimizer)
     said = [assumed] if assumed else []
@@ -89,24 +90,16 @@ def make_plan(
     planned = partial(_cut, options, chosen, training, said)
     graph = step("costs", costs)
     if space is not None:
-        plan = step(
-            "plan",
-            lambda: (
-                explore(
-                    graph_at,
-                    chosen.cluster,
-                    space,
-                    training,
-                    constraints=options.constraints,
-                    time_limit=options.time_limit,
-                    seed=options.seed,
-                    progress=step.listener.found,
-                ).plan
-            ),
-        )
+        search = partial(
+            explore, graph_at, chosen.cluster, space, training,
+            constraints=options.constraints, time_limit=options.time_limit, seed=options.seed,
+            progress=step.listener.found,
+        )  # fmt: skip
+        plan = step("plan", lambda: search().plan)
         check_plan(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
         if options.refine is True:  # of one schedule and size
             settled = settle(chosen, plan.training)
+            options = replace(options, schedule=settled.schedule, replicas=None)
             return make_plan(model, captured, options, settled, microbatch, step)
         return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
     if options.costs == "measured":
@@ -192,16 +185,8 @@ def settle(chosen: Choices, training: Training) -> Choices:
     )
 
 
-def implied(options: Options, chosen: Choices) -> Open | None:
-    """The wish of ``schedule="auto"``: schedule, microbatches and warm-up, one stage a device."""
-    return Open(stages=chosen.num_stages) if options.schedule == "auto" else None
-
-
-def check_refine(options: Options, *, searching: bool) -> None:
+def check_refine(options: Options) -> None:
     """Refuse refine=True where no stages would be timed, before anything is captured.
-
-    Args:
-        searching: the planner decides more than the cut.
 
     Raises:
         ConfigError: costs are estimated, a plan is given, or the planner also decides replicas or
@@ -217,7 +202,7 @@ def check_refine(options: Options, *, searching: bool) -> None:
         )
     if options.costs == "estimated":
         _impossible(options, ESTIMATED)
-    if searching:
+    if options.replicas is not None:
         raise ConfigError(
             "refine=True (--refine on) mends the costs of one cut, and here the planner also "
             "decides replicas, schedule or microbatches",

@@ -21,13 +21,13 @@ from pdcompile.batch import (
     split,
     weights,
 )
+from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import Affine, OpGraph, size_at, walk
 from pdcompile.ir.value_checks import check_inputs
 from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import Session
 
 
@@ -89,7 +89,7 @@ def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[
 
 
 def check_call(
-    prepared: Prepared, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
+    prepared: Compiled, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
 ) -> int | None:
     """The batch size, None where this process holds nothing that tells it.
 
@@ -214,7 +214,7 @@ def _of_target(path: str) -> bool:
     return path == "target" or path.startswith(("target[", "target."))
 
 
-def check_values(prepared: Prepared, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
+def check_values(prepared: Compiled, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
     """Raise InputError where the model's Python would go another way than in the capture."""
     if size is None:
         return

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import FlatCall, flatten_call
+from pdcompile.batch import FlatCall, example_call, flatten_call
 from pdcompile.batch.results import LazyLoss, StepResult
+from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch
@@ -25,30 +26,31 @@ from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.pipeline_state import PipelineState
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.session import UPDATES, Session
 from pdcompile.runtime.state.state_hooks import flush_before_state
+from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
 from pdcompile.schedule.registry import flush_schedules
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
 
+Build = Callable[[nn.Module, FlatCall, Options, int | None], Compiled]
+
+
 class Pipeline(PipelineState):
     """A model in pipeline-parallel training; nothing is captured before the first call.
 
-    `prepare(flat)` does what the compiler does: from one global minibatch (None: from the
-    example inputs it was given) to a `Prepared`, on rank 0 and broadcast from there.
+    `build` is the compiler: from the model, one global minibatch (the first call's, or
+    `example`: inputs and target), options and the number of processes to a `Compiled`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        prepare: Callable[[FlatCall | None], Prepared],
+        self, model: nn.Module, options: Options, build: Build, example: tuple[Any, Any]
     ) -> None:
         super().__init__(model, options)
-        self._prepare = prepare
+        self._build = build
+        self._example = example
         self._handles: list[Any] = []  # of hooks on the model and the optimizer
 
     # -- what it is --------------------------------------------------------------------------
@@ -64,8 +66,13 @@ class Pipeline(PipelineState):
         self._check_open()
         passed = modes(self._model)
         apply_overrides(self._model)
-        prepared = self._prepare(flat)
-        plan, world = prepared.plan, None
+        ranks, world = launch.num_ranks(self._options), None
+        if ranks is None:
+            prepared = self._compiled(flat, None)
+        else:
+            prepared = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
+        plan = prepared.plan
+        check_supported(plan)
         if prepared.num_versions > 1 and self._options.optimizer is None:
             raise ConfigError(
                 f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
@@ -76,7 +83,7 @@ class Pipeline(PipelineState):
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
                 module.training = passed[module]
-        if not prepared.in_process:
+        if ranks is not None:
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
             world = launch.connect(self._options, plan.num_ranks, agreed)
         try:
@@ -94,6 +101,10 @@ class Pipeline(PipelineState):
         if world is not None:
             self._model.register_forward_pre_hook(_refuse_forward)
             world.ending.belongs_to(self)
+
+    def _compiled(self, flat: FlatCall | None, ranks: int | None) -> Compiled:
+        flat = flat or example_call(self._model, *self._example)
+        return self._build(self._model, flat, self._options, ranks)
 
     # -- training ----------------------------------------------------------------------------
 

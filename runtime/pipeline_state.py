@@ -87,7 +87,7 @@ class PipelineState(NotAModule):
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""
-        self._running.prepared.dump(folder)
+        self._running.prepared.dump(folder, self._model)
 
     # -- calls without a minibatch -----------------------------------------------------------
 

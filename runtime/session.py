@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import clip
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
@@ -21,7 +22,6 @@ from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
 from pdcompile.runtime.interpreter import Worker, run_together
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.random_streams import Streams
 from pdcompile.runtime.state.initial import initial_state
 from pdcompile.runtime.state.model_state import dtype_of
@@ -49,7 +49,7 @@ class Session(Guarded):
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, prepared: Prepared, world: World | None
+        self, model: nn.Module, options: Options, prepared: Compiled, world: World | None
     ) -> None:
         plan = prepared.plan
         self.prepared = prepared
@@ -100,7 +100,7 @@ class Session(Guarded):
         self._optimizer_watch = OptimizerWatch(self.optimizer)
         self.end_call()
 
-    def _watched(self, model: nn.Module, prepared: Prepared) -> ModelWatch:
+    def _watched(self, model: nn.Module, prepared: Compiled) -> ModelWatch:
         mine = [prepared.interfaces[worker.stage] for worker in self.workers]
         stages = {worker.stage for worker in self.workers}
         tied = () if self.world is None else self.plan.tied
@@ -116,7 +116,7 @@ class Session(Guarded):
         )
 
     def _worker(
-        self, prepared: Prepared, stage: int, transport: Transport, streams: Streams, norms: Norms
+        self, prepared: Compiled, stage: int, transport: Transport, streams: Streams, norms: Norms
     ) -> Worker:
         plan, interface = self.plan, prepared.interfaces[stage]
         copies = frozenset(tied.fqn for tied in plan.tied if stage in tied.stages[1:])

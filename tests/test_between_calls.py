@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.runtime.prepared import Prepared
 from tests.helpers.changes import CHANGES, Change, Rich, batch
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
@@ -32,16 +32,18 @@ def pair(schedule: str, *, tied: bool) -> tuple[Rich, Pipeline, Rich, Reference]
         "schedule": schedule,
         "microbatches": 4,
     }
-    pipe = Pipeline(model, Options(**options), lambda flat: prepared(schedule, tied)).prepare()
+    pipe = Pipeline(
+        model, Options(**options), lambda *_: compiled(schedule, tied), batch(0)
+    ).prepare()
     return model, pipe, twin, reference(twin, **options)
 
 
 @cache
-def prepared(schedule: str, tied: bool) -> Prepared:
+def compiled(schedule: str, tied: bool) -> Compiled:
     """Captured once for many models of one kind."""
     x, y = batch(0)
     pipe = by_hand(Rich(tied), 2, x, y, loss_fn=F.mse_loss, schedule=schedule, microbatches=4)
-    return pipe._prepare(None)
+    return pipe._compiled(None, None)
 
 
 def steps(pipe: Pipeline, eager: Reference, first: int, count: int = 3) -> None:

@@ -178,7 +178,7 @@ def test_no_plan_has_its_own_exit_code(
     def refuse(path: Path) -> None:
         raise kind("20 MB cannot hold it", where="stage 0", remedy="add memory")
 
-    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", refuse)
+    monkeypatch.setattr("pdcompile.plan.Plan.load", refuse)
     code, out, err = call("explain", str(plan_file), "--json")
     assert code == 3
     assert json.loads(out)["status"] == status
@@ -190,7 +190,7 @@ def test_a_defect_keeps_its_traceback(plan_file: Path, monkeypatch: pytest.Monke
     def break_down(path: Path) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", break_down)
+    monkeypatch.setattr("pdcompile.plan.Plan.load", break_down)
     with pytest.raises(ZeroDivisionError):
         main(["explain", str(plan_file)])
 
@@ -201,7 +201,7 @@ def test_markup_in_a_message_is_text(
     def refuse(path: Path) -> None:
         raise PlanError("stages[bold] has no ops[/]", where="[red]")
 
-    monkeypatch.setattr("pdcompile.cli.compiling.read_plan", refuse)
+    monkeypatch.setattr("pdcompile.plan.Plan.load", refuse)
     _, _, err = call("explain", str(plan_file))
     assert "stages[bold] has no ops[/]" in err
     assert "[red]" in err

@@ -11,7 +11,7 @@ import torch
 
 import pdcompile
 from pdcompile.batch import example_call
-from pdcompile.driver import build
+from pdcompile.driver import run_passes
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
 from pdcompile.problem.constraints import CutBefore
@@ -118,11 +118,12 @@ def test_measuring_and_searching_tell_how_far_they_are() -> None:
         def found(self, text: str) -> None:
             found.append(text)
 
-    build(
+    run_passes(
         model,
         example_call(model, x, y),
         Options(loss_fn=models.loss_for(model), stages=3, microbatches=4, refine=False),
-        step=Steps(Ear()),
+        None,
+        Steps(Ear()),
     )
     assert [done for done, _ in parts] == list(range(parts[-1][1] + 1))
     assert found

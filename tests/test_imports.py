@@ -16,9 +16,10 @@ PACKAGE = ROOT / "pdcompile"
 # Where a module may import from inside pdcompile.  "data" is every module right under the
 # package that is not named here.
 DRIVER = {
-    *("pdcompile.driver", "pdcompile.start", "pdcompile.compiled", "pdcompile.planner"),
+    *("pdcompile.driver", "pdcompile.given", "pdcompile.planner"),
 }
-FRONT = {"pdcompile", "pdcompile.__main__", *DRIVER}
+# What was compiled goes to the runtime, which knows nothing of who made it.
+FRONT = {"pdcompile", "pdcompile.__main__", "pdcompile.compiled", *DRIVER}
 TORCH_FREE = {
     "pdcompile",
     "pdcompile.__main__",

@@ -34,7 +34,6 @@ from pdcompile.passes.planning.refine import (
 from pdcompile.passes.profile.stage_times import StageTimes, measure_stages
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem.constraints import CutBefore
-from pdcompile.problem.open_choices import Open
 from pdcompile.workload import Workload
 from tests.helpers import models
 
@@ -265,7 +264,7 @@ def test_refining_is_left_out_where_it_cannot_be() -> None:
     with pytest.raises(ConfigError, match="a plan is given"):
         notes(plan=pipe.plan, microbatches="auto", refine=True)
     with pytest.raises(ConfigError, match="also decides replicas"):
-        build(model, example_call(model, x, y), Options(refine=True), wish=Open())
+        build(model, example_call(model, x, y), Options(refine=True, replicas="1"))
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("on", True), ("off", False)])

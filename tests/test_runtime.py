@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared
-from pdcompile.options import Options
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
 from tests.helpers import models
@@ -232,6 +232,6 @@ def test_what_has_no_meaning_is_refused() -> None:
         (lambda p: 3, "returned int"),
     ]:
         pipe, _, _ = pair(models.mlp(), "1f1b", 2, prepare=False)
-        pipe._options = Options(loss_fn=F.mse_loss, optimizer=made)
+        pipe._options = replace(pipe._options, optimizer=made)
         with pytest.raises(ConfigError, match=words):
             pipe.step(inputs, target=target)

@@ -6,29 +6,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdcompile.errors import ConfigError, PlanError
-from pdcompile.options import Options
+from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
 from pdcompile.steps import collecting_seldom
 
 if TYPE_CHECKING:
     from pdcompile.cli.options import Flags
     from pdcompile.compiled import Compiled
-    from pdcompile.problem.open_choices import Open
     from pdcompile.workload import Workload
 
 
-def compiled(
-    target: str,
-    flags: Flags,
-    wish: Open | None = None,
-    *,
-    only_plan: bool = False,
-    **more: object,
-) -> tuple[Workload, Compiled]:
-    """Load the target and run every pass on it, with a spinner on stderr.
-
-    `wish`: what the planner decides besides the cut.  `only_plan`: the sources are not for use.
+def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compiled]:
+    """Load the target and run every pass on it, with a bar or lines on stderr.
 
     Raises:
         PdcompileError: whatever the target or a pass refuses.
@@ -41,39 +30,15 @@ def compiled(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with collecting_seldom():
         workload = load_target(target)
-        options: Options = flags.to_options(workload, **more)
+        options = flags.to_options(workload, progress=True, **more)
         inputs, wanted = workload.example()
 
         # The compiler is imported last: a mistake in the target is told at once.
         from pdcompile import driver
         from pdcompile.batch import example_call
-        from pdcompile.report.progress import compiling
-        from pdcompile.steps import Steps
-        from pdcompile.warn import each_once
 
-    with each_once(), compiling(lines=True) as listener:
-        flat = example_call(workload.model, inputs, wanted)
-        step = Steps(listener)
-        return workload, driver.build(
-            workload.model, flat, options, wish=wish, step=step, only_plan=only_plan
-        )
-
-
-def read_plan(path: Path) -> Plan:
-    """Read plan.json without torch.
-
-    Raises:
-        PlanError: no such file, or not a plan.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise PlanError(
-            f"cannot read the plan: {error.strerror}",
-            where=str(path),
-            remedy="make one with: pdcompile plan TARGET --cluster 1x2 -o plan.json",
-        ) from error
-    return Plan.from_json(content, where=str(path))
+    flat = example_call(workload.model, inputs, wanted)
+    return workload, driver.build(workload.model, flat, options)
 
 
 def plan_given(plan: Path | None, sources: Path | None = None) -> Plan | None:
@@ -84,7 +49,7 @@ def plan_given(plan: Path | None, sources: Path | None = None) -> Plan | None:
     """
     if plan is None and sources is not None:
         plan = sources / "plan.json"
-    return None if plan is None else read_plan(plan)
+    return None if plan is None else Plan.load(plan)
 
 
 def write_text(path: Path, text: str) -> None:

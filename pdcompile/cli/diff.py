@@ -9,6 +9,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson
+from pdcompile.plan import Plan
 
 
 @app.command()
@@ -27,12 +28,11 @@ def diff(
 
       pdcompile diff plan.json other.json
     """
-    from pdcompile.cli.compiling import read_plan
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.jsonio import encode
     from pdcompile.plan.diff import diff as compared
 
-    found = compared(read_plan(a), read_plan(b))
+    found = compared(Plan.load(a), Plan.load(b))
     if as_json:
         emit_json({"status": "identical" if found.identical else "different", **encode(found)})
         return

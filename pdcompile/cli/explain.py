@@ -9,6 +9,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
+from pdcompile.plan import Plan
 
 
 @app.command()
@@ -36,13 +37,12 @@ def explain(
 
       pdcompile explain plan.json
     """  # fmt: skip
-    from pdcompile.cli.compiling import read_plan
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.errors import PlanError
     from pdcompile.jsonio import encode
     from pdcompile.report.plan_table import plan_report
 
-    loaded = read_plan(plan)
+    loaded = Plan.load(plan)
     document: dict[str, Any] = {
         "status": loaded.certificate.status,
         "plan": json.loads(loaded.to_json()),

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -18,9 +18,6 @@ from pdcompile.plan import Plan
 from pdcompile.schedule.registry import DEFAULT, described
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
-
-if TYPE_CHECKING:
-    from pdcompile.problem.open_choices import Open
 
 Target = Annotated[
     str,
@@ -198,13 +195,14 @@ class Flags:
         Raises:
             ConfigError: a text is not a number, or there is no such optimizer.
         """
+        if "microbatches" not in more:
+            more["microbatches"] = _microbatches(self.microbatches)
         return Options(
             loss_fn=workload.loss_fn,
             optimizer=_optimizer(self.optimizer, self.lr),
             cluster=_cluster(self.cluster),
             stages=self.stages,
             schedule=self.schedule,
-            microbatches=_microbatches(self.microbatches),
             memory=self.memory,
             outputs=self.outputs,  # type: ignore[arg-type]
             autocast=self.autocast,
@@ -260,36 +258,32 @@ class PlanFlags(Flags):
         ),
     ] = "0"  # fmt: skip
 
-    def wish(self) -> Open | None:
-        """What the planner decides besides the cut; None when that is nothing.
+    def check(self) -> None:
+        """As `Flags.check`."""
+        Flags.check(self)
+        self._search()
 
-        Raises:
-            ConfigError: a flag has no such value.
-        """
-        from pdcompile.problem.open_choices import Open
+    def to_options(self, workload: Workload, **more: Any) -> Options:
+        """`Flags.to_options`, with what the planner decides besides the cut."""
+        return Flags.to_options(self, workload, **self._search(), **more)
 
+    def _search(self) -> dict[str, Any]:
+        """The options of the search.  Raises ConfigError: a flag has no such value."""
         _one_of("--replicas", self.replicas, ("1", "equal", "any"))
         _one_of("--recompute", self.recompute, ("off", "on", "auto"))
         _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
+        staleness = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
+        found: dict[str, Any] = {"max_staleness": staleness}
         asked = (self.replicas, self.recompute, self.warmup) != ("1", "off", None)
-        if not (asked or "," in self.microbatches or self.schedule == "auto"):
-            return None
-        counts = (
-            None if self.microbatches == "auto" else _numbers("--microbatches", self.microbatches)
-        )
-        extra = (0, 1) if self.warmup in (None, "auto") else _numbers("--warmup", self.warmup)
-        return Open(
-            self.replicas,  # type: ignore[arg-type]
-            {"off": False, "on": True, "auto": None}[self.recompute],
-            counts,
-            extra,
-        )
-
-    def to_options(self, workload: Workload, **more: Any) -> Options:
-        """`Flags.to_options`; of several microbatch counts the first one."""
-        staleness: Any = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
-        first = replace(self, microbatches=self.microbatches.partition(",")[0])
-        return Flags.to_options(first, workload, max_staleness=staleness, **more)
+        if asked or "," in self.microbatches or self.schedule == "auto":
+            found["replicas"] = self.replicas
+            found["recompute"] = {"off": False, "on": True, "auto": None}[self.recompute]
+            if self.warmup not in (None, "auto"):
+                found["extra_warmup"] = _numbers("--warmup", self.warmup)
+            if self.microbatches != "auto":
+                counts = _numbers("--microbatches", self.microbatches)
+                found |= {"microbatch_counts": counts, "microbatches": counts[0]}
+        return found
 
 
 def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:

@@ -68,7 +68,7 @@ def plan(
     from pdcompile.report.answer_table import answer_of
     from pdcompile.report.plan_table import plan_report
 
-    _, result = compiled(target, flags, flags.wish(), only_plan=True)
+    _, result = compiled(target, flags)
     if output is not None:
         write_text(output, result.plan.to_json() + "\n")
     if as_json:

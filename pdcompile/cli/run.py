@@ -58,7 +58,7 @@ def run(
 
       torchrun --nproc-per-node=8 -m pdcompile run llama.py:build --weights folder/
     """
-    import pdcompile
+    from pdcompile import driver
     from pdcompile.cli.compiling import plan_given
     from pdcompile.cli.output import emit_json, is_first_rank, stdout
     from pdcompile.workload import load_target
@@ -74,7 +74,7 @@ def run(
         weights=weights or workload.weights,
     )
     inputs, wanted = workload.example()
-    pipe = pdcompile.compile(workload.model, **_keywords(options))
+    pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=wanted, **kwargs)
     if is_first_rank() and not as_json:
@@ -116,12 +116,6 @@ def run(
     for step, loss in losses.items():
         stdout().print(f"step {step:>6}  loss {loss:.6f}")
     stdout().print(f"{steps} steps in {seconds:.1f} s: {items / seconds:,.0f} {what}/s")
-
-
-def _keywords(options: Any) -> dict[str, Any]:
-    from dataclasses import fields
-
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

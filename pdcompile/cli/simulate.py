@@ -11,6 +11,7 @@ import typer
 
 from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile
+from pdcompile.plan import Plan
 
 MOST_LINES = 32  # of the timeline, where numbers need the room
 
@@ -45,7 +46,7 @@ def simulate(
 
       pdcompile simulate plan.json --steps 4 --html report.html --trace trace.json
     """
-    from pdcompile.cli.compiling import read_plan, write_text
+    from pdcompile.cli.compiling import write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
     from pdcompile.passes.simulate import drained
     from pdcompile.passes.simulate import simulate as simulated
@@ -55,7 +56,7 @@ def simulate(
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.svg import Panel
 
-    loaded = read_plan(plan)
+    loaded = Plan.load(plan)
     forecast = simulated(loaded).forecast
     loaded = replace(loaded, forecast=forecast)
     events = drained(loaded, steps)

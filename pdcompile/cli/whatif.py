@@ -12,6 +12,7 @@ import typer
 from pdcompile.cli.app import app
 from pdcompile.cli.options import MACHINES, SEARCH, TRAINING, AsJson, PlanFile
 from pdcompile.errors import ConfigError
+from pdcompile.plan import Plan
 from pdcompile.problem.change import Change, parse_devices, parse_named
 from pdcompile.schedule.registry import KINDS
 from pdcompile.units import parse_bytes, parse_rate, parse_seconds
@@ -116,13 +117,13 @@ def whatif(
         microbatches=microbatches,
         batch_size=batch_size,
     )
-    from pdcompile.cli.compiling import read_plan, write_text
+    from pdcompile.cli.compiling import write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
     from pdcompile.passes.planning.whatif import whatif as answered
     from pdcompile.report.progress import compiling
     from pdcompile.report.whatif_table import command, document, whatif_report
 
-    loaded = read_plan(plan)
+    loaded = Plan.load(plan)
     with compiling(lines=not as_json, title="solving") as listener:
         listener.starts("again")
         found = answered(

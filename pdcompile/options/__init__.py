@@ -12,7 +12,11 @@ from pdcompile.schedule.registry import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See `pdcompile.compile` for what each means; names and defaults are the same."""
+    """See `pdcompile.compile` for what each means; names and defaults are the same.
+
+    The last ones are those of `pdcompile plan` alone, whose plans may use more than the runtime
+    can do: they say what the planner decides besides the cut.
+    """
 
     loss_fn: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = default_optimizer
@@ -41,3 +45,12 @@ class Options:
     weights: Any = None
     group: Any = None
     progress: bool | Literal["auto"] = "auto"
+    replicas: Literal["1", "equal", "any"] | None = None  # of a stage; None: 1, on every device
+    recompute: bool | None = False  # None: decided for each stage
+    microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
+    extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
+
+    @property
+    def searches(self) -> bool:
+        """Whether the planner decides more than the cut."""
+        return self.schedule == "auto" or self.replicas is not None

@@ -1,4 +1,4 @@
-"""Choices: options resolved against the machines and the minibatch, before any pass runs."""
+"""Options resolved against machines and minibatch, before any pass runs: choices, search space."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any, Literal
 from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
+from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import DEFAULT, KINDS, allowed, kind_of
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
+MOST_COUNTS = 5  # microbatch counts that "auto" tries
+SPREAD = 4  # from a quarter of the usual count to four times
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,6 @@ def choose(
     batch_size: int,
     splits: bool,
     num_ranks: int | None,
-    searching: bool = False,
     device: str = "cpu",
 ) -> Choices:
     """Resolve the options.
@@ -51,7 +54,6 @@ def choose(
         batch_size: samples in the global minibatch.
         splits: False when nothing has a batch dimension (one microbatch).
         num_ranks: processes under torchrun, None in one process.
-        searching: the planner decides how many devices a stage has; there may be fewer stages.
         device: kind of the device that the model is on.
 
     Raises:
@@ -59,7 +61,7 @@ def choose(
         LaunchError: the number of processes is not the number of stages.
     """
     schedule = chosen_schedule(options)
-    stages, cluster = machines(options, num_ranks, searching=searching)
+    stages, cluster = machines(options, num_ranks)
     microbatches = _num_microbatches(options.microbatches, stages, batch_size, splits)
     return Choices(
         cluster=cluster,
@@ -78,14 +80,14 @@ def choose(
     )
 
 
-def machines(
-    options: Options, num_ranks: int | None, *, searching: bool = False
-) -> tuple[int, Cluster]:
+def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `choose`."""
     stages = _num_stages(options, num_ranks)
     cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
     cluster = _limited(cluster, options.memory)
-    if len(cluster.devices) < stages or (len(cluster.devices) > stages and not searching):
+    # Where the planner decides how many devices a stage has, there may be fewer stages.
+    fewer = len(cluster.devices) > stages and options.replicas is None
+    if len(cluster.devices) < stages or fewer:
         raise ConfigError(
             f"{stages} stages on a cluster of {len(cluster.devices)} devices",
             remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
@@ -194,3 +196,56 @@ def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
         for device in cluster.devices
     )
     return replace(cluster, devices=devices)
+
+
+def search_space(options: Options, chosen: Choices, sizes: SizeRange) -> SearchSpace:
+    """What the planner may choose besides the cut, for one model on one cluster.
+
+    Args:
+        sizes: microbatch sizes for which the capture is the model.
+
+    Raises:
+        ConfigError: no number of microbatches that is asked for can be had.
+    """
+    schedules: tuple[str, ...] = (chosen.schedule,)
+    if options.schedule == "auto":
+        schedules = allowed(options.max_staleness)
+    return SearchSpace(
+        replicas=options.replicas or "1",
+        recompute=(False, True) if options.recompute is None else (options.recompute,),
+        schedules=schedules,
+        microbatches=_counts(options, chosen, sizes),
+        extra_warmup=options.extra_warmup,
+        stages=options.stages or (chosen.num_stages if options.replicas is None else None),
+    )
+
+
+def _counts(options: Options, chosen: Choices, sizes: SizeRange) -> tuple[int, ...]:
+    batch, given = chosen.batch_size, options.microbatch_counts
+    if given is not None:
+        for m in given:
+            if not 1 <= m <= batch or not _fits(batch, m, sizes):
+                raise ConfigError(
+                    f"{m} microbatches of a minibatch of {batch} samples",
+                    where="--microbatches",
+                    remedy=f"numbers from 1 to {batch}, whose microbatches the model takes",
+                )
+        return tuple(dict.fromkeys(given))
+    usual = chosen.num_microbatches
+    if options.microbatches != "auto" or options.costs not in ("measured", "estimated"):
+        return (usual,)  # a saved profile is of one size
+    near = [
+        m
+        for m in range(1, batch + 1)
+        if batch % m == 0 and usual <= SPREAD * m <= SPREAD * SPREAD * usual
+        if _fits(batch, m, sizes)
+    ]
+    while len(near) > MOST_COUNTS:  # thin out the side that has more of them
+        below = sum(m < usual for m in near)
+        near.pop(-2 if below * 2 < len(near) else 1)
+    return tuple(dict.fromkeys((usual, *near)))
+
+
+def _fits(batch: int, m: int, sizes: SizeRange) -> bool:
+    """Both sizes that microbatches then have."""
+    return sizes.holds(batch // m) and sizes.holds(-(-batch // m))

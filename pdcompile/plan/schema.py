@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from pdcompile.errors import PlanError
@@ -216,6 +218,20 @@ class Plan:
         plan = decode(Plan, data, where=where)
         validate(plan, where)
         return plan
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Plan:
+        """Read plan.json.  Raises PlanError: there is no such file, or as `from_json`."""
+        try:
+            content = Path(path).read_bytes()
+        except (OSError, TypeError) as error:
+            raise PlanError(
+                f"cannot read the plan: {getattr(error, 'strerror', None) or error}",
+                where=str(path),
+                remedy="give a plan.json, which `pdcompile plan TARGET -o plan.json` writes, or a "
+                "folder that dump wrote",
+            ) from error
+        return Plan.from_json(content, where=str(path))
 
     def hash(self) -> str:
         """64 hex digits (SHA-256 of the canonical JSON): equal for equal plans only."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.options import Options
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.state.model_state import State
 from pdcompile.runtime.state.same_start import refuse_meta, same_start, same_values
 from pdcompile.runtime.transport.launch import World
@@ -15,7 +15,7 @@ from pdcompile.weights import materialise, open_source, slots
 def initial_state(
     model: nn.Module,
     options: Options,
-    prepared: Prepared,
+    prepared: Compiled,
     ranks: list[int],
     world: World | None,
 ) -> State:

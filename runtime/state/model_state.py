@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.runtime.state.given_state import check_state
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
@@ -25,7 +25,7 @@ class State:
     tensor owns it.
     """
 
-    def __init__(self, model: nn.Module, prepared: Prepared, ranks: list[int]) -> None:
+    def __init__(self, model: nn.Module, prepared: Compiled, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
         self._keys = tuple(model.state_dict())

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -23,6 +25,7 @@ from pdcompile.errors import LaunchError, RankError
 from pdcompile.options import Options
 from pdcompile.runtime.failure.endings import Ending
 
+Made = TypeVar("Made")
 WAIT = timedelta(hours=24)  # rank 0 plans meanwhile; a dead rank is torchrun's to notice
 _stores: list[Any] = []  # the store of this process, once it was needed
 _numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
@@ -159,8 +162,8 @@ def _store() -> Any:
     return _stores[0]
 
 
-def from_rank0(options: Options, make: Callable[[], str]) -> str:
-    """A text that rank 0 makes (a plan, a captured graph) and all ranks get.
+def from_rank0(options: Options, make: Callable[[], Made]) -> Made:
+    """Something that rank 0 makes and all ranks get, pickled.
 
     An error on rank 0 is raised there as it is, and as RankError with its text elsewhere.
     """
@@ -168,14 +171,15 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
     store = _fresh_store("made", ranks)
     if rank == 0:
         try:
-            text = make()
+            made = make()
+            # The ranks of one job trust each other: the same program started all of them.
+            store.set("made", pickle.dumps(made))
         except BaseException as error:  # the others must not wait for ever
             store.set("failure", f"{type(error).__name__}: {error}")
             store.set("done", "1")
             raise
-        store.set("text", text)
         store.set("done", "1")
-        return text
+        return made
     try:
         store.wait(["done"], WAIT)
     except RuntimeError as error:
@@ -187,4 +191,8 @@ def from_rank0(options: Options, make: Callable[[], str]) -> str:
     if store.check(["failure"]):
         cause = str(store.get("failure"), "utf-8")
         raise RankError(f"rank 0 could not prepare the pipeline: {cause}")
-    return str(store.get("text"), "utf-8")
+    with warnings.catch_warnings():
+        # torch's own unpickling of a pytree spec warns of a name that torch deprecates.
+        warnings.filterwarnings("ignore", message=".*treespec.*", category=FutureWarning)
+        found: Made = pickle.loads(store.get("made"))
+    return found

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import FlatCall, example_call, resolve_batch
+from pdcompile.batch import FlatCall, resolve_batch
 from pdcompile.cluster import Cluster
+from pdcompile.compiled import Compiled
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
 from pdcompile.passes import codegen
-from pdcompile.passes.schedules import make_stream, warmup
+from pdcompile.passes.check import check
+from pdcompile.passes.schedules import warmup
 from pdcompile.passes.stages import boundaries
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.runtime.prepared import Prepared
-from pdcompile.runtime.transport.launch import num_ranks
 from tests.helpers.captures import capture_once
 
 
@@ -34,8 +34,7 @@ def by_hand(
     """Like compile(model, …), with the ops dealt out evenly over the stages."""
     options = Options(stages=stages, **given)
 
-    def prepare(flat: FlatCall | None) -> Prepared:
-        flat = flat or example_call(model, inputs, target)
+    def build(model: nn.Module, flat: FlatCall, options: Options, _: int | None) -> Compiled:
         layout = resolve_batch(flat, options.batch_dims)
         assert isinstance(options.microbatches, int)
         size = -(-layout.size // options.microbatches)
@@ -46,20 +45,10 @@ def by_hand(
             plan = replace(plan, stages=tuple(replace(stage, ranks=(r,)) for stage, r in held))
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))
-        return Prepared(
-            capture=captured,
-            plan=plan,
-            interfaces=sources.interfaces,
-            stage_classes=codegen.stage_classes(sources),
-            eval_edges=boundaries.edges(captured.eval, eval_stages, stages, size),
-            stream=make_stream(plan),
-            layout=layout,
-            in_process=num_ranks(options) is None,
-            explain=lambda: str(plan),
-            dump=lambda folder: codegen.write(sources, folder),
-        )
+        eval_edges = boundaries.edges(captured.eval, eval_stages, stages, size)
+        return Compiled(captured, plan, sources, eval_edges, layout, check(plan))
 
-    return Pipeline(model, options, prepare)
+    return Pipeline(model, options, build, (inputs, target))
 
 
 def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: int) -> Plan:

@@ -21,13 +21,14 @@ from typing import Any
 
 from pdcompile import reference
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
+from pdcompile.compiled import Compiled
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.choices import choose
 from pdcompile.passes import codegen
-from pdcompile.passes.schedules import make_stream
+from pdcompile.passes.check import check as prove
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.comparison.fidelity import compare
@@ -35,7 +36,6 @@ from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
 from pdcompile.planner import make_plan
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.runtime.prepared import Prepared
 from pdcompile.steps import Steps
 from tests.zoo.case import BATCH, Case, Entry, build
 from tests.zoo.random_cuts import random_cut
@@ -232,19 +232,9 @@ def _run(
     sources: Sources,
     layout: BatchLayout,
 ) -> Trajectory:
-    prepared = Prepared(
-        capture=found,
-        plan=plan,
-        interfaces=sources.interfaces,
-        stage_classes=codegen.stage_classes(sources),
-        eval_edges=boundaries.eval_edges(found, plan, BATCH // MICROBATCHES),
-        stream=make_stream(plan),
-        layout=layout,
-        in_process=True,
-        explain=lambda: str(plan),
-        dump=lambda folder: codegen.write(sources, folder),
-    )
-    with Pipeline(case.model, options, lambda flat: prepared) as pipe:
+    eval_edges = boundaries.eval_edges(found, plan, BATCH // MICROBATCHES)
+    compiled = Compiled(found, plan, sources, eval_edges, layout, prove(plan))
+    with Pipeline(case.model, options, lambda *_: compiled, (None, None)) as pipe:
         return follow(pipe, case)
 
 

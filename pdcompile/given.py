@@ -1,0 +1,143 @@
+"""What the user gives in place of a pass: a plan, a folder of sources, a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from pdcompile import weights
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, PlanError, SourceError
+from pdcompile.ir.graph import OpGraph, fingerprint
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.options import Options
+from pdcompile.options.choices import Choices, machines
+from pdcompile.passes import codegen
+from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
+from pdcompile.plan import Plan, check
+from pdcompile.runtime.transport.launch import is_distributed
+from pdcompile.units import format_bytes, parse_bytes
+
+
+def check_given(model: nn.Module, options: Options) -> None:
+    """Read the files that the options name, and compare stages with machines, names with weights.
+
+    Plan and cluster only in one process: under torchrun rank 0 compiles, and the others need not
+    have them.  Of weights names are read, not values.
+
+    Raises:
+        PdcompileError: a file cannot be read, contradicts another, or does not fit the model.
+    """
+    if not is_distributed(options):
+        machines(with_given_plan(options), None)
+    if options.weights is not None:
+        weights.check(model, weights.open_source(options.weights))
+
+
+def with_given_plan(options: Options) -> Options:
+    """The options, with stages and microbatches of a given plan where they leave these open.
+
+    Raises:
+        PlanError: the plan cannot be read.
+        ConfigError: options that a given plan would leave without effect.
+    """
+    plan = _plan_of(options)
+    if plan is None:
+        return options
+    for name in ("constraints", "time_limit"):
+        if getattr(options, name) not in (None, (), []):
+            raise ConfigError(
+                f"{name} is for the search, and a plan is given: it would have no effect",
+                remedy=f"leave {name} out, or plan again with it",
+            )
+    if options.microbatches == "auto":
+        options = replace(options, microbatches=plan.training.num_microbatches)
+    if options.stages is None:
+        options = replace(options, stages=len(plan.stages))
+    return options if options.plan is None else replace(options, plan=plan)
+
+
+def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None:
+    """The plan that the user gives (a `Plan` or the path of plan.json), None without one.
+
+    A folder of sources brings its own plan: its stages are cut as that plan says.
+
+    Raises:
+        PlanError: it cannot be read, is of another model, or contradicts the other options.
+    """
+    plan = _plan_of(options)
+    if plan is None:
+        return None
+    training = plan.training
+    wanted = {
+        "schedule": (training.schedule, chosen.schedule),
+        "stages": (len(plan.stages), chosen.num_stages),
+        "microbatches": (training.num_microbatches, chosen.num_microbatches),
+        "batch size": (training.batch_size, chosen.batch_size),
+        "max_grad_norm": (training.max_grad_norm, chosen.max_grad_norm),
+        "loss_reduction": (training.loss_reduction, chosen.loss_reduction),
+        "autocast": (training.autocast, chosen.autocast),
+        "seed": (training.seed, chosen.seed),
+    }
+    for name, (planned, asked) in wanted.items():
+        if planned != asked:
+            raise PlanError(
+                f"the plan was made for {name} {planned!r}, and {asked!r} is asked for",
+                where="plan",
+                remedy="plan again with these options, or give the options of the plan",
+            )
+    if plan.fingerprint.split(".")[0] != fingerprint(graph)[:FINGERPRINT_DIGITS]:
+        raise PlanError(
+            "the plan is of another model: the fingerprint of the captured graph differs",
+            where="plan",
+            remedy="plan again for this model",
+        )
+    check(plan, graph, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+    return replace(plan, forecast=None)  # of another day, perhaps of another version
+
+
+def given_sources(options: Options, generated: Sources) -> Sources:
+    """The folder that the user gives, or what was generated.
+
+    Raises:
+        SourceError: the folder cannot be read, or holds edited files without `allow_edited`.
+    """
+    if options.sources is None:
+        return generated
+    sources = codegen.read(options.sources, generated)
+    # The plan is not source: it was checked as a plan, and its times may be of another day.
+    sources = replace(sources, edited=tuple(n for n in sources.edited if n.endswith(".py")))
+    if sources.edited and not options.allow_edited:
+        raise SourceError(
+            f"{', '.join(sources.edited)} is not what this plan and model generate",
+            where=str(options.sources),
+            remedy="allow_edited=True (--allow-edited) runs it as it is, and explain() reports how "
+            "it differs from the model; or dump the folder anew",
+        )
+    return sources
+
+
+def _plan_of(options: Options) -> Plan | None:
+    given = options.plan
+    if given is None:
+        if options.sources is None:
+            return None
+        given = Path(options.sources) / "plan.json"
+    return given if isinstance(given, Plan) else Plan.load(given)
+
+
+def check_memory(options: Options, plan: Plan) -> None:
+    """Raise PlanError when a given plan's forecast exceeds the limit that is asked for."""
+    if options.memory is None or plan.forecast is None:
+        return
+    limit = parse_bytes(options.memory, what="memory")
+    for rank, ledger in enumerate(plan.forecast.ledgers):
+        if ledger.total_bytes > limit:
+            raise PlanError(
+                f"rank {rank} needs {format_bytes(ledger.total_bytes)} by this plan, and memory "
+                f"is limited to {format_bytes(limit)}",
+                where="plan",
+                remedy="plan again with this limit",
+            )
