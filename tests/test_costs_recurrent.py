@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.costs import CostedOp, GraphIndex
-from pdcompile.passes.costs.rehearse import kept_by_op
+from pdcompile.passes.costs.rehearse import kept_storages
 from pdcompile.passes.costs.symbolic import SymbolicCosts
 from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.passes.trace import capture
@@ -68,7 +68,7 @@ def test_an_lstm_has_a_closed_form_that_holds_at_other_sizes(name: str) -> None:
         flat = example_call(model, torch.randint(0, 11, (b, s)), None)
         graph = capture(model, flat, resolve_batch(flat), lambda out, _: out.sum()).train
         assert (b, s) not in costs.fitted
-        real = kept_by_op(graph, b)
+        real = kept_storages(graph, b).new()
         found = next(one for one in costs.at(b, s).ops if one.name == op.name)
         assert found.saved_bytes == real[op.name]
 

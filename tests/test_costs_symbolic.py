@@ -19,7 +19,7 @@ from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
 from pdcompile.passes.costs.closed_forms import fit
-from pdcompile.passes.costs.rehearse import kept_by_op
+from pdcompile.passes.costs.rehearse import kept_storages
 from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic
 from pdcompile.passes.trace import capture
 from tests.helpers import models
@@ -59,7 +59,7 @@ def numbers(model: nn.Module, inputs: Any, target: Any, loss_fn: Any) -> Numbers
     flat = example_call(model, inputs, target)
     graph = capture(model, flat, resolve_batch(flat), loss_fn).train
     index, b = GraphIndex.of(graph, graph.batch_size), graph.batch_size
-    kept = kept_by_op(graph, b)
+    kept = kept_storages(graph, b).new()
     return [
         (
             tuple(index.size(size) for size in graph.values[op.name].shape),

@@ -14,7 +14,7 @@ from torch import nn
 
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError, CostError
-from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.graph import Affine, OpGraph
 from pdcompile.passes import trace
 from pdcompile.passes.costs import CostedOp, GraphIndex
 from pdcompile.passes.profile import Entry, Profile, apply, measure, profile, structural_key
@@ -121,7 +121,7 @@ def test_opaque_modules_say_what_they_keep() -> None:
     shapes = {f"block.{name}": tuple(p.shape) for name, p in model["block"].named_parameters()}
     weights = tuple(g.parameter(name, shape) for name, shape in shapes.items())
     y = g.op("y", "tests.Block", (g.input("x"),), kind="opaque", module="block",
-             parameters=weights)  # fmt: skip
+             parameters=weights, saved_bytes=Affine(32 * 4))  # fmt: skip
     found = profile(g.build(y, loss=y), model, microbatch_size=4)
     assert found.ops[0].cost is not None
     assert found.ops[0].cost.origin == "measured"
@@ -164,7 +164,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 ENTRY = {"key": "k", "target": "torch.relu", "forward_seconds": 1.0}
 GOOD = {"torch_version": "2", "device": "cpu", "microbatch_size": 1, "entries": [ENTRY],
-        "schema": "pdcompile.profile/1"}  # fmt: skip
+        "schema": "pdcompile.profile/2"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ GOOD = {"torch_version": "2", "device": "cpu", "microbatch_size": 1, "entries": 
         ({"entries": [ENTRY | {"forward_seconds": math.inf}]}, "Infinity"),
         ({"entries": [ENTRY | {"backward_seconds": "fast"}]}, "number"),
         ({"entries": [ENTRY | {"colour": 1}]}, "unknown key"),
-        ({"entries": [ENTRY | {"extra_bytes": -1}]}, "negative"),
+        ({"entries": [ENTRY | {"backward_seconds": -1.0}]}, "negative"),
     ],
 )
 def test_a_bad_profile_is_refused(change: dict[str, object], text: str) -> None:

@@ -73,7 +73,7 @@ def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def entries(size: int) -> tuple[Entry, ...]:
         return tuple(
-            Entry(key, call.op.target, *truth(call.op.target, size), 100 + 8 * size, (0,))
+            Entry(key, call.op.target, *truth(call.op.target, size))
             for key, call in distinct_calls(graph, size).items()
         )
 
@@ -86,7 +86,6 @@ def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
             if entry.target != "torch.nn.functional.linear":
                 assert entry.forward_seconds == pytest.approx(expected.forward_seconds)
                 assert entry.backward_seconds == pytest.approx(expected.backward_seconds)
-            assert (entry.extra_bytes, entry.saved_inputs) == (100 + 8 * size, (0,))
     # What could be measured at one size only is taken to grow with its work.
     alone = fitted(graph, [profiles[0], replace(profiles[1], entries=())], 4)
     assert alone.entries[1].forward_seconds == pytest.approx(2 * truth("torch.relu", 2)[0])

@@ -1,21 +1,17 @@
 """Costs from shapes alone: seconds, operations and bytes of every op, nothing is executed.
 
 `forward_flops` of an op and the sizes of its results are exact; seconds are a roofline of them;
-the bytes that autograd keeps follow torch's own derivatives, each storage counted once over the
-graph.  A profile replaces seconds by measured ones, the rest stays.
+the bytes that autograd keeps are seen on fake tensors, each storage counted once over the graph.
+A profile replaces seconds by measured ones, the rest stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, costed_ops, product
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.forecast import forecast
+from pdcompile.passes.costs.forecast import Resident, forecast, rough_forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
-from pdcompile.passes.costs.resident import Resident, newly_saved, residents
-from pdcompile.passes.costs.saved import Saved, has_rule, saved
 
 __all__ = [
     "REFERENCE",
@@ -24,40 +20,31 @@ __all__ = [
     "Machine",
     "Operand",
     "Resident",
-    "Saved",
     "calibrate",
     "costed_ops",
     "estimate",
     "forecast",
     "forward_flops",
-    "has_rule",
-    "newly_saved",
     "product",
-    "residents",
-    "saved",
+    "rough_forecast",
     "seconds",
 ]  # fmt: skip
 
 
 def estimate(
-    graph: OpGraph,
-    *,
-    microbatch_size: int,
-    machine: Machine = REFERENCE,
-    kept: Mapping[str, Saved] | None = None,
+    graph: OpGraph, *, microbatch_size: int, machine: Machine = REFERENCE
 ) -> tuple[OpCost, ...]:
     """The cost of each op of the graph, in its order, for one microbatch.
 
     `flops` are those of the forward.  Ops outside of autograd (no_grad, or nothing requires
-    grad) have no backward and save nothing.  Views take no time.  `kept` replaces, by op name,
-    the rule for what autograd keeps.
+    grad) have no backward and save nothing.  Views take no time.
     """
-    calls = costed_ops(graph, microbatch_size)
-    known = kept or {}
-    rules = [known.get(call.op.name) or saved(call) for call in calls]
+    from pdcompile.passes.costs.rehearse import kept_storages
+
+    kept = kept_storages(graph, microbatch_size).new()
     return tuple(
-        _cost(call, saved_bytes, microbatch_size, machine)
-        for call, saved_bytes in zip(calls, newly_saved(calls, rules), strict=True)
+        _cost(call, kept[call.op.name], microbatch_size, machine)
+        for call in costed_ops(graph, microbatch_size)
     )
 
 

@@ -1,9 +1,8 @@
-"""Ops as the cost rules see them: with a plain name, operands by role, and sizes in b.
+"""Ops as the cost rules see them: with a plain name, operands by role, and sizes as numbers.
 
 A linear layer may appear as ``torch.nn.functional.linear``, as ``torch._C._nn.linear`` or as a
 ``torch.nn.Linear`` module.  The rules know one name for all of them (`linear`) and ask for
-operands by role, so that each formula is written once.  Sizes are numbers when the microbatch
-size `b` is a number, and sympy expressions when `b` is a symbol: the same rule gives both.
+operands by role, so that each formula is written once.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ from pdcompile.ir.graph import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# An int, or a sympy expression in the symbol b.
-Number = Any
-
 _OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "imatmul": "matmul",
               "ipow": "pow", "ifloordiv": "floordivide", "truediv": "div", "radd": "add",
               "rmul": "mul", "rsub": "sub", "rtruediv": "div", "rpow": "pow", "rmatmul": "matmul",
@@ -60,7 +56,7 @@ class Operand:
     """
 
     name: str
-    shape: tuple[Number, ...]
+    shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
     held: bool = False
@@ -68,20 +64,11 @@ class Operand:
     stride_order: tuple[int, ...] = ()
 
     @property
-    def contiguous(self) -> bool:
-        return not self.stride_order
-
-    def folds(self, kept: int) -> bool:
-        """Whether all dims but the last `kept` fold into one without a copy."""
-        leading = len(self.shape) - kept
-        return self.contiguous or self.stride_order[:leading] == tuple(range(leading))
-
-    @property
-    def elements(self) -> Number:
+    def elements(self) -> int:
         return product(self.shape)
 
     @property
-    def bytes(self) -> Number:
+    def bytes(self) -> int:
         return self.elements * DTYPE_BYTES.get(self.dtype, 4)
 
 
@@ -90,13 +77,12 @@ class GraphIndex:
     """What the rules look up again and again in one graph; made once a graph."""
 
     graph: OpGraph
-    b: Number
+    b: int
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # by every name, aliases too
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # container -> its tensors
-    bases: dict[int, Value] = field(default_factory=dict)  # storage -> the first value in it
 
     @staticmethod
-    def of(graph: OpGraph, b: Number) -> GraphIndex:
+    def of(graph: OpGraph, b: int) -> GraphIndex:
         tensors = dict(graph.tensors)
         for info in graph.tensors.values():
             for alias in info.aliases:
@@ -106,14 +92,9 @@ class GraphIndex:
             for name in op.inputs:
                 if not graph.values[name].is_tensor and op.target.endswith("getitem"):
                     parts.setdefault(name, []).append(op.name)
-        bases: dict[int, Value] = {}
-        made = (*(given.name for given in graph.inputs), *(op.name for op in graph.ops))
-        for value in (graph.values[name] for name in made):
-            if value.is_tensor:
-                bases.setdefault(value.storage, value)
-        return GraphIndex(graph, b, tensors, {k: tuple(v) for k, v in parts.items()}, bases)
+        return GraphIndex(graph, b, tensors, {k: tuple(v) for k, v in parts.items()})
 
-    def size(self, size: Size) -> Number:
+    def size(self, size: Size) -> int:
         return size.scale * self.b + size.offset if isinstance(size, Affine) else size
 
     def value(self, value: Value) -> Operand:
@@ -125,11 +106,6 @@ class GraphIndex:
             storage=value.storage,
             stride_order=value.stride_order,
         )
-
-    def is_part(self, operand: Operand) -> bool:
-        """Whether the operand is a slice: smaller than the first value in its storage."""
-        base = self.bases.get(operand.storage) if operand.storage >= 0 else None
-        return base is not None and bool(operand.bytes < self.value(base).bytes)
 
     def attribute(self, fqn: str) -> Operand | None:
         info = self.tensors.get(fqn)
@@ -178,7 +154,7 @@ class CostedOp:
         return tuple(found)
 
     @property
-    def output_bytes(self) -> Number:
+    def output_bytes(self) -> int:
         """Bytes of the results, 0 where they lie in memory that was there before."""
         return 0 if self.is_view or self.in_place else sum(one.bytes for one in self.outputs)
 
@@ -251,7 +227,7 @@ class CostedOp:
         return self.name in VIEWS
 
 
-def costed_ops(graph: OpGraph, b: Number) -> list[CostedOp]:
+def costed_ops(graph: OpGraph, b: int) -> list[CostedOp]:
     """The ops of a graph at microbatch size b, in order."""
     index = GraphIndex.of(graph, b)
     return [CostedOp(op, index) for op in graph.ops]
@@ -277,7 +253,7 @@ def plain_name(op: Op) -> str:
     return _OPERATORS.get(word, word)
 
 
-def product(sizes: Iterator[Number] | tuple[Number, ...]) -> Number:
+def product(sizes: Iterator[int] | tuple[int, ...]) -> int:
     return math.prod(sizes)
 
 

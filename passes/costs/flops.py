@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcompile.passes.costs.costed_op import CostedOp, Number, Operand, product, words
+from pdcompile.passes.costs.costed_op import CostedOp, Operand, product, words
 
-Formula = Callable[[CostedOp], Number]
+Formula = Callable[[CostedOp], int]
 
 # Operations per element of the output; a transcendental function is some ten of them.
 _PER_ELEMENT = {
@@ -34,7 +34,7 @@ MOVES = words(
 )  # fmt: skip
 
 
-def forward_flops(call: CostedOp) -> Number:
+def forward_flops(call: CostedOp) -> int:
     """Floating-point operations of the forward; 0 for views and for ops that only move data."""
     if call.is_view:
         return 0
@@ -55,7 +55,7 @@ def is_product(call: CostedOp) -> bool:
     return call.name in _FORMULAS and call.name not in _REDUCTIONS
 
 
-def pointwise(call: CostedOp) -> Number:
+def pointwise(call: CostedOp) -> int:
     """Elements of the largest tensor that the op touches, times the price of the function."""
     reduced = call.name in _READS_MORE
     tensors = (call.first,) if reduced else (call.out,)
@@ -69,27 +69,27 @@ _READS_MORE = words(
 )  # fmt: skip
 
 
-def _matmul(call: CostedOp) -> Number:
+def _matmul(call: CostedOp) -> int:
     """(…, n, k) @ (…, k, m): 2·k for every element of the result."""
     left = call.tensor(0, "input") or call.first
     return 2 * left.shape[-1] * call.out.elements if left.shape else 0
 
 
-def _addmm(call: CostedOp) -> Number:
+def _addmm(call: CostedOp) -> int:
     left = call.tensor(1, "mat1") or call.tensor(1, "batch1") or call.first
     return 2 * left.shape[-1] * call.out.elements
 
 
-def _addbmm(call: CostedOp) -> Number:
+def _addbmm(call: CostedOp) -> int:
     left = call.tensor(1, "batch1") or call.first
     return 2 * left.shape[0] * left.shape[-1] * call.out.elements
 
 
-def _outer_product(call: CostedOp) -> Number:
+def _outer_product(call: CostedOp) -> int:
     return call.out.elements
 
 
-def _bilinear(call: CostedOp) -> Number:
+def _bilinear(call: CostedOp) -> int:
     weight = call.tensor(2, "weight")
     if weight is None:
         return pointwise(call)
@@ -97,7 +97,7 @@ def _bilinear(call: CostedOp) -> Number:
     return 2 * rows * weight.elements
 
 
-def _convolution(call: CostedOp) -> Number:
+def _convolution(call: CostedOp) -> int:
     """Every output element is a product over one kernel window of one group's channels."""
     weight = call.tensor(1, "weight")
     if weight is None or len(weight.shape) < 3:
@@ -110,21 +110,21 @@ def _convolution(call: CostedOp) -> Number:
     return 2 * rows * product(walked.shape[-spatial:]) * weight.elements
 
 
-def attention_flops(query: Operand, key: Operand, value: Operand) -> Number:
+def attention_flops(query: Operand, key: Operand, value: Operand) -> int:
     """Scores and their product with the values: two batched matrix products, mask or not."""
     heads = product(query.shape[:-2])
     length, size = query.shape[-2:]
     return 2 * heads * length * key.shape[-2] * (size + value.shape[-1])
 
 
-def _attention(call: CostedOp) -> Number:
+def _attention(call: CostedOp) -> int:
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
         return pointwise(call)
     return attention_flops(query, key, value)
 
 
-def _multihead(call: CostedOp) -> Number:
+def _multihead(call: CostedOp) -> int:
     """torch.nn.MultiheadAttention: three input projections, attention, one output projection."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None or len(query.shape) < 2:
@@ -143,14 +143,14 @@ def _multihead(call: CostedOp) -> Number:
     return projections + 4 * rows * length * source * embed
 
 
-def _recurrent(call: CostedOp) -> Number:
+def _recurrent(call: CostedOp) -> int:
     """Every weight matrix meets every time step of every sequence once."""
     steps = product(call.first.shape[:-1])
     matrices = [o for o in call.inputs if o.held and len(o.shape) == 2]
     return 2 * steps * sum(matrix.elements for matrix in matrices)
 
 
-def _einsum(call: CostedOp) -> Number:
+def _einsum(call: CostedOp) -> int:
     """Twice the product of all index sizes for each contraction of two operands."""
     equation = next((a for a in call.op.args if isinstance(a, str)), None)
     if equation is None:
@@ -159,23 +159,23 @@ def _einsum(call: CostedOp) -> Number:
     operands = call.inputs
     if "." in equation or len(terms) != len(operands) or len(terms) < 2:
         return pointwise(call)
-    sizes: dict[str, Number] = {}
+    sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         sizes.update(zip(term, operand.shape, strict=False))
     return 2 * (len(terms) - 1) * product(tuple(sizes.values()))
 
 
-def _pool(call: CostedOp) -> Number:
+def _pool(call: CostedOp) -> int:
     """Every input element is looked at once (kernels rarely overlap by much)."""
     return call.first.elements
 
 
-def _interpolate(call: CostedOp) -> Number:
+def _interpolate(call: CostedOp) -> int:
     mode = call.argument(3, "mode", "nearest")
     return call.out.elements * (8 if mode != "nearest" else 0)
 
 
-def _opaque(call: CostedOp) -> Number:
+def _opaque(call: CostedOp) -> int:
     """An opaque module: its parameters as matrices that meet every row of the first input."""
     rows = product(call.first.shape[:-1])
     weights = [o for o in call.inputs if o.held]

@@ -1,7 +1,9 @@
-"""What the stages of a cut hold, by rehearsing each distinct one of them once.
+"""What one microbatch keeps on each stage of a cut, and the transient peak of its backward.
 
-Stages of equal layers are equal, so that the forecast of a deep model costs little more than
-that of one of its stages.  A stage that cannot be rehearsed is added up by rules (`residents`).
+`forecast` knows it to the byte: each distinct stage is rehearsed once, and stages of equal layers
+are equal, so that a deep model costs little more than one of its stages.  `rough_forecast` is
+quick enough for every candidate of a search: it adds up what autograd keeps of the ops of a stage
+when the whole graph runs once.
 """
 
 from __future__ import annotations
@@ -14,13 +16,28 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at, walk
-from pdcompile.passes.costs.costed_op import described
-from pdcompile.passes.costs.resident import Resident, residents
+from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, described
 from pdcompile.passes.form.lifetimes import Lifetimes, Step
 from pdcompile.passes.stages.boundaries import tied
 
 if TYPE_CHECKING:
     from pdcompile.passes.costs.rehearse import Ports, Rehearsal
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes of one microbatch on one stage.
+
+    `workspace_bytes`: how far the live gradients and transients of the backward exceed what it
+    has already released of `saved_bytes`.  `first_peak_bytes` is known of a stage that was
+    `rehearsed`: forward and backward of the first microbatch, whose gradients of parameters stay.
+    """
+
+    saved_bytes: int
+    workspace_bytes: int
+    first_peak_bytes: int | None = None
+    rehearsed: bool = False
+
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 512
@@ -50,9 +67,9 @@ def forecast(
         members[stage].append(op)
     lifetimes = Lifetimes.of(graph)
     found = [_rehearsed(graph, lifetimes, members[s], ports[s], b) for s in range(num_stages)]
-    ruled = residents(graph, stage_of, num_stages, b) if None in found else ()
+    rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(
-        ruled[s]
+        rough[s]
         if one is None
         else Resident(
             one.resident_bytes,
@@ -98,6 +115,61 @@ def ports_of(
     return ports
 
 
+def rough_forecast(
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
+) -> tuple[Resident, ...]:
+    """Adds up what each stage holds: a storage counts once, one that is received never.
+
+    A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
+    """
+    from pdcompile.passes.costs.rehearse import kept_storages, newly
+
+    kept = kept_storages(graph, b)
+    ports = ports_of(graph, stage_of, num_stages)
+    members: list[list[CostedOp]] = [[] for _ in range(num_stages)]
+    for call, stage in zip(costed_ops(graph, b), stage_of, strict=True):
+        members[stage].append(call)
+    found = []
+    for calls, port in zip(members, ports, strict=True):
+        seen = {key for name in port.received for key in kept.of_value[name]}
+        saved = [newly(kept.by_op[call.op.name], seen) for call in calls]
+        results = sum(newly(kept.of_value[name], seen) for name in port.roots)
+        found.append(Resident(sum(saved) + results, _backward_peak(calls, saved)))
+    return tuple(found)
+
+
+def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
+    """Walk the ops backwards: live gradients, plus what an op adds, minus what is released."""
+    gradients: dict[str, int] = {}  # value -> bytes of its gradient while that is alive
+    released = peak = 0
+    for call, kept_bytes in zip(reversed(calls), reversed(kept), strict=True):
+        if call.differentiated:
+            for output in call.outputs:
+                gradients.setdefault(output.name, int(output.bytes))
+            gradients.setdefault(call.op.name, 0)
+            new = {o.name: int(o.bytes) for o in call.inputs if o.requires_grad and not o.held}
+            if call.is_view and len(new) == 1:
+                # The gradient of a view is a view, or a zero-filled tensor of the base's size.
+                (name,) = new
+                taken = sum(gradients.pop(output.name) for output in call.outputs)
+                gradients[name] = max(new[name], taken, gradients.get(name, 0))
+                gradients.pop(call.op.name, None)
+                peak = max(peak, sum(gradients.values()) - released)
+                continue
+            weights = sum(int(o.bytes) for o in call.inputs if o.requires_grad and o.held)
+            live = sum(gradients.values()) - released
+            passes_through = call.name in ("add", "sub") and not call.in_place
+            added = 0 if passes_through else sum(new.values())
+            peak = max(peak, live + added + weights)
+            for output in call.outputs:
+                gradients.pop(output.name, None)
+            gradients.pop(call.op.name, None)
+            for name, size in new.items():
+                gradients[name] = max(gradients.get(name, 0), size)
+        released += kept_bytes
+    return max(peak, 0)
+
+
 def _rehearsed(
     graph: OpGraph, lifetimes: Lifetimes, ops: Sequence[Op], ports: Ports, b: int
 ) -> Rehearsal | None:
@@ -108,8 +180,8 @@ def _rehearsed(
     if key not in _known:
         try:
             found = rehearse(graph, steps, ports, b)
-        except Exception as error:  # ops are anyone's: whatever they raise, the rules remain
-            _LOG.info("a stage is added up by rules, it cannot be rehearsed: %s", error)
+        except Exception as error:  # ops are anyone's: whatever they raise, the sum remains
+            _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None
         if len(_known) >= _KEPT:
             _known.clear()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, laid_out
 from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
-from pdcompile.passes.costs.saved import saved
 from pdcompile.passes.costs.workspaces import workspace
 
 RECURRENT = frozenset(("lstm", "gru", "rnn"))
@@ -37,15 +36,18 @@ class Role:
     workspace_bytes: int = 0
 
 
-def by_rule(call: CostedOp) -> Role:
-    """The role that follows from what is known of the op's derivative."""
-    rule = saved(call)
-    kept = {operand.name for operand in rule.operands}
-    return Role(
-        tuple(i for i, one in enumerate(call.inputs) if one.name in kept),
-        tuple(i for i, one in enumerate(call.outputs) if one.name in kept),
-        int(rule.extra_bytes),
-    )
+def guessed(call: CostedOp) -> Role:
+    """The role of an op that does not run, on the safe side: it keeps what it computes with."""
+    inputs = range(len(call.inputs))
+    if not call.requires_grad:
+        return Role((), (), 0)
+    if call.op.saved_bytes is not None:  # measured when the model was captured
+        return Role(tuple(inputs), (), call.index.size(call.op.saved_bytes))
+    if call.op.opaque:
+        twice = sum(output.bytes for output in call.outputs)
+        return Role(tuple(inputs), tuple(range(len(call.outputs))), twice)
+    floating = ("float", "bfloat", "complex")
+    return Role(tuple(i for i in inputs if call.inputs[i].dtype.startswith(floating)), (), 0)
 
 
 def by_running(
@@ -135,16 +137,16 @@ class _Play(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, role: Role, shown: Sequence[Operand], *tensors: Tensor) -> Any:
-        results = tuple(_empty(one, tensors[0].device) for one in shown)
+        results = tuple(_empty(one) for one in shown)
         ctx.mark_non_differentiable(
             *(r for r, one in zip(results, shown, strict=True) if not one.requires_grad)
         )
-        extra = torch.empty(role.extra_bytes, dtype=torch.uint8, device=tensors[0].device)
+        extra = torch.empty(role.extra_bytes, dtype=torch.uint8)
         kept = [tensors[i] for i in role.kept_inputs if i < len(tensors)]
         kept += [results[i] for i in role.kept_outputs if i < len(results)]
         ctx.save_for_backward(extra, *kept)
         ctx.role = role
-        ctx.like = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+        ctx.like = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
         return results
 
     @staticmethod
@@ -152,16 +154,14 @@ class _Play(torch.autograd.Function):
         extra, *_ = ctx.saved_tensors
         workspace = extra.new_empty(ctx.role.workspace_bytes)
         found = [
-            torch.empty(shape, dtype=dtype, device=device) if wanted else None
-            for shape, dtype, device, wanted in ctx.like
+            torch.empty(shape, dtype=dtype) if wanted else None for shape, dtype, wanted in ctx.like
         ]
         del workspace
         return (None, None, *found)
 
 
-def _empty(operand: Operand, device: torch.device) -> Tensor:
-    dtype = getattr(torch, operand.dtype)
-    make = partial(torch.empty, dtype=dtype, device=device)
+def _empty(operand: Operand) -> Tensor:
+    make = partial(torch.empty, dtype=getattr(torch, operand.dtype))
     return laid_out(operand.shape, operand.stride_order, make)
 
 

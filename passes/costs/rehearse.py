@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.execution import materialise, run_op
-from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, laid_out
-from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages
-from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_rule, by_running, play
+from pdcompile.ir.graph import Op, OpGraph, TensorInfo, fingerprint, size_at
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
+from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_running, guessed, play
 from pdcompile.passes.form.lifetimes import Step
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
@@ -74,7 +74,6 @@ class Fakes:
 
     graph: OpGraph
     b: int
-    device: torch.device
     tensors: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     infos: dict[str, TensorInfo] = field(default_factory=dict)  # by every name
@@ -86,7 +85,7 @@ class Fakes:
     def tensor(self, fqn: str) -> Tensor:
         info = self.infos[fqn]
         if info.fqn not in self.tensors:
-            made = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self.device)
+            made = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
             if info.kind == "parameter":
                 made = nn.Parameter(made, requires_grad=info.requires_grad)
                 if info.requires_grad:
@@ -128,13 +127,47 @@ def rehearse(graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int) -> Reh
         return stage.run(arguments)
 
 
-def kept_by_op(graph: OpGraph, b: int) -> dict[str, int]:
-    """The bytes that autograd keeps because of each op and of no earlier one.
+Storages = Mapping[int, int]  # a number for each storage -> its bytes
 
-    Parameters, views of them and the caller's inputs are never counted.
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What autograd keeps of one microbatch, by storage.
+
+    `by_op`: the storages that the backward of each op needs; `of_value`: those that each value
+    lies in.  Parameters, the caller's inputs and views of these are in neither.
     """
-    with _staged(graph, [Step(op) for op in graph.ops], Ports(), b) as (stage, arguments):
-        return stage.kept(arguments)
+
+    by_op: Mapping[str, Storages]
+    of_value: Mapping[str, Storages]
+
+    def new(self) -> dict[str, int]:
+        """The bytes that are kept because of each op and of no earlier one."""
+        seen: set[int] = set()
+        return {name: newly(storages, seen) for name, storages in self.by_op.items()}
+
+
+def newly(storages: Storages, seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, which grows by them."""
+    new = storages.keys() - seen
+    seen |= new
+    return sum(storages[key] for key in new)
+
+
+_KEPT = 8
+_kept: dict[tuple[str, int, bool], Kept] = {}  # by graph, microbatch size and kernels
+
+
+def kept_storages(graph: OpGraph, b: int) -> Kept:
+    """What autograd keeps of a whole graph; an op that cannot run keeps what `guessed` says."""
+    key = fingerprint(graph), b, bool(torch.backends.mkldnn.enabled)  # its kernels differ
+    if key not in _kept:
+        with _staged(graph, [Step(op) for op in graph.ops], Ports(), b) as (stage, arguments):
+            found = stage.kept(arguments)
+        if len(_kept) >= _KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = found
+    return _kept[key]
 
 
 @contextmanager
@@ -143,26 +176,30 @@ def _staged(
 ) -> Iterator[tuple[_Stage, dict[str, Tensor]]]:
     """The stage on fake tensors, and its arguments."""
     ops = [step.op for step in steps]
-    fakes = Fakes(graph, b, torch.device("cpu"))
+    fakes = Fakes(graph, b)
     index = GraphIndex.of(graph, b)
     roles: dict[str, Role] = {}
     with _quiet():
         for op in ops:
+            call = CostedOp(op, index)
             if op.kind == "opaque" or op.target.endswith(".apply"):
                 # Code of the user's, which may do more than compute, does not run here.
-                roles[op.name] = by_rule(CostedOp(op, index))
-            elif op.kind == "module" and op.module_path not in fakes.modules:
-                fakes.modules[op.module_path] = fakes.build(op)
-        for op in ops:
-            if (call := CostedOp(op, index)).name in RECURRENT and op.kind == "module":
-                roles[op.name] = _recurrent(call, fakes)
+                roles[op.name] = guessed(call)
+            elif op.kind == "module":
+                try:
+                    if op.module_path not in fakes.modules:
+                        fakes.modules[op.module_path] = fakes.build(op)
+                    if call.name in RECURRENT:
+                        roles[op.name] = _recurrent(call, fakes)
+                except Exception:  # constructors are anyone's
+                    roles[op.name] = guessed(call)
         with FakeTensorMode(), torch.enable_grad():
             for op in ops:
                 for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
                     fakes.tensor(fqn)
             fakes.fill()
             names = dict.fromkeys((*_outside(ops), *ports.received))
-            arguments = {name: _given(graph, name, b, fakes.device) for name in names}
+            arguments = {name: _given(graph, name, b) for name in names}
             for fqn in ports.passed:
                 fakes.tensor(fqn).grad = None
             given = [*fakes.tensors.values(), *arguments.values()]
@@ -241,18 +278,23 @@ class _Stage:
         del entered, results
         return Rehearsal(resident, self.meter.peak_bytes, self.meter.first_peak_bytes)
 
-    def kept(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
-        """Bytes newly kept for backward, by op."""
+    def kept(self, arguments: Mapping[str, Tensor]) -> Kept:
         env: dict[str, Any] = dict(arguments)
         seen: dict[int, torch.UntypedStorage] = {}  # held: an address must not come again
-        found: dict[str, int] = {}
+        given = self.meter.given
+        by_op: dict[str, Storages] = {}
+        of_value: dict[str, Storages] = {}
         for op in (step.op for step in self.steps):
             with saved_storages() as saved:
-                env[op.name] = self._checked(op, self._result(op, env))
-            new = saved.keys() - seen.keys() - self.meter.given
-            found[op.name] = sum(saved[key].nbytes() for key in new)
-            seen |= saved
-        return found
+                try:
+                    env[op.name] = self._checked(op, self._result(op, env))
+                except Exception:  # ops are anyone's, and what plays one writes nothing
+                    env[op.name] = self._played(op, env)
+            made = {one._cdata: one for one in _storages(env[op.name])}
+            seen |= saved | made
+            by_op[op.name] = {k: one.nbytes() for k, one in saved.items() if k not in given}
+            of_value[op.name] = {k: one.nbytes() for k, one in made.items() if k not in given}
+        return Kept(by_op, of_value)
 
     def _forward(
         self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
@@ -277,19 +319,26 @@ class _Stage:
 
     def _result(self, op: Op, env: Mapping[str, Any]) -> Any:
         lookup: Any = self.fakes
-        role = self.roles.get(op.name)
-        if role is None:
+        if op.name not in self.roles:
             try:
                 return run_op(op, env, lookup)
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # what plays an op writes nothing
+        return self._played(op, env)
+
+    def _played(self, op: Op, env: Mapping[str, Any]) -> Any:
         call = CostedOp(op, self.index)
-        tensors = [
-            self.fakes.tensor(one.name) if one.held else env[one.name] for one in call.inputs
-        ]
+        tensors = [self._operand(one, env) for one in call.inputs]
         with torch.set_grad_enabled(op.grad_enabled):
-            return play(call, role or by_rule(call), tensors)
+            return play(call, self.roles.get(op.name) or guessed(call), tensors)
+
+    def _operand(self, one: Operand, env: Mapping[str, Any]) -> Tensor:
+        if one.held:
+            return self.fakes.tensor(one.name)
+        # A part of a container may be taken out of it later.
+        known = env.get(one.name)
+        return _given(self.index.graph, one.name, self.fakes.b) if known is None else known
 
     def _written(self, arguments: Sequence[str]) -> list[str]:
         """Arguments that ops of the stage write into: it works on copies of them."""
@@ -321,15 +370,19 @@ class _Stage:
                 torch.autograd.backward(roots, gradients)
 
 
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tensors_in(value) if t.layout == torch.strided]
+
+
 def _outside(ops: Sequence[Op]) -> list[str]:
     """Values that the ops read and do not make."""
     made = {op.name for op in ops}
     return list(dict.fromkeys(n for op in ops for n in op.inputs if n not in made))
 
 
-def _given(graph: OpGraph, name: str, b: int, device: torch.device) -> Tensor:
+def _given(graph: OpGraph, name: str, b: int) -> Tensor:
     """A fake of a value that comes from outside, in its layout."""
     value = graph.values[name]
-    make = partial(torch.empty, dtype=getattr(torch, value.dtype), device=device)
+    make = partial(torch.empty, dtype=getattr(torch, value.dtype))
     made = laid_out([size_at(size, b) for size in value.shape], value.stride_order, make)
     return made.requires_grad_(value.requires_grad and value.producer is None)

@@ -30,7 +30,7 @@ from pdcompile.passes.costs.closed_forms import (
 )
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.rehearse import kept_by_op
+from pdcompile.passes.costs.rehearse import kept_storages
 from pdcompile.passes.costs.workspaces import Workspace, workspace
 from pdcompile.units import format_bytes, format_flops
 
@@ -306,7 +306,7 @@ class _OpSizes:
 
 
 def _numbers(graph: OpGraph, b: int) -> list[_OpSizes]:
-    kept = kept_by_op(graph, b)
+    kept = kept_storages(graph, b).new()
     return [
         _OpSizes(
             tuple(size_at(size, b) for size in graph.values[call.op.name].shape),

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pdcompile.passes.costs.costed_op import CostedOp, Number
+from pdcompile.passes.costs.costed_op import CostedOp
 
 PAGE = 4096  # bytes
 FLOAT = 4  # bytes
 LINE = 16  # floats of a cache line
+Number = Any  # an int, or a sympy expression in b and s
 
 
 @dataclass(frozen=True, slots=True)

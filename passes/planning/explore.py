@@ -23,7 +23,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.costs import Resident, residents
+from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.candidates import violations
@@ -262,13 +262,14 @@ class Explorer:
         return told.ledgers
 
     def _ruled(self, candidate: Candidate) -> Sequence[Resident]:
-        """What each stage holds as far as rules tell, which is quick."""
+        """What each stage holds, added up from its ops, which is quick."""
         m = candidate.setting.num_microbatches
         graph, items = self.graph_at(m), self._ground(m).problem.items
         pairs = zip(items, candidate.stage_of, strict=True)
         stage_of = {name: s for item, s in pairs for name in item.ops}
         b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-        return residents(graph, [stage_of[op.name] for op in graph.ops], len(candidate.options), b)
+        placed = [stage_of[op.name] for op in graph.ops]
+        return rough_forecast(graph, placed, len(candidate.options), b)
 
     def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
         graph = self.graph_at(candidate.setting.num_microbatches)

@@ -18,11 +18,9 @@ from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
     CostedOp,
-    Saved,
     calibrate,
     costed_ops,
     estimate,
-    has_rule,
     seconds,
 )
 from pdcompile.passes.costs.machines import machine_of
@@ -154,9 +152,7 @@ def measure(
             if expected[key] > budget_seconds or _operand_bytes(call) > MAX_OPERAND_BYTES:
                 continue
             try:
-                entries.append(
-                    measure_one(call, key, model, microbatch_size, share, keeps=not has_rule(call))
-                )
+                entries.append(measure_one(call, key, model, microbatch_size, share))
             except Exception as error:  # the op is a user's: whatever it raises, it is estimated
                 _LOG.info(
                     "%s (%s, %s) cannot run alone and is estimated: %s",
@@ -191,12 +187,7 @@ def apply(graph: OpGraph, found: Profile, *, complete: bool = False) -> OpGraph:
             "the profile lists none of this model's ops",
             remedy="measure this model, at this microbatch size",
         )
-    kept = {
-        call.op.name: _saved(call, entry)
-        for call, entry in zip(calls, known, strict=True)
-        if entry is not None and entry.extra_bytes is not None
-    }
-    estimated = estimate(graph, microbatch_size=b, machine=calibrate(), kept=kept)
+    estimated = estimate(graph, microbatch_size=b, machine=calibrate())
     return _with_costs(graph, tuple(_measured(c, e) for c, e in zip(estimated, known, strict=True)))
 
 
@@ -209,12 +200,6 @@ def _measured(cost: OpCost, entry: Entry | None) -> OpCost:
         backward_seconds=entry.backward_seconds,
         origin="measured",
     )
-
-
-def _saved(call: CostedOp, entry: Entry) -> Saved:
-    inputs = call.inputs
-    chosen = tuple(inputs[i] for i in entry.saved_inputs if i < len(inputs))
-    return Saved(chosen, entry.extra_bytes or 0)
 
 
 def _operand_bytes(call: CostedOp) -> int:

@@ -25,7 +25,7 @@ from pdcompile.passes.profile.entries import Entry, Profile
 
 VARIABLE = "PDCOMPILE_CACHE"
 OFF = ("off", "0", "")
-SCHEMA = "pdcompile.cached-profile/1"
+SCHEMA = "pdcompile.cached-profile/2"
 MAX_BYTES = 64 << 20
 # Where the same name means the same work, as long as torch is the same; a user's own function
 # or module may have been edited since, and is measured every time.

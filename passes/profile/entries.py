@@ -11,29 +11,21 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.ir.graph import (
-    Op,
-)
+from pdcompile.ir.graph import Op
 from pdcompile.passes.costs import CostedOp, GraphIndex, Operand
 from pdcompile.passes.costs.costed_op import described
 
-SCHEMA = "pdcompile.profile/1"
+SCHEMA = "pdcompile.profile/2"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was measured of one kind of op.
-
-    `extra_bytes` and `saved_inputs` (positions among the tensors it reads) say what autograd
-    kept; None where the derivative is known and the static rule holds.
-    """
+    """What was measured of one kind of op."""
 
     key: str
     target: str  # for the reader
     forward_seconds: float
     backward_seconds: float = 0.0
-    extra_bytes: int | None = None
-    saved_inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +68,11 @@ class Profile:
             if entry.key in seen:
                 raise CostError(f"key {entry.key!r} appears twice", where=place)
             seen.add(entry.key)
-            bad = [
-                name
-                for name in ("forward_seconds", "backward_seconds", "extra_bytes")
-                if (getattr(entry, name) or 0) < 0
-            ]
-            if bad or any(i < 0 for i in entry.saved_inputs):
-                raise CostError(
-                    f"{(bad or ['saved_inputs'])[0]} is negative",
-                    where=place,
-                    remedy="costs are seconds and bytes, 0 or more",
-                )
+            for name in ("forward_seconds", "backward_seconds"):
+                if getattr(entry, name) < 0:
+                    raise CostError(
+                        f"{name} is negative", where=place, remedy="costs are 0 seconds or more"
+                    )
 
     def save(self, path: str | Path) -> None:
         """Write to a file, all or nothing.  Raises CostError when it cannot be written."""

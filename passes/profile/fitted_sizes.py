@@ -85,15 +85,7 @@ def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) ->
             lines[keys] = _lines(calls, entries, machine)
         forward, backward = lines[keys]
         work = seconds(call, machine)
-        near = min(entries, key=lambda i: abs(sizes[i] - microbatch_size))
-        found[key] = Entry(
-            key,
-            call.op.target,
-            forward.at(work[0]),
-            backward.at(work[1]),
-            _bytes({sizes[i]: entry.extra_bytes for i, entry in entries.items()}, microbatch_size),
-            entries[near].saved_inputs,
-        )
+        found[key] = Entry(key, call.op.target, forward.at(work[0]), backward.at(work[1]))
     first = profiles[0]
     return Profile(first.torch_version, first.device, microbatch_size, tuple(found.values()))
 
@@ -106,18 +98,6 @@ def _lines(
         fit_line([(work[i][0], entry.forward_seconds) for i, entry in entries.items()]),
         fit_line([(work[i][1], entry.backward_seconds) for i, entry in entries.items()]),
     )
-
-
-def _bytes(measured: Mapping[int, int | None], size: int) -> int | None:
-    """What is kept for backward is affine in the size: through the first and the last."""
-    known = {b: count for b, count in measured.items() if count is not None}
-    if not known:
-        return None
-    low, high = min(known), max(known)
-    if low == high:
-        return known[low] * size // low
-    slope = (known[high] - known[low]) / (high - low)
-    return max(0, round(known[low] + slope * (size - low)))
 
 
 MIDDLE_FROM = 8  # times the smallest size: the largest one from which a third is measured

@@ -25,7 +25,7 @@ from pdcompile.ir.execution import Lookup, materialise
 from pdcompile.ir.graph import Ref
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.costs import CostedOp, Operand
-from pdcompile.passes.costs.live_storages import saved_storages, tensors_in
+from pdcompile.passes.costs.live_storages import tensors_in
 from pdcompile.passes.profile.entries import Entry
 
 MIN_RUNS, MAX_RUNS = 3, 50
@@ -42,20 +42,16 @@ class Bench:
     prepare: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     leaves: list[Tensor]  # what gradients are asked for, activations first
     weights: list[Tensor]  # the last of them, whose gradients accumulate
-    inputs: list[Tensor | None]  # in the order of call.inputs, as storages to recognise
     device: torch.device
 
 
-def measure(
-    call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: float, *, keeps: bool
-) -> Entry:
-    """Time one op for about `seconds` in all; `keeps`: also see what autograd keeps."""
+def measure(call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: float) -> Entry:
+    """Times one op for about `seconds` in all."""
     bench = _bench(call, model, b)
     with grad_mode(call):
         forward = _forward_seconds(bench, seconds / 2)
         backward = _backward_seconds(bench, seconds / 2) if call.differentiated else 0.0
-        extra, kept = _kept(bench) if keeps and call.requires_grad else (None, ())
-    return Entry(key, call.op.target, forward, backward, extra, kept)
+    return Entry(key, call.op.target, forward, backward)
 
 
 @contextmanager
@@ -90,14 +86,13 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
     if op.kind in ("module", "opaque"):
         module = _copy_of(op.module_path, model, index.graph.training, device)
         weights = [p for p in module.parameters() if p.requires_grad]
-        held = {f"{op.module_path}.{n}": t for n, t in module.named_parameters()}
         function = module
     elif op.kind == "getattr":
-        function, held = (lambda tensor: getattr(tensor, op.target)), {}
+        function = lambda tensor: getattr(tensor, op.target)  # noqa: E731
     elif op.kind == "method":
-        function, held = getattr(torch.Tensor, op.target), {}
+        function = getattr(torch.Tensor, op.target)
     else:
-        function, held = resolve(op.target), {}
+        function = resolve(op.target)
     weights += [tensor for tensor in attributes.values() if tensor.requires_grad]
     values = [t for name in op.inputs for t in tensors_in(made[name])]
     return Bench(
@@ -105,7 +100,6 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
         prepare=prepare,
         leaves=[t for t in (*values, *weights) if t.requires_grad],
         weights=weights,
-        inputs=[*values, *attributes.values(), *held.values()],
         device=device,
     )
 
@@ -185,17 +179,6 @@ def start_seconds() -> float:
             run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
             times.append(timed(run, leaf.device)[0])
     return median(times)
-
-
-def _kept(bench: Bench) -> tuple[int, tuple[int, ...]]:
-    """Bytes of storages kept for backward beside the operands, and which operands are kept."""
-    args, kwargs = bench.prepare()
-    with saved_storages() as kept:
-        result = bench.run(args, kwargs)
-    operands = [None if t is None else t.untyped_storage()._cdata for t in bench.inputs]
-    extra = sum(one.nbytes() for key, one in kept.items() if key not in operands)
-    del result
-    return extra, tuple(i for i, storage in enumerate(operands) if storage in kept)
 
 
 _CLASS_INDICES = frozenset(("crossentropy", "nllloss"))
