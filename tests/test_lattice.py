@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import networkx as nx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.chain_program import smallest_threshold
-from pdcompile.passes.partition.lattice import Link
+from pdcompile.passes.partition.lattice import Link, components, reduced
 
 
 def drawn(seed: int) -> tuple[int, list[tuple[int, int]]]:
@@ -95,3 +98,19 @@ def test_bisection_ends_at_the_least_threshold(plans: list[float], lower: float)
     )
     assert plan == min(plans) == objective
     assert objective * (1 - 2e-9) <= bound <= objective
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_components_and_reduction_agree_with_networkx(seed: int) -> None:
+    r = random.Random(seed)
+    n = r.randint(1, 14)
+    pairs = [p for p in itertools.permutations(range(n), 2) if r.random() < 0.15]
+    graph = nx.DiGraph(pairs)
+    graph.add_nodes_from(range(n))
+    part = components([sorted(graph.successors(v)) for v in range(n)])
+    expected = {frozenset(c) for c in nx.strongly_connected_components(graph)}
+    assert {frozenset(v for v in range(n) if part[v] == p) for p in set(part)} == expected
+    forward = [(a, b) for a, b in itertools.combinations(range(n), 2) if r.random() < 0.4]
+    dag = nx.DiGraph(forward)
+    dag.add_nodes_from(range(n))
+    assert reduced(n, forward) == tuple(sorted(nx.transitive_reduction(dag).edges))

@@ -165,12 +165,20 @@ def test_costs_that_are_none(name: str, wrong: float) -> None:
         ({"traffic": (Traffic("v", 0, (1,), -1),)}, CostError, "forward_bytes of 'v'"),
         ({"shared": (SharedParameter("w", -1, True, (0,)),)}, CostError, "bytes of 'w'"),
         ({"pins": ((7, 0),)}, PlanError, "no item 7"),
-        ({"stages": (StageLimits(speed=0.0),) * 2}, CostError, "speed 0.0"),
-        ({"stages": (StageLimits(bytes_per_second=0.0),) * 2}, CostError, "0.0 bytes/s"),
-        ({"num_microbatches": 0}, PlanError, "0 microbatches"),
-        ({"memory": MemoryRule(in_flight=(1,))}, PlanError, "1 counts in flight for 2"),
+        ({"stages": (StageLimits(speed=0.0),) * 2}, CostError, "speed is 0.0"),
+        (
+            {"stages": (StageLimits(bytes_per_second=0.0),) * 2},
+            CostError,
+            "bytes_per_second is 0.0",
+        ),
+        ({"num_microbatches": 0}, PlanError, "num_microbatches is 0"),
+        (
+            {"memory": MemoryRule(in_flight=(1,))},
+            PlanError,
+            r"\[1\] microbatches in flight on 2 stages",
+        ),
         ({"memory": MemoryRule(in_flight=(1, 2))}, PlanError, "would deadlock"),
-        ({"memory": MemoryRule(in_flight=(1, 0))}, PlanError, "would deadlock"),
+        ({"memory": MemoryRule(in_flight=(1, 0))}, PlanError, "in flight on 2 stages"),
     ],
 )
 def test_problems_that_are_none(
@@ -183,5 +191,5 @@ def test_problems_that_are_none(
 def test_more_trainable_bytes_than_bytes() -> None:
     problem = chain_problem([1.0, 2.0], 2)
     items = (replace(problem.items[0], trainable_bytes=3), problem.items[1])
-    with pytest.raises(CostError, match="3 trainable bytes of 0"):
+    with pytest.raises(CostError, match="'layer0' has 3 trainable of 0 bytes"):
         partition(replace(problem, items=items))

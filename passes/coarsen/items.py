@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from pdcompile.eager.summation import summation_order
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
 from pdcompile.passes.coarsen.spans import Groups
+from pdcompile.passes.partition.lattice import by_priority, neighbours
 from pdcompile.problem import Item, SharedParameter, Traffic
 
 
@@ -182,20 +182,15 @@ def _topological(graph: OpGraph, groups: Groups, members: dict[int, list[int]]) 
     for ref in walk(graph.output, Ref):
         if ref.name in position:
             followers[groups.find(position[ref.name])].add(end)
-    waiting = dict.fromkeys(members, 0)
-    for root, after in followers.items():
-        after.discard(root)
-        for other in after:
-            waiting[other] += 1
-    ready = [(members[root][-1], root) for root, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, root = heapq.heappop(ready)
-        order.append(root)
-        for other in followers[root]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (members[other][-1], other))
+    roots = list(members)
+    index = {root: i for i, root in enumerate(roots)}
+    arcs = sorted(
+        (index[root], index[other])
+        for root, after in followers.items()
+        for other in after
+        if other != root
+    )
+    last = [members[root][-1] for root in roots]
+    order = [roots[i] for i in by_priority(*neighbours(len(roots), arcs), last)]
     assert len(order) == len(members), "groups form a cycle"
     return order

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
+from pdcompile.passes.partition.lattice import components, reachable
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
@@ -88,24 +87,20 @@ def close_cycles(graph: OpGraph, groups: Groups) -> None:
     They reach each other through values, or by the order in which gradients are summed.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    arrows = nx.DiGraph()
-    end = groups.find(len(graph.ops))
-    for ref in walk(graph.output, Ref):
-        if ref.name in position and groups.find(position[ref.name]) != end:
-            arrows.add_edge(groups.find(position[ref.name]), end)
-    for i, op in enumerate(graph.ops):
-        target = groups.find(i)
-        for name in op.inputs:
-            source = position.get(name)
-            if source is not None and groups.find(source) != target:
-                arrows.add_edge(groups.find(source), target)
-    for first, second, _ in summation_order(graph):
-        pair = groups.find(position[first]), groups.find(position[second])
-        if pair[0] != pair[1]:
-            arrows.add_edge(*pair)
-    for component in nx.strongly_connected_components(arrows):
-        if len(component) > 1:
-            groups.join(sorted(component), CYCLE)
+    end = len(graph.ops)
+    pairs = [(ref.name, end) for ref in walk(graph.output, Ref)]
+    pairs += [(name, i) for i, op in enumerate(graph.ops) for name in op.inputs]
+    pairs += [(first, position[second]) for first, second, _ in summation_order(graph)]
+    after: list[set[int]] = [set() for _ in range(end + 1)]
+    for name, target in pairs:
+        if name in position:
+            after[groups.find(position[name])].add(groups.find(target))
+    parts: dict[int, list[int]] = {}
+    for root, part in enumerate(components([sorted(following) for following in after])):
+        parts.setdefault(part, []).append(root)
+    for roots in parts.values():
+        if len(roots) > 1:
+            groups.join(roots, CYCLE)
 
 
 def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
@@ -352,10 +347,8 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
     sparse = [i for i, op in enumerate(graph.ops) if makes_sparse(op)]
     if not sparse:
         return
-    arrows = nx.DiGraph()
-    for i, op in enumerate(graph.ops):
-        arrows.add_node(i)
-        arrows.add_edges_from((position[name], i) for name in op.inputs if name in position)
+    inputs = [[position[n] for n in op.inputs if n in position] for op in graph.ops]
+    ancestors = reachable(inputs, from_end=False)
     for i in sparse:
         made = [position[n] for n in graph.ops[i].inputs if n in position and _returns(graph, n)]
         groups.join([i, *made], SPARSE)
@@ -368,7 +361,7 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
         ]
         dense = [i for i in readers if i not in sparse]
         for i in readers:
-            if i in sparse and not any(nx.has_path(arrows, i, other) for other in dense):
+            if i in sparse and not any(ancestors[other] >> i & 1 for other in dense):
                 groups.join([i, dense[-1] if dense else readers[0]], SPARSE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from pdcompile.passes.partition.conflict import (
 from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.plan.embedded import inconsistencies, unusable_costs
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
@@ -44,56 +44,11 @@ def validate(problem: PartitionProblem) -> None:
         raise InfeasibleError("a pipeline of 0 stages", remedy="ask for 1 or more stages")
     if not problem.items:
         raise InfeasibleError("the graph has no ops to place", remedy="give a model that computes")
-    for item in problem.items:
-        for name in ("forward_seconds", "backward_seconds", "parameter_bytes", "trainable_bytes",
-                     "saved_bytes", "workspace_bytes"):  # fmt: skip
-            _check(getattr(item, name), f"{name} of {item.name!r}")
-        if item.trainable_bytes > item.parameter_bytes:
-            raise CostError(
-                f"{item.name!r} has {item.trainable_bytes} trainable bytes of "
-                f"{item.parameter_bytes} in all"
-            )
-    for value in problem.traffic:
-        _check(value.forward_bytes, f"forward_bytes of {value.value!r}")
-        _check(value.backward_bytes, f"backward_bytes of {value.value!r}")
-    for parameter in problem.shared:
-        _check(parameter.bytes, f"bytes of {parameter.fqn!r}")
-    for s, stage in enumerate(problem.stages):
-        _check(stage.latency_seconds, f"latency of stage {s}")
-        if not (stage.speed > 0 and stage.bytes_per_second > 0 and math.isfinite(stage.speed)):
-            raise CostError(
-                f"stage {s} has speed {stage.speed!r} and {stage.bytes_per_second!r} bytes/s"
-            )
-    _check_indices(problem)
-    in_flight = problem.memory.in_flight
-    if in_flight and len(in_flight) != len(problem.stages):
-        raise PlanError(f"{len(in_flight)} counts in flight for {len(problem.stages)} stages")
-    if any(a < b for a, b in pairwise(in_flight)) or min(in_flight, default=1) < 1:
-        raise PlanError(
-            f"microbatches in flight {list(in_flight)} would deadlock",
-            remedy="they must not increase from stage to stage, and be at least 1",
-        )
-    if problem.max_stages is not None and problem.max_stages < 1:
-        raise PlanError(f"at most {problem.max_stages} stages")
-    if problem.num_microbatches < 1:
-        raise PlanError(f"{problem.num_microbatches} microbatches")
-
-
-def _check(number: float, what: str) -> None:
-    if not (math.isfinite(number) and number >= 0):
-        raise CostError(f"{what} is {number!r}", remedy="give a finite number from 0")
-
-
-def _check_indices(problem: PartitionProblem) -> None:
-    n = len(problem.items)
-    used = [i for t in problem.traffic for i in (t.producer, *t.consumers)]
-    used += [i for pair in (*problem.order, *problem.apart) for i in pair]
-    used += [i for group in problem.together for i in group]
-    used += [i for i, _ in (*problem.pins, *problem.forbidden)]
-    used += [i for parameter in problem.shared for i in parameter.items]
-    for i in used:
-        if not 0 <= i < n:
-            raise PlanError(f"there is no item {i}: the problem has {n}")
+    for name in ("items", "traffic", "shared", "stages", "memory"):
+        for path, message, remedy in unusable_costs(getattr(problem, name), f"problem.{name}"):
+            raise CostError(message, where=path, remedy=remedy)
+    for path, message, remedy in inconsistencies(problem):
+        raise PlanError(message, where=path, remedy=remedy)
 
 
 def unknown(model: Model) -> InfeasibleError:

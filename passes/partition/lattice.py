@@ -182,6 +182,91 @@ def by_priority(before: Lists, after: Lists, priority: Sequence[float]) -> list[
     return order
 
 
+def contracted(after: Sequence[Iterable[int]]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """Strongly connected vertices as one part: (part of every vertex, arcs between parts, reduced).
+
+    Parts are numbered in topological order, the one of the first vertex first where it can be.
+    """
+    part_of = components([sorted(following) for following in after])
+    first: dict[int, int] = {}
+    for v, part in enumerate(part_of):
+        first.setdefault(part, v)
+    arcs = {(part_of[a], part_of[b]) for a, following in enumerate(after) for b in following}
+    arcs = {(a, b) for a, b in arcs if a != b}
+    order = by_priority(*neighbours(len(first), arcs), [first[part] for part in range(len(first))])
+    place = {part: position for position, part in enumerate(order)}
+    placed = sorted((place[a], place[b]) for a, b in arcs)
+    return [place[part] for part in part_of], reduced(len(order), placed)
+
+
+def components(after: Sequence[Sequence[int]]) -> list[int]:
+    """The strongly connected component of every vertex (Tarjan 1972, without recursion)."""
+    n = len(after)
+    part, low, found = [-1] * n, [0] * n, [-1] * n
+    stack: list[int] = []
+    clock = parts = 0
+    for root in range(n):
+        if found[root] >= 0:
+            continue
+        walk = [(root, 0)]
+        while walk:
+            v, i = walk.pop()
+            if found[v] < 0:
+                found[v] = low[v] = clock
+                clock += 1
+                stack.append(v)
+            descended = False
+            for j in range(i, len(after[v])):
+                u = after[v][j]
+                if found[u] < 0:
+                    walk += [(v, j), (u, 0)]  # look at u once more when it is finished
+                    descended = True
+                    break
+                if part[u] < 0:
+                    low[v] = min(low[v], low[u])
+            if descended:
+                continue
+            if low[v] == found[v]:
+                while True:
+                    u = stack.pop()
+                    part[u] = parts
+                    if u == v:
+                        break
+                parts += 1
+    return part
+
+
+def reduced(n: int, arcs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The arcs that no longer path implies (transitive reduction; vertices in topological order).
+
+    Stages that do not fall along the remaining arcs do not fall along a path of them, so the
+    same assignments are left.  One bit mask of descendants a vertex, forgotten once its last
+    predecessor has been looked at.
+    """
+    after: list[list[int]] = [[] for _ in range(n)]
+    users = [0] * n
+    for a, b in arcs:
+        after[a].append(b)
+        users[b] += 1
+    below: dict[int, int] = {}
+    kept = []
+    for v in reversed(range(n)):
+        reach = 0
+        for u in sorted(after[v]):
+            # Bits count from the end, so that late vertices, which have few descendants, have
+            # small numbers.
+            bit = 1 << (n - 1 - u)
+            if not reach & bit:
+                kept.append((v, u))
+                reach |= bit | below[u]
+            users[u] -= 1
+            if not users[u]:
+                del below[u]
+        if users[v]:
+            below[v] = reach
+    return tuple(sorted(kept))
+
+
 def levels(before: Lists, after: Lists) -> tuple[list[float], list[float]]:
     """How many groups lie on a longest path to each, and n less those on one from it."""
     n = len(before)

@@ -9,7 +9,6 @@ for very large problems, is not exact.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from itertools import pairwise
 
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition import lattice
 from pdcompile.problem import PartitionProblem
 
 
@@ -116,11 +116,12 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
     """
     n = len(problem.items)
     arcs = {(t.producer, c) for t in problem.traffic for c in t.consumers} | set(problem.order)
-    group_of = _groups(n, [*problem.together, *blocks], arcs)
+    bound = [pair for group in (*problem.together, *blocks) for pair in pairwise(group)]
+    _, after = lattice.neighbours(n, [*sorted(arcs), *bound, *((b, a) for a, b in bound)])
+    group_of, pairs = lattice.contracted(after)
     members: list[list[int]] = [[] for _ in range(max(group_of, default=-1) + 1)]
     for item, group in enumerate(group_of):
         members[group].append(item)
-    pairs = {(group_of[a], group_of[b]) for a, b in arcs if group_of[a] != group_of[b]}
     forbidden = {(group_of[i], s) for i, s in problem.forbidden}
     lowest, highest = _ranges(problem, members, group_of, pairs, forbidden)
     apart = {tuple(sorted((group_of[a], group_of[b]))) for a, b in problem.apart}
@@ -159,7 +160,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
             for p in problem.shared
             if len(ends := _unique(group_of[i] for i in p.items)) > 0
         ),
-        arcs=_reduced(len(members), pairs),
+        arcs=pairs,
         apart=tuple((a, b) for a, b in sorted(apart)),
         lowest=lowest,
         highest=highest,
@@ -195,115 +196,11 @@ def _flows(problem: PartitionProblem, group_of: Sequence[int]) -> tuple[Flow, ..
     )
 
 
-def _groups(n: int, together: list[Sequence[int]], arcs: set[tuple[int, int]]) -> list[int]:
-    """Group number of each item: unions, then strongly connected components, in order."""
-    parent = list(range(n))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for group in together:
-        for other in group[1:]:
-            parent[find(other)] = find(group[0])
-    below: dict[int, set[int]] = {find(i): set() for i in range(n)}
-    for a, b in arcs:
-        if find(a) != find(b):
-            below[find(a)].add(find(b))
-    component = _components(below)
-    number = _numbering(below, component)
-    return [number[component[find(i)]] for i in range(n)]
-
-
-def _numbering(below: dict[int, set[int]], component: dict[int, int]) -> list[int]:
-    """Topological numbers of the components that follow the items' order where they can."""
-    count = max(component.values(), default=-1) + 1
-    first = [0] * count
-    after: list[set[int]] = [set() for _ in range(count)]
-    for node in sorted(below, reverse=True):
-        first[component[node]] = node
-        after[component[node]] |= {component[other] for other in below[node]}
-    missing = [0] * count
-    for c in range(count):
-        after[c].discard(c)
-        for other in after[c]:
-            missing[other] += 1
-    ready = [(first[c], c) for c in range(count) if not missing[c]]
-    heapq.heapify(ready)
-    number = [0] * count
-    for i in range(count):
-        _, c = heapq.heappop(ready)
-        number[c] = i
-        for other in after[c]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (first[other], other))
-    return number
-
-
-def _components(below: dict[int, set[int]]) -> dict[int, int]:
-    """The strongly connected component of each node (Tarjan 1972, without recursion)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    on_stack: set[int] = set()
-    stack: list[int] = []
-    found: list[list[int]] = []
-    for root in below:
-        if root in index:
-            continue
-        work = [(root, iter(below[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        on_stack.add(root)
-        while work:
-            node, children = work[-1]
-            child = next(children, None)
-            if child is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    group = [stack.pop()]
-                    while group[-1] != node:
-                        group.append(stack.pop())
-                    on_stack.difference_update(group)
-                    found.append(group)
-            elif child not in index:
-                index[child] = low[child] = len(index)
-                stack.append(child)
-                on_stack.add(child)
-                work.append((child, iter(below[child])))
-            elif child in on_stack:
-                low[node] = min(low[node], index[child])
-    return {node: i for i, group in enumerate(found) for node in group}
-
-
-def _reduced(n: int, pairs: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Transitive reduction by ancestor bit masks; pairs ascend. Left alone when very large."""
-    if n > 5_000:
-        return tuple(sorted(pairs))
-    before: list[list[int]] = [[] for _ in range(n)]
-    for a, b in pairs:
-        before[b].append(a)
-    ancestors = [0] * n
-    kept = []
-    for b in range(n):
-        mask = 0
-        for a in sorted(before[b], reverse=True):
-            if not mask >> a & 1:
-                kept.append((a, b))
-            mask |= ancestors[a] | 1 << a
-        ancestors[b] = mask
-    return tuple(sorted(kept))
-
-
 def _ranges(
     problem: PartitionProblem,
     members: list[list[int]],
     group_of: Sequence[int],
-    pairs: set[tuple[int, int]],
+    pairs: Sequence[tuple[int, int]],
     forbidden: set[tuple[int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     n, last = len(members), len(problem.stages) - 1

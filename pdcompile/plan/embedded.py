@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import PlanError
-from pdcompile.problem import PartitionProblem
+from pdcompile.problem import Item, PartitionProblem, Wish
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -101,31 +102,43 @@ def findings(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iter
     """What is wrong with an embedded problem; `stages` are the ops of the plan's stages."""
     if not problem.stages or not problem.items:
         yield "problem", "a problem without stages or items", AGAIN
-    yield from _numbers(problem, "problem")
-    yield from _rates(problem)
-    yield from _indices(problem)
+    yield from unusable_costs(problem, "problem")
+    yield from inconsistencies(problem)
+    for path, (_, stage) in _placed(problem):
+        if stage >= len(problem.stages):
+            yield f"problem.{path}", f"there is no stage {stage}", "name an existing stage"
     yield from _ops(problem, stages)
 
 
-def _numbers(part: Any, path: str) -> Iterator[Finding]:
+def unusable_costs(part: Any, path: str) -> Iterator[Finding]:
+    """Seconds, bytes and rates of a problem, or of a part of it, that no search can work with."""
     if isinstance(part, tuple):
         for i, one in enumerate(part):
-            yield from _numbers(one, f"{path}[{i}]")
+            yield from unusable_costs(one, f"{path}[{i}]")
     elif hasattr(part, "__dataclass_fields__"):
         for field in fields(part):
-            value = getattr(part, field.name)
-            if field.name != "bytes_per_second":  # infinite where the cluster names no bandwidth
-                yield from _numbers(value, f"{path}.{field.name}")
+            value, below = getattr(part, field.name), f"{path}.{field.name}"
+            if field.name in ("speed", "bytes_per_second") and not value > 0:
+                yield below, f"{field.name} is {value!r}", "write a number above 0"
+            elif field.name == "bytes_per_second":
+                continue  # infinite where the cluster names no bandwidth
+            elif isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                whose = (getattr(part, name, "") for name in ("name", "value", "fqn"))
+                owner = next((f" of {name!r}" for name in whose if name), "")
+                message = f"{field.name}{owner} is {value!r}: negative or not finite"
+                yield below, message, "write a finite number from 0"
+            else:
+                yield from unusable_costs(value, below)
+        if isinstance(part, Item) and part.trainable_bytes > part.parameter_bytes:
+            message = f"{part.trainable_bytes} trainable of {part.parameter_bytes} bytes"
+            remedy = "trainable bytes are part of parameter_bytes"
+            yield path, f"{part.name!r} has {message}", remedy
     elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
         yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
 
 
-def _rates(problem: PartitionProblem) -> Iterator[Finding]:
-    for s, stage in enumerate(problem.stages):
-        for name in ("speed", "bytes_per_second"):
-            if not getattr(stage, name) > 0:
-                message = f"{name} is {getattr(stage, name)!r}"
-                yield f"problem.stages[{s}].{name}", message, "write a number above 0"
+def inconsistencies(problem: PartitionProblem) -> Iterator[Finding]:
+    """Counts and indices of a problem that do not fit each other."""
     if problem.num_microbatches < 1:
         yield "problem.num_microbatches", "num_microbatches is 0", "write 1 or more"
     if problem.max_stages is not None and problem.max_stages < 1:
@@ -134,35 +147,37 @@ def _rates(problem: PartitionProblem) -> Iterator[Finding]:
     if in_flight and (len(in_flight) != len(problem.stages) or min(in_flight) < 1):
         message = f"{list(in_flight)} microbatches in flight on {len(problem.stages)} stages"
         yield "problem.memory.in_flight", message, "give each stage 1 or more"
-    for i, item in enumerate(problem.items):
-        if item.trainable_bytes > item.parameter_bytes:
-            message = f"{item.trainable_bytes} trainable of {item.parameter_bytes} bytes"
-            yield f"problem.items[{i}]", message, "trainable bytes are part of parameter_bytes"
+    if any(a < b for a, b in pairwise(in_flight)):
+        message = f"microbatches in flight {list(in_flight)} would deadlock"
+        yield "problem.memory.in_flight", message, "they must not increase from stage to stage"
+    yield from _indices(problem)
 
 
 def _indices(problem: PartitionProblem) -> Iterator[Finding]:
     used = [(f"traffic[{i}]", (one.producer, *one.consumers)) for i, one in _each(problem.traffic)]
     used += [(f"shared[{i}].items", one.items) for i, one in _each(problem.shared)]
-    for name in ("order", "together", "apart"):
-        used += [(f"{name}[{i}]", one) for i, one in _each(getattr(problem, name))]
-    placed = [(f"pins[{i}]", one) for i, one in _each(problem.pins)]
-    placed += [(f"forbidden[{i}]", one) for i, one in _each(problem.forbidden)]
-    for w, wish in enumerate(problem.wishes):
+    used += [(f"order[{i}]", one) for i, one in _each(problem.order)]
+    for path, part in _asking(problem):
         for name in ("together", "apart"):
-            pairs = _each(getattr(wish, name))
-            used += [(f"wishes[{w}].{name}[{i}]", one) for i, one in pairs]
-        for name in ("pins", "forbidden"):
-            pairs = _each(getattr(wish, name))
-            placed += [(f"wishes[{w}].{name}[{i}]", one) for i, one in pairs]
-    used += [(path, one[:1]) for path, one in placed]
+            used += [(f"{path}{name}[{i}]", one) for i, one in _each(getattr(part, name))]
+    used += [(path, one[:1]) for path, one in _placed(problem)]
     for path, items in used:
         for item in items:
             if not 0 <= item < len(problem.items):
                 message = f"there is no item {item}: the problem has {len(problem.items)}"
                 yield f"problem.{path}", message, AGAIN
-    for path, (_, stage) in placed:
-        if stage >= len(problem.stages):
-            yield f"problem.{path}", f"there is no stage {stage}", "name an existing stage"
+
+
+def _asking(problem: PartitionProblem) -> list[tuple[str, PartitionProblem | Wish]]:
+    """What has pins, groups and pairs: the problem and each of its wishes."""
+    return [("", problem), *((f"wishes[{w}].", wish) for w, wish in _each(problem.wishes))]
+
+
+def _placed(problem: PartitionProblem) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Pairs of an item and a stage."""
+    for path, part in _asking(problem):
+        for name in ("pins", "forbidden"):
+            yield from ((f"{path}{name}[{i}]", one) for i, one in _each(getattr(part, name)))
 
 
 def _each(parts: tuple[Any, ...]) -> list[tuple[int, Any]]:

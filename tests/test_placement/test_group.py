@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Sequence
 
-import networkx as nx
-import pytest
-
-from pdcompile.passes.published.placement.node_groups import components, grouped, reduced
+from pdcompile.passes.published.placement.node_groups import grouped
 from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
@@ -76,19 +71,3 @@ def test_colours_that_force_a_circle_are_one_group() -> None:
 def test_a_value_with_many_users_has_all_of_them_as_pins() -> None:
     found = grouped(problem([(None, False)] * 4, [(0, v, 3.0) for v in (1, 2, 3)]))
     assert (found.pins, found.costs) == (((0, 1, 2, 3),), (3.0,))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_components_and_reduction_agree_with_networkx(seed: int) -> None:
-    r = random.Random(seed)
-    n = r.randint(1, 14)
-    pairs = [p for p in itertools.permutations(range(n), 2) if r.random() < 0.15]
-    graph = nx.DiGraph(pairs)
-    graph.add_nodes_from(range(n))
-    part = components([sorted(graph.successors(v)) for v in range(n)])
-    expected = {frozenset(c) for c in nx.strongly_connected_components(graph)}
-    assert {frozenset(v for v in range(n) if part[v] == p) for p in set(part)} == expected
-    forward = [(a, b) for a, b in itertools.combinations(range(n), 2) if r.random() < 0.4]
-    dag = nx.DiGraph(forward)
-    dag.add_nodes_from(range(n))
-    assert reduced(n, forward) == tuple(sorted(nx.transitive_reduction(dag).edges))

@@ -18,7 +18,15 @@ from operator import or_
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.lattice import Link, down_closed, members, orders, reachable
+from pdcompile.passes.partition.lattice import (
+    Link,
+    by_priority,
+    down_closed,
+    members,
+    neighbours,
+    orders,
+    reachable,
+)
 from pdcompile.passes.partition.lattice import membership as unpacked
 from pdcompile.passes.published.pipedream_model import ProfileGraph
 
@@ -79,17 +87,7 @@ class Dag:
 def dag_of(graph: ProfileGraph) -> Dag:
     """The profile's nodes in a topological order that keeps the file's order where it can."""
     size = len(graph.nodes)
-    after: list[list[int]] = [[] for _ in range(size)]
-    waiting = [0] * size
-    for source, target in graph.edges:
-        after[source].append(target)
-        waiting[target] += 1
-    order = [v for v in range(size) if not waiting[v]]
-    for v in order:
-        for u in after[v]:
-            waiting[u] -= 1
-            if not waiting[u]:
-                order.append(u)
+    order = by_priority(*neighbours(size, graph.edges), range(size))
     place = {v: k for k, v in enumerate(order)}
     successors = [0] * size
     predecessors = [0] * size
