@@ -1,19 +1,19 @@
 """The stages one after the other in one process, cut from each other as on several machines.
 
-What verify runs.  It is written apart from the runtime on purpose, and moves no messages: the
-values of one microbatch in a dict, gradients handed back along the edges in the plan's order.
+What verify runs, and what stages are timed on.  It is written apart from the runtime on purpose,
+and moves no messages: the values of one microbatch in a dict, gradients handed back along the
+edges in the plan's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pdcompile.eager.entrance import Entrance
@@ -25,6 +25,78 @@ from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
 
 
+@dataclass
+class LocalStage:
+    """One stage in one mode, with the edges of all stages by value.
+
+    After `forward`: `entered` are the values of earlier stages that send a gradient back, `left`
+    its results, `loss` the loss if it makes that.
+    """
+
+    module: nn.Module
+    interface: StageInterface
+    edges: Mapping[str, Edge]
+    seed: int
+    entered: dict[str, Entrance] = field(default_factory=dict)
+    left: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def signature(self) -> Signature:
+        return self.interface.train if self.module.training else self.interface.eval
+
+    def begin(self, minibatch: int) -> None:
+        """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
+        for hook in self._hooks:
+            hook.remove()
+        self._scope, self._hooks = announce(
+            self.module, self.interface, self.signature, self.seed, minibatch
+        )
+
+    def forward(self, values: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> None:
+        """Runs on values of earlier stages and leaves of the call."""
+        self.entered, arguments = {}, []
+        for port in self.signature.inputs:
+            value = leaves[port.path] if port.path is not None else values[port.value].detach()
+            if port.path is None and self.module.training and self.edges[port.value].gradient:
+                entrance = self.entered[port.value] = Entrance(value)
+                value = entrance.value
+            arguments.append(value.clone() if port.mutated else value)
+        results = self.module(*arguments)
+        ports = self.signature.outputs
+        self.left = {port.value: one for port, one in zip(ports, results, strict=True)}
+        self.loss = self.left.get(self.signature.loss or "")
+        if self.signature.loss_inputs:
+            arguments = [
+                self.left[p.value] if p.value in self.left else leaves[p.path or ""]
+                for p in self.signature.loss_inputs
+            ]
+            self.loss = self.module.loss(*arguments)  # type: ignore[operator]
+
+    def backward(self, sums: dict[str, Tensor], tied: Mapping[Tensor, Tensor]) -> None:
+        """Goes on from the gradients of later readers, by value, and leaves its own there.
+
+        `tied`: gradients of parameters that later stages hold as well.
+        """
+        found = [(one.value, sums[value]) for value, one in self.entered.items() if value in sums]
+        roots: list[tuple[Tensor, Tensor | None]] = [*found, *tied.items()]
+        for value, tensor in self.left.items():
+            edge = self.edges.get(value)
+            own = edge is not None and edge.source == self.interface.index
+            if own and value in sums and tensor.requires_grad:
+                roots.append((tensor, sums[value]))
+        if self.loss is not None and self.loss.requires_grad:
+            roots.append((self.loss, None))
+        if roots:
+            scope = self._scope
+            run = scope.backward_of if scope.draws else torch.autograd.backward
+            run([root for root, _ in roots], [gradient for _, gradient in roots])
+        for value, entrance in self.entered.items():
+            if entrance.gradient is not None:
+                sums[value] = entrance.gradient
+
+
 @dataclass(slots=True)
 class _Tied:
     """A parameter that several stages hold: the first one has the model's own, the others copies.
@@ -34,7 +106,6 @@ class _Tied:
 
     owned: nn.Parameter
     held: dict[int, nn.Parameter]  # by stage
-    sum: torch.Tensor | None = None  # of the gradients in the stages that have run
 
     @classmethod
     def of(cls, tied: TiedParameter, parameters: Mapping[str, nn.Parameter]) -> _Tied:
@@ -50,15 +121,6 @@ class _Tied:
         for copy in self.held.values():
             if copy is not self.owned:
                 copy.data = self.owned.data
-
-    def ran(self, stage: int) -> None:
-        """Take the gradient of a copy, to be summed further in the stage before."""
-        copy = self.held.get(stage)
-        if copy is None or copy is self.owned:
-            return
-        # Where there is none, a copy sends zeros.
-        self.sum = torch.zeros_like(copy) if copy.grad is None else copy.grad
-        copy.grad = None
 
 
 class Chain:
@@ -76,159 +138,97 @@ class Chain:
         self.graph = graph
         self.running = 0
         self.edited = sources.edited  # names of files
-        self._edges = {edge.value: edge for edge in edges}
-        self._interfaces = sources.interfaces
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._tied = [_Tied.of(one, parameters) for one in tied]
-        tensors: dict[str, torch.Tensor] = {**sources.constants, **parameters}
-        tensors.update(model.named_buffers(remove_duplicate=False))
+        by_value = {edge.value: edge for edge in edges}
+
+        def tensors_of(stage: int) -> dict[str, Tensor]:
+            copies = {id(one.owned): one.held[stage] for one in self._tied if stage in one.held}
+            every = tensors_by_name(model, sources)
+            return {name: copies.get(id(tensor), tensor) for name, tensor in every.items()}
+
         self._stages = [
-            build(cls, interface, self._tensors_of(interface.index, tensors), model).train(
-                graph.training
+            LocalStage(
+                build(cls, one, tensors_of(one.index), model).train(graph.training),
+                one, by_value, seed,
             )
-            for cls, interface in zip(stage_classes(sources), self._interfaces, strict=True)
-        ]
-        self._seed = seed
-        self._announced: list[Any] = []
+            for cls, one in zip(stage_classes(sources), sources.interfaces, strict=True)
+        ]  # fmt: skip
         self.begin(0)
-        self._entered: list[dict[str, Entrance]] = []
-        self._left: list[dict[str, torch.Tensor]] = []
 
     def begin(self, minibatch: int) -> None:
         """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
-        for handle in self._announced:
-            handle.remove()
         for one in self._tied:
             one.refresh()
-        pairs = list(zip(self._stages, self._interfaces, strict=True))
-        self._announced = [
-            handle
-            for stage, interface in pairs
-            for handle in announce(stage, self._signature(interface), self._seed, minibatch)
-        ]
-        self._scopes = [DrawScope(stage, self._seed, minibatch, 0) for stage in self._stages]
-        for (stage, interface), scope in zip(pairs, self._scopes, strict=True):
-            opaque.announce(stage, interface, partial(_same, scope))
+        for stage in self._stages:
+            stage.begin(minibatch)
 
-    def _tensors_of(
-        self, stage: int, tensors: Mapping[str, torch.Tensor]
-    ) -> Callable[[str], torch.Tensor]:
-        copies = {id(one.owned): one.held[stage] for one in self._tied if stage in one.held}
-
-        def tensor(fqn: str) -> torch.Tensor:
-            return copies.get(id(tensors[fqn]), tensors[fqn])
-
-        return tensor
-
-    def _signature(self, interface: StageInterface) -> Signature:
-        return interface.train if self.graph.training else interface.eval
-
-    def forward(
-        self, leaves: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    def forward(self, leaves: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor | None]:
         """The model's outputs by value name, and the loss if there is one."""
-        values: dict[str, torch.Tensor] = {}
-        outputs: dict[str, torch.Tensor] = {}
+        values: dict[str, Tensor] = {}
         loss = None
-        self._entered, self._left = [], []
-        for stage, interface in zip(self._stages, self._interfaces, strict=True):
-            self.running = interface.index
-            signature = self._signature(interface)
-            entered: dict[str, Entrance] = {}
-            arguments = []
-            for port in signature.inputs:
-                value = leaves[port.path] if port.path is not None else values[port.value]
-                if port.path is None and self._returns_gradient(port.value):
-                    entrance = entered[port.value] = Entrance(value)
-                    value = entrance.value
-                elif port.path is None:
-                    value = value.detach()
-                arguments.append(value.clone() if port.mutated else value)
-            results = stage(*arguments)
-            outputs = {p.value: one for p, one in zip(signature.outputs, results, strict=True)}
-            values.update(outputs)
-            self._entered.append(entered)
-            self._left.append(outputs)
-            if signature.loss_inputs:
-                arguments = [
-                    outputs[p.value] if p.value in outputs else leaves[p.path or ""]
-                    for p in signature.loss_inputs
-                ]
-                loss = stage.loss(*arguments)  # type: ignore[operator]
-            elif signature.loss is not None:
-                loss = outputs[signature.loss]
-        return outputs, loss
-
-    def _returns_gradient(self, value: str) -> bool:
-        return self.graph.training and self._edges[value].gradient
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of every parameter; sums along an edge start at its last reader."""
-        sums: dict[str, torch.Tensor] = {}
-        for one in self._tied:
-            one.sum = None
-        for k in reversed(range(len(self._stages))):
+        for k, stage in enumerate(self._stages):
             self.running = k
-            roots: list[torch.Tensor] = []
-            gradients: list[torch.Tensor | None] = []
-            for value, entrance in self._entered[k].items():
-                if value in sums:
-                    roots.append(entrance.value)
-                    gradients.append(sums[value])
-            for one in self._tied:
-                if k in one.held and one.sum is not None:  # by later stages
-                    roots.append(one.held[k])
-                    gradients.append(one.sum)
-            for value, tensor in self._left[k].items():
-                edge = self._edges.get(value)
-                if edge is not None and edge.source == k and value in sums and tensor.requires_grad:
-                    roots.append(tensor)
-                    gradients.append(sums[value])
-            if k == len(self._stages) - 1 and loss.requires_grad:
-                roots.append(loss)
-                gradients.append(None)
-            if roots:
-                scope = self._scopes[k]
-                run = scope.backward_of if scope.draws else torch.autograd.backward
-                run(roots, gradients)
-            for value, entrance in self._entered[k].items():
-                if entrance.gradient is not None:
-                    sums[value] = entrance.gradient
-            for one in self._tied:
-                one.ran(k)
+            stage.forward(values, leaves)
+            values.update(stage.left)
+            loss = stage.loss if stage.loss is not None else loss
+        return self._stages[-1].left, loss
+
+    def backward(self) -> None:
+        """Gradients of every parameter; sums along an edge start at its last reader."""
+        sums: dict[str, Tensor] = {}
+        passed: dict[int, Tensor] = {}  # gradients of tied parameters, by place in the list
+        for k, stage in reversed(list(enumerate(self._stages))):
+            self.running = k
+            here = {i: one.held[k] for i, one in enumerate(self._tied) if k in one.held}
+            stage.backward(sums, {copy: passed[i] for i, copy in here.items() if i in passed})
+            for i, copy in here.items():
+                if copy is not self._tied[i].owned:  # where there is none, a copy sends zeros
+                    passed[i] = torch.zeros_like(copy) if copy.grad is None else copy.grad
+                    copy.grad = None
 
 
-def _same(scope: DrawScope) -> DrawScope:
-    return scope
+def tensors_by_name(model: nn.Module, sources: Sources) -> dict[str, Tensor]:
+    """Parameters, buffers and constants, by every name."""
+    found: dict[str, Tensor] = dict(sources.constants)
+    found.update(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found
 
 
 def build(
     cls: type[nn.Module],
     interface: StageInterface,
-    tensor: Callable[[str], torch.Tensor],
+    tensors: Mapping[str, Tensor],
     model: nn.Module | None = None,
 ) -> nn.Module:
     """A stage that holds the given tensors (by canonical FQN) under its own names."""
     with torch.device("meta"):
         stage = cls()
     opaque.bind(stage, interface, model)
-    for path, module in stage.named_modules():
-        prefix = f"{path}." if path else ""
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, value in table.items():
-                if value is not None:
-                    fqn = interface.aliases.get(prefix + name, prefix + name)
-                    table[name] = tensor(fqn)
+    fill(stage, "", interface, tensors.__getitem__)
     return stage
 
 
-def announce(
-    stage: nn.Module, signature: Signature, seed: int, minibatch: int = 0
-) -> list[RemovableHandle]:
-    """Seed every random op of the stage by its place in the model (microbatch 0).
+def fill(
+    module: nn.Module, path: str, interface: StageInterface, tensor: Callable[[str], Tensor]
+) -> None:
+    """Puts tensors, by canonical FQN, into a module that lies at `path` in a stage."""
+    for at, part in module.named_modules(prefix=path):
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
+            for name, value in table.items():
+                if value is not None:
+                    full = f"{at}.{name}" if at else name
+                    table[name] = tensor(interface.aliases.get(full, full))
 
-    Returns the hooks on its modules, to be removed before the next minibatch is announced.
+
+def announce(
+    stage: nn.Module, interface: StageInterface, signature: Signature, seed: int, minibatch: int = 0
+) -> tuple[DrawScope, list[RemovableHandle]]:
+    """Seeds every random op of the stage by its place in the model (microbatch 0).
+
+    Returns the scope of opaque modules, and the hooks, to be removed before the next minibatch.
     """
     names = {module: name for name, module in stage.named_modules()}
 
@@ -236,19 +236,12 @@ def announce(
         path = where if isinstance(where, str) else names[where]
         reseed(seed_of(seed, minibatch, 0, path, index))
 
+    def hooked(path: str, indices: tuple[int, ...]) -> RemovableHandle:
+        following = cycle(indices)
+        hook = lambda module, args: draw(path, next(following))  # noqa: E731
+        return stage.get_submodule(path).register_forward_pre_hook(hook)
+
     set_draw(type(stage), draw)
-    handles = []
-    for path, indices in signature.draws.items():
-        calls = count()
-
-        def hook(
-            module: nn.Module,
-            args: Any,
-            path: str = path,
-            calls: count[int] = calls,
-            indices: tuple[int, ...] = indices,
-        ) -> None:
-            draw(path, indices[next(calls)])
-
-        handles.append(stage.get_submodule(path).register_forward_pre_hook(hook))
-    return handles
+    scope = DrawScope(stage, seed, minibatch, 0)
+    opaque.announce(stage, interface, lambda: scope)
+    return scope, [hooked(path, indices) for path, indices in signature.draws.items()]

@@ -19,7 +19,7 @@ from pdcompile.ir.graph import Argument, Attr, OpGraph, Ref, size_at
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.costs.costed_op import laid_out
-from pdcompile.passes.stages.chain import announce
+from pdcompile.passes.stages.chain import announce, fill
 from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
@@ -188,16 +188,15 @@ class BlockComparison:
     def _generated_side(self) -> Side:
         entered, seed = self._inputs(), self.plan.training.seed
         signature = self.interface.train if self.graph.training else self.interface.eval
-        handles = announce(self.stage, signature, seed)
-        opaque.announce(self.stage, self.interface, lambda: DrawScope(self.stage, seed, 0, 0))
+        _, hooks = announce(self.stage, self.interface, signature, seed)
         try:
             with autocast_region(self.plan.training.autocast):
                 arguments = [tensor.view_as(tensor) for tensor in entered.values()]
                 arguments += [self._tensor(Attr(fqn)) for fqn in self.call.tensors]
                 result = self.generated(*arguments)
         finally:
-            for handle in handles:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
         results = result if isinstance(result, tuple) else (result,)
         return self._ended(dict(zip(self.call.outputs, results, strict=True)), entered)
 
@@ -225,13 +224,7 @@ class BlockComparison:
     def _materialised(self) -> nn.Module:
         """The stage's block, holding the very tensors of the model's module."""
         block = self.stage.get_submodule(self.path)
-        for inner, module in block.named_modules(prefix=self.path):
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, value in table.items():
-                    if value is not None:
-                        fqn = self.interface.aliases.get(f"{inner}.{name}", f"{inner}.{name}")
-                        table[name] = self._tensor(Attr(fqn))
+        fill(block, self.path, self.interface, lambda fqn: self._tensor(Attr(fqn)))
         return block
 
 

@@ -150,7 +150,7 @@ def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
         with autocast_region(plan.training.autocast):
             outputs, loss = chain.forward(copied_leaves(flat))
         if chain.graph.training and loss is not None:
-            chain.backward(loss)
+            chain.backward()
     except PdcompileError:
         raise
     except Exception as error:

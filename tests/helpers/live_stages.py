@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall
 from pdcompile.eager.entrance import Entrance
-from pdcompile.eager.randomness import DrawScope, preserved_rng
-from pdcompile.ir import opaque
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Signature
 from pdcompile.passes import codegen
 from pdcompile.passes.costs.live_storages import LiveStorages
-from pdcompile.passes.stages.chain import announce, build
+from pdcompile.passes.stages.chain import announce, build, tensors_by_name
 from pdcompile.plan import Plan, TiedParameter
 
 
@@ -110,9 +109,7 @@ class _Runs:
 def measured(model: nn.Module, flat: FlatCall, capture: Capture, plan: Plan) -> list[Measured]:
     """Every stage of the plan on one microbatch, `flat`; gradients of the model are dropped."""
     sources = codegen.generate(capture, plan)
-    tensors: dict[str, Tensor] = dict(capture.train.tensor_values)
-    tensors.update(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
+    tensors = tensors_by_name(model, sources)
     edges = {edge.value: edge for edge in plan.edges}
     values: dict[str, Tensor] = {}
     found = []
@@ -121,10 +118,8 @@ def measured(model: nn.Module, flat: FlatCall, capture: Capture, plan: Plan) -> 
             model.zero_grad(set_to_none=True)
             runs = []
             for _ in range(2):  # the first without gradients, the next one with them
-                module = build(cls, interface, tensors.__getitem__, model).train()
-                announce(module, interface.train, 0)
-                scope = DrawScope(module, 0, 0, 0)
-                opaque.announce(module, interface, lambda scope=scope: scope)  # type: ignore[misc]
+                module = build(cls, interface, tensors, model).train()
+                announce(module, interface, interface.train, 0)
                 run = _Runs(interface.train, edges, interface.index, flat.leaves, plan.tied, values)
                 runs.append(run.once(module, tensors))
             values.update({name: one.detach().clone() for name, one in run.results.items()})
