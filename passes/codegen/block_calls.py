@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from pdcompile.ir.graph import Attr, DictOf, ListOf, Op, Ref, Slice
+from pdcompile.ir.graph import Attr, Op, Ref, rewritten
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.ir.targets import resolve
 from pdcompile.passes.form.module_tree import ancestors
@@ -200,9 +200,8 @@ def _alike(item: Item, twin: Item, match: dict[str, str]) -> bool:
             and tuple(match.get(name) for name in twin.inputs) == item.inputs
         )
     if isinstance(item, Op) and isinstance(twin, Op):
-        return _facts(item) == _facts(twin) and _same_shape(
-            (item.args, item.kwargs), (twin.args, twin.kwargs), match
-        )
+        flow = _flow((item.args, item.kwargs), str)
+        return _facts(item) == _facts(twin) and flow == _flow((twin.args, twin.kwargs), match.get)
     return False
 
 
@@ -236,32 +235,15 @@ def _facts(op: Op) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _same_shape(a: Any, b: Any, match: dict[str, str]) -> bool:
-    """Whether two arguments have the same structure and data flow; literals may differ."""
-    if isinstance(a, Ref) or isinstance(b, Ref):
-        return isinstance(a, Ref) and isinstance(b, Ref) and match.get(b.name) == a.name
-    if isinstance(a, Attr) or isinstance(b, Attr):
-        return bool(a == b)
-    if type(a) is not type(b):
-        return not _is_container(a) and not _is_container(b)
-    if isinstance(a, Slice):
-        return _same_shape((a.start, a.stop, a.step), (b.start, b.stop, b.step), match)
-    if isinstance(a, DictOf):
-        keys = [key for key, _ in a.items] == [key for key, _ in b.items]
-        return keys and _same_shape(
-            tuple(v for _, v in a.items), tuple(v for _, v in b.items), match
-        )
-    items = a.items if isinstance(a, ListOf) else a
-    others = b.items if isinstance(b, ListOf) else b
-    if isinstance(items, tuple):
-        return len(items) == len(others) and all(
-            _same_shape(x, y, match) for x, y in zip(items, others, strict=True)
-        )
-    return True
+def _flow(argument: Any, name: Callable[[str], str | None]) -> Any:
+    """The structure and the data flow of an argument, without its literals."""
 
+    def flow(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return ("value", name(part.name))
+        return part if isinstance(part, Attr) else None
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, tuple | ListOf | DictOf | Slice)
+    return rewritten(argument, flow)
 
 
 def wider_twins(

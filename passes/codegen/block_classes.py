@@ -12,18 +12,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcompile.ir.graph import (
-    Affine,
-    Attr,
-    Capture,
-    DictOf,
-    ListOf,
-    Op,
-    OpGraph,
-    Ref,
-    Slice,
-    walk,
-)
+from pdcompile.ir.graph import Affine, Attr, Capture, Op, OpGraph, Ref, rewritten, walk
 from pdcompile.passes.codegen import class_arguments
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
@@ -288,17 +277,15 @@ class Classes:
         return tuple(key)
 
     def _argument(self, value: Any, number: Mapping[str, int], call: BlockCall) -> Hashable:
-        if isinstance(value, Ref):
-            return ("value", number[value.name])
-        if isinstance(value, Attr):
-            return ("tensor", self._tensor(value.fqn, call))
-        if isinstance(value, tuple):
-            return tuple(self._argument(each, number, call) for each in value)
-        if isinstance(value, ListOf | DictOf):
-            return (type(value).__name__, self._argument(value.items, number, call))
-        if isinstance(value, Slice):
-            return ("slice", self._argument((value.start, value.stop, value.step), number, call))
-        return (type(value).__name__, repr(value))  # True, 1 and 1.0 are not the same
+        def key(part: Any) -> Hashable:
+            if isinstance(part, Ref):
+                return ("value", number[part.name])
+            if isinstance(part, Attr):
+                return ("tensor", self._tensor(part.fqn, call))
+            return (type(part).__name__, repr(part))  # True, 1 and 1.0 are not the same
+
+        found: Hashable = rewritten(value, key)
+        return found
 
     def _tensor(self, fqn: str, call: BlockCall) -> Hashable:
         if fqn in call.tensors:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from pdcompile.ir.graph import DictOf, ListOf, Op, OpGraph, Slice
+from pdcompile.ir.graph import Op, OpGraph, rewritten
 from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.form.expressions import Named
 from pdcompile.passes.form.module_tree import TAKEN, Node
@@ -26,18 +26,7 @@ Change: TypeAlias = Callable[[Any, str], Any]  # (number, what it is called) -> 
 
 def in_argument(value: Any, change: Change, hint: str) -> Any:
     """The argument with every number in it changed, in order of appearance."""
-    if type(value) in (int, float):
-        return change(value, hint)
-    if isinstance(value, tuple):
-        return tuple(in_argument(each, change, hint) for each in value)
-    if isinstance(value, ListOf):
-        return ListOf(tuple(in_argument(each, change, hint) for each in value.items))
-    if isinstance(value, DictOf):
-        return DictOf(tuple((key, in_argument(each, change, key)) for key, each in value.items))
-    if isinstance(value, Slice):
-        parts = (value.start, value.stop, value.step)
-        return Slice(*(in_argument(part, change, hint) for part in parts))
-    return value
+    return rewritten(value, lambda part: change(part, hint) if type(part) in (int, float) else part)
 
 
 def in_call(call: BlockCall | None, change: Change) -> BlockCall | None:

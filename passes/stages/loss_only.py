@@ -7,9 +7,8 @@ otherwise be sent to the last stage in every step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from pdcompile.ir.graph import Argument, Capture, DictOf, ListOf, OpGraph, Ref
+from pdcompile.ir.graph import Argument, Capture, OpGraph, Ref, rewritten
 from pdcompile.passes.trace.merge.assemble import returned
 from pdcompile.passes.trace.merge.prune import prune
 from pdcompile.passes.trace.merge.reachable import with_consumers
@@ -28,7 +27,10 @@ def loss_only(capture: Capture) -> Capture:
     for op in graph.ops:
         if op.region == "loss":
             wanted.update(op.inputs)
-    output = _without(graph.output, wanted)
+    output = rewritten(
+        graph.output,
+        lambda part: None if isinstance(part, Ref) and part.name not in wanted else part,
+    )
     if output == graph.output:
         return capture
     return replace(capture, train=_smaller(graph, output, Ref(graph.loss)))
@@ -46,17 +48,3 @@ def _smaller(graph: OpGraph, output: Argument, loss: Ref) -> OpGraph:
         output=output,
         notes=tuple(note for note in graph.notes if note not in said),
     )
-
-
-def _without(argument: Argument, wanted: set[str]) -> Any:
-    """The output with None for every tensor that is not wanted."""
-    match argument:
-        case Ref(name):
-            return argument if name in wanted else None
-        case tuple():
-            return tuple(_without(item, wanted) for item in argument)
-        case ListOf(items):
-            return ListOf(tuple(_without(item, wanted) for item in items))
-        case DictOf(items):
-            return DictOf(tuple((key, _without(item, wanted)) for key, item in items))
-    return argument

@@ -32,6 +32,7 @@ from pdcompile.ir.records import (
     TorchLiteral,
     Value,
     leaves,
+    rewritten,
     size_at,
     walk,
 )
@@ -39,7 +40,7 @@ from pdcompile.ir.records import (
 __all__ = [
     "CHECK", "DTYPE_BYTES", "GRADIENT", "Affine", "Argument", "Attr", "Capture", "DictOf",
     "GraphInput", "ListOf", "Op", "OpCost", "OpGraph", "Ref", "Size", "SizeRange", "Slice",
-    "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "size_at", "walk",
+    "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "rewritten", "size_at", "walk",
 ]  # fmt: skip
 
 

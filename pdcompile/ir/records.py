@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -309,6 +310,20 @@ def walk(argument: Any, kind: type[Any]) -> list[Any]:
         elif isinstance(part, Slice):
             stack.extend((part.step, part.stop, part.start))
     return found
+
+
+def rewritten(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """The argument with every part that holds no other replaced by what `change` makes of it."""
+    match argument:
+        case tuple():
+            return tuple(rewritten(part, change) for part in argument)
+        case ListOf(items):
+            return ListOf(rewritten(items, change))
+        case DictOf(items):
+            return DictOf(tuple((key, rewritten(part, change)) for key, part in items))
+        case Slice(start, stop, step):
+            return Slice(*(rewritten(part, change) for part in (start, stop, step)))
+    return change(argument)
 
 
 def leaves(output: Argument) -> tuple[Argument, ...]:
