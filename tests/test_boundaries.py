@@ -15,7 +15,7 @@ from pdcompile.ir.graph import (
     TensorInfo,
     Value,
 )
-from pdcompile.passes.stages.boundaries import edges, interfaces, stage_of_ops, tied
+from pdcompile.passes.stages.boundaries import edges, stage_of_ops, staged, tied
 from pdcompile.passes.stages.naming import identifier, unique
 from tests.helpers.cuts import cut, plan_of
 from tests.helpers.hand_graphs import WIDTH, both, chain, graph, op
@@ -44,7 +44,7 @@ def test_a_graph_input_is_no_edge():
     capture = both(graph(ops, inputs=("x", "mask")))
     plan = plan_of(capture, [["a"], ["c"]])
     assert [edge.value for edge in plan.edges] == ["a"]
-    first, second = interfaces(capture, plan)
+    first, second = staged(capture, plan).interfaces
     assert [(p.value, p.path) for p in first.train.inputs] == [("x", "x")]
     assert [(p.value, p.path) for p in second.train.inputs] == [("a", None), ("mask", "mask")]
 
@@ -54,7 +54,7 @@ def test_output_leaves_flow_to_the_last_stage():
     capture = both(graph(ops, output=(Ref("d"), Ref("a"), Ref("x"))))
     plan = plan_of(capture, [["a"], ["c"], ["d"]])
     assert [(e.value, e.targets) for e in plan.edges] == [("a", (1, 2)), ("c", (2,))]
-    last = interfaces(capture, plan)[2].train
+    last = staged(capture, plan).interfaces[2].train
     assert [p.value for p in last.outputs] == ["d", "a", "x"]
     assert {p.value for p in last.inputs} == {"c", "a", "x"}
 
@@ -111,14 +111,14 @@ def test_a_frozen_parameter_is_copied_but_not_tied():
     frozen = dataclasses.replace(g.tensors["w"], requires_grad=False)
     g = dataclasses.replace(g, tensors={"w": frozen})
     assert tied(g, {"a": 0, "c": 1}) == ()
-    stages = interfaces(both(g), plan_of(both(g), [["a"], ["c"]]))
+    stages = staged(both(g), plan_of(both(g), [["a"], ["c"]])).interfaces
     assert [stage.parameters for stage in stages] == [("w",), ("w",)]
 
 
 def test_unused_parameters_have_a_home_beside_their_module():
     ops = [op("a", "x", module_path="f"), op("c", "a", module_path="g.h")]
     capture = both(graph(ops, parameters=("f.w", "g.unused")))
-    stages = interfaces(capture, plan_of(capture, [["a"], ["c"]]))
+    stages = staged(capture, plan_of(capture, [["a"], ["c"]])).interfaces
     assert [stage.parameters for stage in stages] == [("f.w",), ("g.unused",)]
 
 
@@ -132,7 +132,7 @@ def test_an_alias_exists_where_its_module_is():
     g = graph(ops)
     info = TensorInfo("wte.weight", "parameter", (8, 8), "float32", True, aliases=("head.weight",))
     capture = both(dataclasses.replace(g, tensors={"wte.weight": info}))
-    stages = interfaces(capture, plan_of(capture, [["a"], ["c"], ["d"]]))
+    stages = staged(capture, plan_of(capture, [["a"], ["c"], ["d"]])).interfaces
     assert [stage.aliases for stage in stages] == [{}, {}, {"head.weight": "wte.weight"}]
     assert [stage.parameters for stage in stages] == [("wte.weight",), (), ("wte.weight",)]
 
@@ -142,7 +142,7 @@ def test_the_loss_is_on_the_last_stage_and_takes_outputs_and_targets():
     g = graph(ops, inputs=("x", "target"), output=(Ref("c"), Ref("a")), loss="ce")
     capture = both(g)
     plan = cut(capture, [1])
-    first, last = interfaces(capture, plan)
+    first, last = staged(capture, plan).interfaces
     assert plan.stages[1].ops == ("c", "ce")
     assert first.train.loss is None
     assert last.train.loss == "ce"
@@ -154,7 +154,7 @@ def test_a_loss_that_reads_inside_the_model_is_refused():
     ops = [op("a", "x"), op("c", "a"), op("ce", "a", region="loss")]
     capture = both(graph(ops, output=Ref("c"), loss="ce"))
     with pytest.raises(PlanError, match="which the model does not return"):
-        interfaces(capture, cut(capture, [1]))
+        staged(capture, cut(capture, [1]))
 
 
 def test_an_op_on_two_stages_or_none_is_refused():
@@ -169,14 +169,14 @@ def test_draws_list_every_call_of_a_random_leaf_on_its_stage():
     drop = {"kind": "module", "target": "torch.nn.Dropout", "module_path": "drop"}
     ops = [op("a", "x", draw=0, **drop), op("c", "a", draw=1, **drop), op("d", "c", draw=2, **drop)]
     capture = both(graph(ops))
-    stages = interfaces(capture, plan_of(capture, [["a"], ["c", "d"]]))
+    stages = staged(capture, plan_of(capture, [["a"], ["c", "d"]])).interfaces
     assert [stage.train.draws for stage in stages] == [{"drop": (0,)}, {"drop": (1, 2)}]
 
 
 def test_ports_are_named_after_the_users_variables():
     ops = [op("a", "x", variable="h"), op("c", "a", variable="h"), op("d", "c", "a")]
     capture = both(graph(ops, inputs=("x",)))
-    _, middle, last = interfaces(capture, plan_of(capture, [["a"], ["c"], ["d"]]))
+    _, middle, last = staged(capture, plan_of(capture, [["a"], ["c"], ["d"]])).interfaces
     assert [p.name for p in middle.train.inputs] == ["h"]
     assert [p.name for p in middle.train.outputs] == ["h"]  # the argument is dead by then
     assert [p.name for p in last.train.inputs] == ["h", "h_1"]
@@ -190,7 +190,7 @@ def test_a_result_never_takes_the_name_of_an_argument_still_in_use():
         op("e", "d", "c"),
     ]
     capture = both(graph(ops))
-    middle = interfaces(capture, plan_of(capture, [["a"], ["c", "d"], ["e"]]))[1]
+    middle = staged(capture, plan_of(capture, [["a"], ["c", "d"], ["e"]])).interfaces[1]
     names = [p.name for p in (*middle.train.inputs, *middle.train.outputs)]
     assert names == ["h", "h_1", "add"]
 
@@ -198,7 +198,7 @@ def test_a_result_never_takes_the_name_of_an_argument_still_in_use():
 def test_an_argument_that_the_stage_writes_into_is_marked():
     ops = [op("a", "x"), op("c", "a", mutates=("a",))]
     capture = both(graph(ops))
-    _, last = interfaces(capture, plan_of(capture, [["a"], ["c"]]))
+    _, last = staged(capture, plan_of(capture, [["a"], ["c"]])).interfaces
     assert last.train.inputs[0].mutated
 
 
@@ -209,7 +209,7 @@ def test_a_stage_that_needs_the_batch_size_gets_an_input_that_tells_it():
     g = graph(ops)
     values = {**g.values, "a": fixed, "c": dataclasses.replace(fixed, name="c")}
     capture = both(dataclasses.replace(g, values=values))
-    _, last = interfaces(capture, plan_of(capture, [["a"], ["c"]]))
+    _, last = staged(capture, plan_of(capture, [["a"], ["c"]])).interfaces
     assert [p.path for p in last.train.inputs] == [None, "x"]
 
 

@@ -16,7 +16,6 @@ LINES_OF_A_FUNCTION = 60  # of its body, without the docstring
 STILL_TOO_LONG = {
     "pdcompile.passes.check.tokens.Tokens",
     "pdcompile.passes.check.tokens._bind",
-    "pdcompile.passes.codegen.body.Body",
     "pdcompile.passes.trace.merge.joined.Join",
     "pdcompile.passes.trace.opaque.probe._watched",
     "pdcompile.passes.trace.tape.tape.Tape",

@@ -71,7 +71,12 @@ class Body:
         statements = [self._statement(piece) for piece in pieces]
         self.nameless = nameless(statements, self.wishes, self.call.outputs)
         self._name(pieces)
-        done = self._size_line()
+        used = any(
+            walk((item.args, item.kwargs), Affine)
+            for each in self.pairs
+            for item in (each.item, each.twin) if isinstance(item, Op)
+        )  # fmt: skip
+        done = [size_line(self.size_name, self.call, self.arguments, self.graph)] if used else []
         # A caller opens the region that all ops of a block share; nobody calls the stage in one.
         ambient = region_of(self.call) if self.call.path else Region()
         current, section = ambient, ""
@@ -262,27 +267,6 @@ class Body:
             return f"{text} {'+' if size.offset > 0 else '-'} {abs(size.offset)}"
         return text
 
-    def _size_line(self) -> list[Line]:
-        used = any(
-            walk((item.args, item.kwargs), Affine)
-            for each in self.pairs
-            for item in (each.item, each.twin) if isinstance(item, Op)
-        )  # fmt: skip
-        if not used:
-            return []
-        name = self.size_name
-        for value, argument in zip(self.call.inputs, self.arguments, strict=False):
-            for dim, size in enumerate(self.graph.values[value].shape):
-                if not isinstance(size, Affine):
-                    continue
-                text = f"{argument}.shape[{dim}]"
-                if size.offset:
-                    text = f"{text} {'-' if size.offset > 0 else '+'} {abs(size.offset)}"
-                if size.scale != 1:
-                    text = f"{atom(text)} // {size.scale}"
-                return [Line(f"{name} = {text}")]
-        return [Line(f"{name} = {self.graph.batch_size}", "no argument tells the batch size")]
-
     def _device(self) -> str:
         if self.arguments:
             return f"{self.arguments[0]}.device"
@@ -297,6 +281,20 @@ class Body:
         if self.path_known or op.region == "loss":
             return quote(path)
         return self._module(path)
+
+
+def size_line(name: str, call: BlockCall, arguments: Sequence[str], graph: OpGraph) -> Line:
+    """Reads the microbatch size off an argument."""
+    for value, argument in zip(call.inputs, arguments, strict=False):
+        for dim, size in enumerate(graph.values[value].shape):
+            if isinstance(size, Affine):
+                text = f"{argument}.shape[{dim}]"
+                if size.offset:
+                    text = f"{text} {'-' if size.offset > 0 else '+'} {abs(size.offset)}"
+                if size.scale != 1:
+                    text = f"{atom(text)} // {size.scale}"
+                return Line(f"{name} = {text}")
+    return Line(f"{name} = {graph.batch_size}", "no argument tells the batch size")
 
 
 def _section(context: FileContext, base: str, item: Op | BlockCall) -> str:

@@ -12,6 +12,8 @@ from pdcompile.passes.codegen.block_classes import Block, CodeLayout
 from pdcompile.passes.codegen.safety import Imports
 from pdcompile.passes.codegen.source_text import WIDTH, Line, Locations, clean, shape_text
 from pdcompile.passes.form.module_tree import Node
+from pdcompile.passes.stages.boundaries import Staged
+from pdcompile.passes.stages.signatures import Mode
 
 NOTE = (
     "Comments give dtype[shape]: b is the microbatch size{letters}. Names are the model's, also in "
@@ -33,36 +35,26 @@ class FileContext:
     locations: Locations = field(default_factory=Locations)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where values come from and go to, for the reader."""
-
-    num_stages: int
-    maker: Mapping[str, int]  # value -> stage
-    readers: Mapping[str, tuple[int, ...]]  # value -> later stages
-
-
 def model_name(capture: Capture) -> str:
     """The class name of the model, or ``the model``."""
     full = capture.train.classes.get("", ("", ""))[0]
     return clean(full.rpartition(".")[2], 32) or "the model"
 
 
-def docstring(
-    capture: Capture, interface: StageInterface, route: Route, context: FileContext
-) -> str:
+def docstring(on_stages: Staged, interface: StageInterface, context: FileContext) -> str:
     """The module docstring of a stage, and its ``# needs:`` lines."""
     layout, locations = context.layout, context.locations
+    capture = on_stages.capture
     source = capture.train.classes.get("", ("", ""))[1]
     where = f" ({locations.short(source)})" if source else ""
-    title = f"{model_name(capture)}{where}, stage {interface.index} of {route.num_stages}."
+    title = f"{model_name(capture)}{where}, stage {interface.index} of {len(on_stages.interfaces)}."
     holds = f"Holds {', '.join(contents(layout)) or 'no modules'}."
     text = [
         f'"""{title}'[:WIDTH].rstrip(),
         "",
         *_wrap(holds),
         "",
-        *_table(_ports(interface, route)),
+        *_table(_ports(interface, on_stages.train)),
         "",
     ]
     files = sorted(set(locations.files.values()))
@@ -185,16 +177,18 @@ def _ranges(nodes: Sequence[Node], part: Collection[str] = ()) -> list[str]:
     return found
 
 
-def _ports(interface: StageInterface, route: Route) -> list[tuple[str, Port, str]]:
+def _ports(interface: StageInterface, mode: Mode) -> list[tuple[str, Port, str]]:
     train = interface.train
-    last = interface.index == route.num_stages - 1
+    readers = {edge.value: edge.targets for edge in mode.edges}
     rows = []
     for port in train.inputs:
-        came = f"from stage {route.maker[port.value]}" if port.path is None else _from_call(port)
+        came = f"from stage {mode.stage_of[port.value]}" if port.path is None else _from_call(port)
         rows.append(("in", port, came))
     for port in train.outputs:
-        goes = ", ".join(f"stage {k}" for k in route.readers.get(port.value, ()))
-        rows.append(("out", port, "the model's output" if last else f"to {goes}"))
+        goes = ", ".join(f"stage {k}" for k in readers.get(port.value, ()))
+        rows.append(
+            ("out", port, "the model's output" if interface.index == mode.last else f"to {goes}")
+        )
     made = {port.value for port in train.outputs}
     for port in train.loss_inputs:
         if port.value not in made:

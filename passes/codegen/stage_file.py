@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcompile.ir.graph import Capture, Op, OpGraph
-from pdcompile.ir.stage_interface import Port, Signature, StageInterface
+from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
     Pair,
@@ -22,7 +21,6 @@ from pdcompile.passes.codegen.body import Body
 from pdcompile.passes.codegen.constructors import Constructors, ties
 from pdcompile.passes.codegen.header import (
     FileContext,
-    Route,
     class_lines,
     docstring,
     gathered,
@@ -30,7 +28,9 @@ from pdcompile.passes.codegen.header import (
 from pdcompile.passes.codegen.safety import check
 from pdcompile.passes.codegen.source_text import WIDTH, Line, render, value_text
 from pdcompile.passes.form.module_tree import prune
+from pdcompile.passes.stages.boundaries import Staged
 from pdcompile.passes.stages.naming import identifier, unique
+from pdcompile.passes.stages.signatures import Mode
 
 DRAW = '''\
 def draw(where, index):
@@ -55,63 +55,49 @@ class KeptWhole(nn.Module):
 KEPT_SHORT = 'class KeptWhole(nn.Module):\n    """See above."""\n'
 
 
-@dataclass(frozen=True, slots=True)
-class ModeOps:
-    """What a stage does in one mode: its ops, those of the loss apart.
-
-    `wished`: names that readers expect (`pdcompile.passes.stages.naming.wishes`).
-    """
-
-    graph: OpGraph
-    signature: Signature
-    ops: list[Op]
-    loss: list[Op]
-    wished: Mapping[str, tuple[str, bool]]
-
-
-Modes = tuple[ModeOps, ModeOps]  # training, evaluation
-
-
-def stage_file(
-    capture: Capture,
-    interface: StageInterface,
-    route: Route,
-    modes: Modes,
-    names: Mapping[str, str],
-) -> str:
-    """The text of ``stage_k.py``.
-
-    Args:
-        route: where values come from and go to.
-        names: every tensor name on the stage, mapped to its canonical FQN.
-
-    Raises SourceError for what cannot be written as source.
-    """
-    train, evaluation = modes
-    ops = [*train.ops, *train.loss], [*evaluation.ops, *evaluation.loss]
-    wanted = tuple({p.value for p in mode.signature.outputs} for mode in modes)
+def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | None]:
+    """How the code of stage k is divided into classes; and where evaluation returns more than
+    training, from the same body, the twins of its values (`wider_twins`)."""
+    train, evaluation = on_stages.train, on_stages.eval
+    interface = on_stages.interfaces[k]
+    ops = tuple([*mode.ops(k), *mode.ops(k, "loss")] for mode in (train, evaluation))
+    returned = {port.value for port in interface.eval.outputs}
 
     def divided(training: Collection[str]) -> CodeLayout:
-        layout = divide(capture, ops, (training, wanted[1]), names)
+        names = on_stages.names[k]
+        layout = divide(on_stages.capture, (ops[0], ops[1]), (training, returned), names)
         prune(layout.root)
         return layout
 
-    twin = wider_twins(train.ops, evaluation.ops, interface)
-    layout = divided({twin[name] for name in wanted[1]} if twin else wanted[0])
-    if twin and not is_one_body(layout.train, layout.eval, interface, twin):
-        twin, layout = None, divided(wanted[0])
+    twin = wider_twins(train.ops(k), evaluation.ops(k), interface)
+    if twin:
+        layout = divided({twin[name] for name in returned})
+        if is_one_body(layout.train, layout.eval, interface, twin):
+            return layout, twin
+    return divided({port.value for port in interface.train.outputs}), None
+
+
+def stage_file(on_stages: Staged, k: int) -> str:
+    """The text of ``stage_k.py``.  Raises SourceError for what cannot be written as source."""
+    capture, interface = on_stages.capture, on_stages.interfaces[k]
+    layout, twin = layout_of(on_stages, k)
     classes = {**capture.eval.classes, **capture.train.classes}
-    context = FileContext(layout, names, classes)
-    text = _Writer(interface.index, modes, context, twin).write()
+    context = FileContext(layout, on_stages.names[k], classes)
+    text = _Writer(interface, (on_stages.train, on_stages.eval), context, twin).write()
     draws = f"{DRAW}\n\n" if "draw(" in text else ""
     opaque = f"{KEPT_WHOLE}\n\n" if context.imports.opaque else ""
-    header = docstring(capture, interface, route, context)
+    header = docstring(on_stages, interface, context)
     imports = "\n".join(context.imports.lines(torch_used="torch." in text))
     text = f"{header}\n{imports}\n\n\n{draws}{opaque}{text}"
-    targets = {op.target for each in ops for op in each if op.kind == "function"}
+    targets = {
+        op.target
+        for mode in (on_stages.train, on_stages.eval)
+        for op in (*mode.ops(k), *mode.ops(k, "loss"))
+        if op.kind == "function"
+    }
     # What is fixed text needs no second look, and may do what generated text may not.
     fixed = text.replace(KEPT_WHOLE, KEPT_SHORT)
-    check(fixed, context.imports, targets, f"stage_{interface.index}.py")
+    check(fixed, context.imports, targets, f"stage_{k}.py")
     return text
 
 
@@ -119,8 +105,8 @@ def stage_file(
 class _Writer:
     """Writes the classes of one stage."""
 
-    index: int
-    modes: Modes
+    interface: StageInterface
+    modes: tuple[Mode, Mode]  # training, evaluation
     context: FileContext
     twin: dict[str, str] | None  # where evaluation returns more (`wider_twins`)
     shapes: Sequence[Mapping[str, tuple[Any, ...]]] = ({}, {})  # in comments of the body written
@@ -131,8 +117,8 @@ class _Writer:
         return "\n\n".join(render(part) for part in [*parts, self._stage()])
 
     def _name_classes(self) -> None:
-        taken = {f"Stage{self.index}", "torch", "nn", "F", "KeptWhole", "i", "_"}
-        for mode in (self.modes[0].signature, self.modes[1].signature):
+        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole", "i", "_"}
+        for mode in (self.interface.train, self.interface.eval):
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         for block in self.context.layout.blocks:
             full = self.context.classes.get(block.path, ("", ""))[0]
@@ -157,7 +143,7 @@ class _Writer:
         call, mode = calls[k], self.modes[k]
         assert call is not None
         arguments: list[str] = []
-        wished = [mode.wished[value][0] for value in call.inputs]
+        wished = [mode.wishes[value][0] for value in call.inputs]
         for wish in (*wished, *(identifier(fqn.rpartition(".")[2]) for fqn in call.tensors)):
             arguments.append(unique(wish, [*arguments, *context.class_names]))
         self.shapes = block.shapes
@@ -177,10 +163,10 @@ class _Writer:
         return lines + forward
 
     def _stage(self) -> list[Line]:
-        train, evaluation = (mode.signature for mode in self.modes)
-        layout = self.context.layout
+        train, evaluation = self.interface.train, self.interface.eval
+        layout, k = self.context.layout, self.interface.index
         # The docstring of the file says what it holds.
-        lines = [Line(f"class Stage{self.index}(nn.Module):")]
+        lines = [Line(f"class Stage{k}(nn.Module):")]
         constructor = self._constructors().lines(layout.root)
         lines += _init(constructor + ties(layout.root, self.context.names))
         names = [port.name for port in train.inputs]
@@ -195,16 +181,16 @@ class _Writer:
         others = names if same else [port.name for port in evaluation.inputs]
         fewer = [port.value for port in train.outputs] if self.twin else None
         lines += self._forward(calls, (names, others), (returned, evaluation.outputs), fewer)
-        if not train.loss_inputs and not self.modes[0].loss:
+        if not train.loss_inputs and not self.modes[0].ops(k, "loss"):
             return lines
         names = [port.name for port in train.loss_inputs]
         lines += [Line(), Line(f"def loss({', '.join(['self', *names])}):", depth=1)]
         losses = tuple(
             BlockCall(
-                "", tuple(mode.loss), tuple(p.value for p in mode.signature.loss_inputs), (),
-                (mode.signature.loss or "",),
+                "", tuple(mode.ops(k, "loss")), tuple(p.value for p in own.loss_inputs), (),
+                (own.loss or "",),
             )
-            for mode in self.modes
+            for mode, own in zip(self.modes, (train, evaluation), strict=True)
         )  # fmt: skip
         return lines + self._forward(losses, (names, names))
 
@@ -268,7 +254,7 @@ class _Writer:
             call=call,
             pairs=pairs,
             graph=self.modes[k].graph,
-            wishes=self.modes[k].wished,
+            wishes=self.modes[k].wishes,
             arguments=arguments,
             results={p.value: p.name for p in returned if p.value not in call.inputs},
             match=match,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, Value, walk
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.passes.stages.held_tensors import held_tensors, stage_names, tensors_of
+from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names, tensors_of
 from pdcompile.passes.stages.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
 
@@ -221,7 +222,21 @@ def tied(graph: OpGraph, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ..
     )
 
 
-def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A capture on the stages of a plan.
+
+    `names`: for each stage every name under which it has a tensor, mapped to the canonical FQN.
+    """
+
+    capture: Capture
+    train: Mode
+    eval: Mode
+    names: tuple[dict[str, str], ...]
+    interfaces: tuple[StageInterface, ...]
+
+
+def staged(capture: Capture, plan: Plan) -> Staged:
     """Arguments, results and tensors of every stage, for training and for evaluation.
 
     Arguments are first the values of earlier stages in the order of production, then the leaves
@@ -229,34 +244,32 @@ def interfaces(capture: Capture, plan: Plan) -> tuple[StageInterface, ...]:
     of the model's output.  Raises PlanError when evaluation would read, on one stage, a tensor
     that training changes on another only.
     """
-    num_stages = len(plan.stages)
-    train_stage_of = stage_of_ops(capture.train, plan)
-    eval_stage_of = place_eval(capture, train_stage_of)
-    train = Mode(capture.train, train_stage_of, num_stages, edges)
-    evaluation = Mode(capture.eval, eval_stage_of, num_stages, edges)
-    held = held_tensors(capture, plan, train_stage_of, eval_stage_of)
-    names = stage_names(capture, held, train_stage_of, eval_stage_of)
-    found = []
-    for k in range(num_stages):
-        tensors = {
-            fqn: capture.train.tensors.get(fqn) or capture.eval.tensors[fqn] for fqn in held[k]
-        }
-        by_kind = {
-            kind: tuple(fqn for fqn, info in tensors.items() if info.kind == kind)
-            for kind in ("parameter", "buffer", "constant")
-        }
-        found.append(
-            StageInterface(
-                index=k,
-                train=signature(train, k),
-                eval=signature(evaluation, k),
-                parameters=by_kind["parameter"],
-                buffers=by_kind["buffer"],
-                constants=by_kind["constant"],
-                aliases={name: fqn for name, fqn in names[k].items() if name != fqn},
-            )
+    count = len(plan.stages)
+    train_of = stage_of_ops(capture.train, plan)
+    eval_of = place_eval(capture, train_of)
+    train, evaluation = (
+        Mode(graph, of, count - 1, edges(graph, of, count, graph.batch_size))
+        for graph, of in ((capture.train, train_of), (capture.eval, eval_of))
+    )
+    held = held_tensors(capture, plan, train_of, eval_of)
+    names = stage_names(capture, held, train_of, eval_of)
+    infos = all_tensors(capture)
+
+    def interface(k: int) -> StageInterface:
+        def of(kind: str) -> tuple[str, ...]:
+            return tuple(fqn for fqn in held[k] if infos[fqn].kind == kind)
+
+        return StageInterface(
+            index=k,
+            train=signature(train, k),
+            eval=signature(evaluation, k),
+            parameters=of("parameter"),
+            buffers=of("buffer"),
+            constants=of("constant"),
+            aliases={name: fqn for name, fqn in names[k].items() if name != fqn},
         )
-    return tuple(found)
+
+    return Staged(capture, train, evaluation, names, tuple(map(interface, range(count))))
 
 
 def _keys(graph: OpGraph) -> list[tuple[Hashable, int]]:

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import Affine, Op, OpGraph, Ref, Size, walk
+from pdcompile.ir.graph import Affine, GraphInput, Op, OpGraph, Ref, Size, walk
 from pdcompile.ir.stage_interface import Expected, Place, Port, Signature
 from pdcompile.passes.stages.naming import unique, wishes
 from pdcompile.plan import Edge
 
 
+@dataclass(frozen=True)
 class Mode:
-    """One graph with its ops on stages: what all stages' signatures have in common."""
+    """One graph with its ops on stages."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        stage_of: Mapping[str, int],
-        num_stages: int,
-        edges: Callable[[OpGraph, Mapping[str, int], int, int], tuple[Edge, ...]],
-    ) -> None:
-        self.graph = graph
-        self.stage_of = stage_of
-        self.last = num_stages - 1
-        self.edges = edges(graph, stage_of, num_stages, graph.batch_size)
-        self.inputs = {item.name: item for item in graph.inputs}
+    graph: OpGraph
+    stage_of: Mapping[str, int]
+    last: int  # stage
+    edges: tuple[Edge, ...]
+
+    def ops(self, stage: int, region: str = "forward") -> list[Op]:
+        """Ops of a stage, in order: those of the model, or of the loss."""
+        return [op for op in self._ops[stage] if op.region == region]
+
+    @cached_property
+    def inputs(self) -> dict[str, GraphInput]:
+        return {item.name: item for item in self.graph.inputs}
 
     @cached_property
     def wishes(self) -> dict[str, tuple[str, bool]]:
         return wishes(self.graph)
 
     @cached_property
-    def ops(self) -> list[list[Op]]:
-        """Ops of each stage, in order."""
+    def _ops(self) -> list[list[Op]]:
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
             found[self.stage_of[op.name]].append(op)
@@ -48,7 +49,7 @@ class Mode:
 
 def signature(mode: Mode, k: int) -> Signature:
     """What stage k takes and returns.  Raises PlanError for a loss that looks into the model."""
-    ops = [op for op in mode.ops[k] if op.region == "forward"]
+    ops = mode.ops(k)
     results = _results(mode, k)
     received = _received(mode, ops, results)
     inputs = _name_inputs(mode, received)
@@ -106,7 +107,7 @@ def _size_carrier(graph: OpGraph, ops: list[Op], received: list[str]) -> list[st
 
 def _loss_inputs(mode: Mode, k: int, results: list[str]) -> list[str]:
     """Outputs of the model that the loss reads, then target leaves."""
-    ops = [op for op in mode.ops[k] if op.region == "loss"]
+    ops = mode.ops(k, "loss")
     made = {op.name for op in ops}
     used = {name for op in ops for name in op.inputs} - made
     found = [name for name in results if name in used]

@@ -17,7 +17,7 @@ from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.body import copied_buffers
-from pdcompile.passes.stages.boundaries import edges, place_eval, stage_of_ops
+from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
@@ -101,14 +101,11 @@ class Comparison:
         )
 
     def _chains(self) -> list[Chain]:
-        train_of = stage_of_ops(self.capture.train, self.plan)
-        made = []
-        for graph in (self.capture.train, self.capture.eval):
-            placed = train_of if graph.training else place_eval(self.capture, train_of)
-            crossing = edges(graph, placed, len(self.plan.stages), graph.batch_size)
-            seed = self.plan.training.seed
-            made.append(Chain(graph, crossing, self.plan.tied, self.sources, self.model, seed))
-        return made
+        on_stages, seed = staged(self.capture, self.plan), self.plan.training.seed
+        return [
+            Chain(mode.graph, mode.edges, self.plan.tied, self.sources, self.model, seed)
+            for mode in (on_stages.train, on_stages.eval)
+        ]
 
     def _step(self, chain: Chain, call: FlatCall, step: int) -> ModeOutcome:
         graph = chain.graph

@@ -8,7 +8,7 @@ equal layers needs the memory of one.  What is in no block is not compared, and 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,11 @@ from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.block_calls import BlockCall, below, calls_below, ops_of
-from pdcompile.passes.codegen.block_classes import CodeLayout, divide
+from pdcompile.passes.codegen.block_classes import CodeLayout
 from pdcompile.passes.codegen.folder import stage_classes
-from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
-from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
+from pdcompile.passes.codegen.stage_file import layout_of
+from pdcompile.passes.stages.boundaries import staged
+from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
 from pdcompile.passes.verify.one_block import BlockComparison, Given
@@ -69,7 +70,8 @@ def verify_blocks(
 
     Raises TraceError and SourceError as capture and the loading of sources do.
     """
-    layouts = list(_layouts(capture, plan, sources))
+    on_stages = staged(capture, plan)
+    layouts = [layout_of(on_stages, k)[0] for k in range(len(sources.interfaces))]
     found = _distinct(capture, sources, layouts)
     _leave_out_large(found, capture, room)
     # Two samples are enough to tell, and large models come with large microbatches.
@@ -148,21 +150,6 @@ def _compared(
         outputs, gradients = outputs + compared, gradients + back
     mode = "train" if graph.training else "eval"
     return differences, Compared(mode, 0, size, outputs, gradients, 0)
-
-
-def _layouts(capture: Capture, plan: Plan, sources: Sources) -> Iterator[CodeLayout]:
-    """How the code of each stage is divided into classes, as the generator divides it."""
-    train_of = stage_of_ops(capture.train, plan)
-    eval_of = place_eval(capture, train_of)
-    held = held_tensors(capture, plan, train_of, eval_of)
-    names = stage_names(capture, held, train_of, eval_of)
-    for interface in sources.interfaces:
-        train, evaluation = (
-            [op for op in graph.ops if of[op.name] == interface.index]
-            for graph, of in ((capture.train, train_of), (capture.eval, eval_of))
-        )
-        wanted = tuple({p.value for p in s.outputs} for s in (interface.train, interface.eval))
-        yield divide(capture, (train, evaluation), (wanted[0], wanted[1]), names[interface.index])
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:
