@@ -253,7 +253,7 @@ class Loads:
             if stage.memory_bytes is None:
                 continue
             unit = 2 ** max(0, self._all_bytes.bit_length() - 50)
-            count = model.in_flight(s)
+            count, slots, back = model.problem.memory.counts(s)
             total: Linear = 0
             workspace = self.cp.new_int_var(0, max(model.workspace_bytes) // unit, f"workspace{s}")
             for v in range(model.num_groups):
@@ -264,8 +264,10 @@ class Loads:
                 if size := model.workspace_bytes[v] // unit:
                     self.cp.add(workspace >= size * self.x.at(v, s))
             for e, flow in enumerate(model.flows):
-                if size := flow.received_bytes * count // unit:
+                if size := flow.received_bytes * slots // unit:
                     total = total + size * self.received(e, s)
+                if size := math.floor(flow.backward_bytes) * back // unit:
+                    total = total + size * (self.leaves(e, s) + self.passes(e, s))
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
                 held = self.x.implied(f"held{c}_{s}", absent)
@@ -279,8 +281,9 @@ class Loads:
     @property
     def _all_bytes(self) -> int:
         model = self.model
-        most = max((model.in_flight(s) for s in range(model.num_stages)), default=1)
-        kept = sum(model.saved_bytes) + sum(flow.received_bytes for flow in model.flows)
+        most = max(max(model.problem.memory.counts(s)) for s in range(model.num_stages))
+        kept = sum(model.saved_bytes)
+        kept += sum(flow.received_bytes + math.ceil(flow.backward_bytes) for flow in model.flows)
         copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
         largest = max(model.workspace_bytes, default=0)
         return math.ceil(sum(model.fixed_bytes) + copies) + most * kept + largest

@@ -82,9 +82,14 @@ class Segments:
 
     def memory(self, stage: int) -> Matrix:
         """Bytes by `MemoryRule`'s formula."""
-        model = self.model
-        base, kept, workspace = self._features.memory(model, self.inside)
-        return base + model.in_flight(stage) * kept + workspace
+        base, saved, received, returned, workspace = self.held
+        kept, slots, back = self.model.problem.memory.counts(stage)
+        return base + kept * saved + slots * received + back * returned + workspace
+
+    @property
+    def held(self) -> tuple[Matrix, ...]:
+        """Bytes: what is there once, saved, received, gradients of what is sent, and workspace."""
+        return self._features.memory(self.model, self.inside)
 
     def allowed(self, stage: int) -> NDArray[np.bool_]:
         """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
@@ -126,7 +131,7 @@ class _Features:
     column: NDArray[np.intp]  # flow of each pattern column
     copy_pattern: Matrix
     copy_column: NDArray[np.intp]
-    _memory: tuple[Matrix, Matrix, Matrix] | None = None
+    _memory: tuple[Matrix, ...] | None = None
 
     @staticmethod
     def build(model: Model, inside: NDArray[np.bool_]) -> _Features:
@@ -161,7 +166,7 @@ class _Features:
         parts = out(f), out(b), enters(f), enters(b), enters(b, self.outside)
         return tuple(np.maximum(part, 0.0) for part in parts)
 
-    def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, Matrix, Matrix]:
+    def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, ...]:
         if self._memory is None:
             numbers = inside.astype(np.float64)
             base = _difference(numbers @ np.array(model.fixed_bytes, dtype=np.float64))
@@ -171,12 +176,11 @@ class _Features:
                 base += weight.sum() - left @ self.copy_pattern.T
                 begun = np.array([inside[:, list(copy.ends)].any(1) for copy in model.copies])
                 base += _difference(begun.T @ np.array([c.updated_bytes for c in model.copies]))
-            kept = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
-            received = np.array([float(flow.received_bytes) for flow in model.flows])
-            if received.any():
-                left = self.source[:, self.column] * self.pattern * received[self.column]
-                kept += (self.source @ received)[:, None] - left @ self.pattern.T
-            self._memory = base, kept, _largest(model, inside)
+            saved = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
+            forward = np.array([float(flow.received_bytes) for flow in model.flows])
+            backward = np.array([flow.backward_bytes for flow in model.flows])
+            _, out, received, _, middle = self.seconds(forward, backward)
+            self._memory = base, saved, received, out + middle, _largest(model, inside)
         return self._memory
 
 

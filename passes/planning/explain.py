@@ -109,7 +109,9 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
         rule = memory_rule(training.schedule, depths, problem.num_microbatches)
     except PdcompileError:
         return None  # a schedule that has no deeper form
-    deeper = replace(problem.memory, in_flight=rule.in_flight)
+    deeper = replace(
+        problem.memory, in_flight=rule.in_flight, received=rule.received, returned=rule.returned
+    )
     return deeper if sum(rule.in_flight) > sum(problem.memory.in_flight) else None
 
 

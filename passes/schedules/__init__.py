@@ -7,7 +7,7 @@ from fractions import Fraction
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream, refresh
 from pdcompile.problem import MemoryRule
-from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
 __all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "refresh", "warmup"]
 
@@ -83,14 +83,18 @@ def memory_rule(
     optimizer_factor: float = 2.0,
     replicas: tuple[int, ...] = (),
 ) -> MemoryRule:
-    """What a stage holds: weight versions, gradient buffers, microbatches in flight.
+    """What a stage holds: weight versions, gradient buffers, microbatches in flight, slots.
 
     Raises ScheduleError for an unknown name.
     """
     kind, counts = kind_of(name), replicas or (1,) * len(warmup)
-    in_flight = tuple(
-        kind.in_flight(depth, -(-num_microbatches // count))
-        for depth, count in zip(warmup, counts, strict=True)
+    shares = [-(-num_microbatches // count) for count in counts]
+    in_flight = tuple(map(kind.in_flight, warmup, shares))
+    return MemoryRule(
+        kind.versions,
+        kind.gradient_buffers(late=clipping or max(counts) > 1),
+        optimizer_factor,
+        in_flight,
+        tuple(map(kind.slots, warmup, shares)),
+        tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
     )
-    buffers = kind.gradient_buffers(late=clipping or max(counts) > 1)
-    return MemoryRule(kind.versions, buffers, optimizer_factor, in_flight)

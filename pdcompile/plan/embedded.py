@@ -143,10 +143,16 @@ def inconsistencies(problem: PartitionProblem) -> Iterator[Finding]:
         yield "problem.num_microbatches", "num_microbatches is 0", "write 1 or more"
     if problem.max_stages is not None and problem.max_stages < 1:
         yield "problem.max_stages", "max_stages is 0", "write 1 or more, or null"
-    in_flight = problem.memory.in_flight
-    if in_flight and (len(in_flight) != len(problem.stages) or min(in_flight) < 1):
-        message = f"{list(in_flight)} microbatches in flight on {len(problem.stages)} stages"
-        yield "problem.memory.in_flight", message, "give each stage 1 or more"
+    rule, in_flight = problem.memory, problem.memory.in_flight
+    for name, what in (
+        ("in_flight", "microbatches in flight"),
+        ("received", "receive slots"),
+        ("returned", "receive slots of gradients"),
+    ):
+        given = getattr(rule, name)
+        if given and (len(given) != len(problem.stages) or min(given) < 1):
+            message = f"{list(given)} {what} on {len(problem.stages)} stages"
+            yield f"problem.memory.{name}", message, "give each stage 1 or more"
     if any(a < b for a, b in pairwise(in_flight)):
         message = f"microbatches in flight {list(in_flight)} would deadlock"
         yield "problem.memory.in_flight", message, "they must not increase from stage to stage"

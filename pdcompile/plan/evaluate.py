@@ -78,8 +78,10 @@ class Deployment:
             problem.objective == "flush",
             problem.num_microbatches,
             [
-                Holding(rule.versions, rule.gradient_buffers, rule.optimizer_factor, count, count)
-                for count in rule.in_flight or (1,) * len(stages)
+                Holding(
+                    rule.versions, rule.gradient_buffers, rule.optimizer_factor, *rule.counts(s)
+                )
+                for s in range(len(stages))
             ],
             (False,) * len(stages),
             link,

@@ -68,17 +68,26 @@ class MemoryRule:
     """How many bytes a stage needs at least: filled in by the schedule functions.
 
     bytes = trainable·versions + updated·(gradient_buffers + optimizer_factor) + frozen
-            + in_flight[s]·(saved + received) + workspace
+            + in_flight[s]·saved + received[s]·what comes in + returned[s]·its gradients
+            + workspace
 
     A stage updates what it trains, without copies of shared parameters that an earlier stage
-    holds too.  What comes on top at one moment (receives ahead, sends under way, temporaries of
-    the optimizer's step) is in the ledger of the schedule alone.
+    holds too.  What comes on top at one moment (sends in flight, temporaries of the optimizer's
+    step) is in the ledger of the schedule alone.
     """
 
     versions: int = 1
     gradient_buffers: int = 1
     optimizer_factor: float = 2.0  # optimizer state bytes per trainable parameter byte
-    in_flight: tuple[int, ...] = ()  # per stage
+    in_flight: tuple[int, ...] = ()  # per stage; empty: one
+    received: tuple[int, ...] = ()  # receive slots of each value; empty: as many as in flight
+    returned: tuple[int, ...] = ()  # receive slots of each gradient; empty: none
+
+    def counts(self, stage: int) -> tuple[int, int, int]:
+        """How often a stage holds what it saves, what it receives, and gradients that return."""
+        held = self.in_flight[stage] if self.in_flight else 1
+        received = self.received[stage] if self.received else held
+        return held, received, self.returned[stage] if self.returned else 0
 
 
 #: the text of the one wish that is nobody's: what makes the loss or output is pinned

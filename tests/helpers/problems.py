@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 from pdcompile.passes.partition import violations
 from pdcompile.plan.evaluate import measure
@@ -72,6 +73,10 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
             tuple(2 * (num_stages - s) - 1 for s in range(num_stages)),
         )
     )
+    rule = MemoryRule(r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5)), in_flight)
+    if seed % 2:
+        slots = tuple(count + 1 for count in in_flight)
+        rule = replace(rule, received=slots, returned=tuple(min(2, n) for n in in_flight))
     return PartitionProblem(
         tuple(items),
         tuple(traffic),
@@ -80,7 +85,7 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
         together=((0, n - 1),) if r.random() < 0.05 and n > 1 else (),
         pins=((r.randrange(n), r.randrange(num_stages)),) if r.random() < 0.2 else (),
         apart=((0, n - 1),) if r.random() < 0.1 and n > 1 else (),
-        memory=MemoryRule(r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5)), in_flight),
+        memory=rule,
         num_microbatches=m,
         objective=r.choice(("bottleneck", "flush")),
         allow_empty=r.random() < 0.2,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from pdcompile.problem import StageLimits
 from pdcompile.problem.space import Setting, StageOption
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
+Bool = NDArray[np.bool_]
 MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
 
 
@@ -50,10 +51,11 @@ class Paths:
         every, returning = _arcs(model, gradients=False), _arcs(model, gradients=True)
         both = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
         upwards = _reversed(returning)
+        beside = partial(_longest_beside, segments.inside)
         return Paths(
-            _reaching(segments, every, _longest(model.forward, _reversed(every), range(n))),
-            _leaving(segments, upwards, _longest(both, returning, range(n - 1, -1, -1))),
-            _reaching(segments, returning, _longest(model.backward, upwards, range(n))),
+            beside(every, _longest(model.forward, _reversed(every), range(n)), before=True),
+            beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
+            beside(returning, _longest(model.backward, upwards, range(n)), before=True),
         )
 
 
@@ -84,25 +86,18 @@ def _longest(seconds: Sequence[float], nearer: Arcs, order: Sequence[int]) -> li
     return found
 
 
-def _reaching(segments: Segments, arcs: Arcs, longest: list[float]) -> Matrix:
-    """The longest path that ends in I at a group with an arc into J∖I."""
-    inside, size = segments.inside, len(segments.ideals)
-    result = np.zeros((size, size))
-    for p in sorted(range(len(arcs)), key=longest.__getitem__):
-        if arcs[p]:
-            count = inside[:, arcs[p]].sum(1)
-            result[inside[:, p][:, None] & (count[None, :] > count[:, None])] = longest[p]
-    return result
+def _longest_beside(inside: Bool, arcs: Arcs, longest: list[float], *, before: bool) -> Matrix:
+    """[I, J]: the longest path that ends outside J∖I at a group with an arc into it.
 
-
-def _leaving(segments: Segments, upwards: Arcs, longest: list[float]) -> Matrix:
-    """The longest path that begins beyond J at a group with an arc from J∖I."""
-    inside, size = segments.inside, len(segments.ideals)
+    `before`: the group is in I; else it is beyond J, and `arcs` are reversed.
+    """
+    size = len(inside)
     result = np.zeros((size, size))
-    for q in sorted(range(len(upwards)), key=longest.__getitem__):
-        if upwards[q]:
-            count = inside[:, upwards[q]].sum(1)
-            result[~inside[:, q][None, :] & (count[None, :] > count[:, None])] = longest[q]
+    for v in sorted(range(len(arcs)), key=longest.__getitem__):
+        if arcs[v]:
+            count = inside[:, arcs[v]].sum(1)
+            beside = inside[:, v][:, None] if before else ~inside[:, v][None, :]
+            result[beside & (count[None, :] > count[:, None])] = longest[v]
     return result
 
 
@@ -138,11 +133,6 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
         return cap
     depth = apart * after if straight else ((1 + apart) * after + replicas - 1) // replicas
     return min(depth, cap)
-
-
-Bool = NDArray[np.bool_]
-SAME_BYTES = StageLimits(bytes_per_second=1.0)  # seconds on this link are bytes
-FREE = StageLimits()
 
 
 @dataclass
@@ -276,11 +266,11 @@ class Matrices:
         buffers = kind.gradient_buffers(late=setting.clipping or r > 1)
         depth, share = self.depth(seats, p, r), -(-m // r)
         in_flight, slots = kind.in_flight(depth, share), kind.slots(depth, share)
-        total = self._fixed[rows] + (kind.versions - 1) * self._trainable[rows]
+        once, saved, received, returned, workspace = (table[rows] for table in self.segments.held)
+        total = once + workspace + (kind.versions - 1) * self._trainable[rows]
         total = total + (buffers + setting.optimizer_factor) * self._owned[rows]
-        sets = 1 if option.recompute else in_flight
-        total = total + sets * self._saved[rows] + slots * self._received[rows]
-        result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * self._returned[rows]
+        total = total + (1 if option.recompute else in_flight) * saved + slots * received
+        result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * returned
         return result
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
@@ -343,37 +333,3 @@ class Matrices:
         for size, count, _ in self._ties:
             total += size * ((count[None, :] > 0) & (count[:, None] == 0))
         return total
-
-    @cached_property
-    def _fixed(self) -> Matrix:
-        """Parameters once each, and the workspace (the model's rule counts one copy)."""
-        return self._with_in_flight(0)
-
-    @cached_property
-    def _saved(self) -> Matrix:
-        saved = np.array(self.segments.model.saved_bytes, dtype=np.float64)
-        inside = self.segments.inside.astype(np.float64) @ saved
-        result: Matrix = inside[None, :] - inside[:, None]
-        return result
-
-    @cached_property
-    def _received(self) -> Matrix:
-        kept = self._with_in_flight(1) - self._with_in_flight(0)
-        return np.maximum(kept - self._saved, 0.0)
-
-    def _with_in_flight(self, count: int) -> Matrix:
-        model = self.segments.model
-        rule = replace(model.problem.memory, in_flight=(count,))
-        problem = replace(model.problem, memory=rule)
-        return replace(self.segments, model=replace(model, problem=problem)).memory(0)
-
-    @cached_property
-    def _returned(self) -> Matrix:
-        """Bytes of gradients that come back to the stage."""
-        model = self.segments.model
-        back = tuple(
-            replace(flow, forward_bytes=0.0, forward_messages=0.0, backward_messages=0.0)
-            for flow in model.flows
-        )
-        half = replace(SAME_BYTES, full_duplex=False)
-        return self._sent(replace(model, flows=back), FREE, half)
