@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pdcompile.cli import importing, main
-from pdcompile.cli.importing import TAKES
+from pdcompile.cli import main
+from pdcompile.cli.importing import KINDS, FileKind
 from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
@@ -60,7 +60,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[s
             seen.append(options | limits())
             return answer, 16.5
 
-        monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
+        monkeypatch.setitem(KINDS, "device-placement", FileKind(solver, "a file", ""))
         return seen
 
     return use
@@ -191,7 +191,7 @@ def test_malformed_values_name_the_option(
 def test_help_has_an_example_of_each_kind(call: Call) -> None:
     code, out, _ = call("--help")
     assert code == 0
-    for kind in TAKES:
+    for kind in KINDS:
         assert f"pdcompile plan --import {kind} " in out
 
 
@@ -234,7 +234,7 @@ def search(options, limits):
     assert budget.stopped
     return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous"), None
 
-importing.SOLVERS["device-placement"] = search
+importing.KINDS["device-placement"] = importing.FileKind(search, "a file", "")
 main(["plan", "--import", "device-placement", "f.json", "--json"])
 """
 
@@ -267,7 +267,7 @@ def test_ctrl_c_before_the_search_leaves_no_time_for_it(
         assert limits()["time_limit"] == 0
         return PLANNED, None
 
-    monkeypatch.setitem(importing.SOLVERS, "device-placement", solver)
+    monkeypatch.setitem(KINDS, "device-placement", FileKind(solver, "a file", ""))
     code, out, _ = call(*PLACEMENT, "--time-limit", "60", "--json")
     assert (code, json.loads(out)["status"]) == (0, "feasible")
 

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdcompile.errors import ConfigError
-from pdcompile.plan import Plan
 from pdcompile.steps import collecting_seldom
 
 if TYPE_CHECKING:
-    from pdcompile.cli.options import Flags
+    from pdcompile.cli.options import Flags, GivenPlan
     from pdcompile.compiled import Compiled
     from pdcompile.workload import Workload
 
 
-def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compiled]:
+def compiled(
+    target: str, flags: Flags, given: GivenPlan | None = None, **more: object
+) -> tuple[Workload, Compiled]:
     """Load the target and run every pass on it, with a bar or lines on stderr.
 
     Raises:
@@ -25,6 +26,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     from pdcompile.workload import load_target
 
     flags.check()
+    if given is not None:
+        flags, files = given.apply(flags)
+        more |= files
     # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
     # torch is imported, which the target does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,17 +43,6 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
 
     flat = example_call(workload.model, inputs, wanted)
     return workload, driver.build(workload.model, flat, options)
-
-
-def plan_given(plan: Path | None, sources: Path | None = None) -> Plan | None:
-    """The plan of ``--plan``, else the one in the folder of ``--sources``, else None.
-
-    Raises:
-        PlanError: no such file, or not a plan.
-    """
-    if plan is None and sources is not None:
-        plan = sources / "plan.json"
-    return None if plan is None else Plan.load(plan)
 
 
 def write_text(path: Path, text: str) -> None:

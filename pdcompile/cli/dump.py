@@ -16,10 +16,10 @@ from pdcompile.cli.options import AsJson, Flags, GivenPlan, Target, takes_flags
 def dump(
     target: Target,
     flags: Flags,
+    given: GivenPlan,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the files go.")
     ] = Path("stages"),
-    plan: GivenPlan = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one readable nn.Module a stage: stage_0.py, stage_1.py, and pipeline.py to run them.
@@ -32,11 +32,10 @@ def dump(
 
       pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
     """
-    from pdcompile.cli.compiling import compiled, plan_given
+    from pdcompile.cli.compiling import compiled
     from pdcompile.cli.output import emit_json, stdout
 
-    given = plan_given(plan)
-    workload, result = compiled(target, flags.following(given), plan=given, verify="auto")
+    workload, result = compiled(target, flags, given)
     result.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(result.sources.files.items())}
     if as_json:

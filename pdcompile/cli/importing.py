@@ -9,8 +9,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,96 +22,79 @@ from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.problem.answer import Answer
 from pdcompile.units import parse_limit, parse_rate
 
-IMPORTED = "Imported problems"
 MOST = 65_536  # devices, microbatches
-
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET", show_default=False,
-        help="file.py:function or package.module:function that returns a pdcompile.Workload; "
-        "with --import: a file of that kind.",
-    ),
-]  # fmt: skip
-Import = Annotated[
-    str | None,
-    typer.Option(
-        "--import", metavar="KIND", rich_help_panel=IMPORTED,
-        help="TARGET is a file of this kind: device-placement (JSON), pipedream (graph.txt) or "
-        "piper (JSON).",
-    ),
-]  # fmt: skip
-Bandwidth = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATES", rich_help_panel=IMPORTED,
-        help="pipedream: of each level of --cluster, innermost first, as 10GB/s,1.25GB/s. "
-        "piper: one for all devices, as 25GiB/s or 200Gbit/s; default: the file's.",
-    ),
-]  # fmt: skip
-Straight = Annotated[
-    bool,
-    typer.Option("--straight", rich_help_panel=IMPORTED, help="pipedream: replicate no stage."),
-]
-Fewer = Annotated[
-    bool,
-    typer.Option(
-        "--fewer", rich_help_panel=IMPORTED,
-        help="pipedream: of equally fast plans the one with the fewest workers.",
-    ),
-]  # fmt: skip
-Compression = Annotated[
-    str | None,
-    typer.Option(
-        "--activation-compression", metavar="R", rich_help_panel=IMPORTED,
-        help="pipedream: boundary traffic is divided by R (default 1); none: it costs nothing.",
-    ),
-]  # fmt: skip
-Devices = Annotated[
-    int | None,
-    typer.Option(
-        "--devices",
-        metavar="K",
-        rich_help_panel=IMPORTED,
-        help="piper: how many; default: the file's.",
-    ),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        "--batch", metavar="N", rich_help_panel=IMPORTED,
-        help="piper: microbatches in a batch; default: the file's.",
-    ),
-]  # fmt: skip
-
-_COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
-_OWN = ("bandwidth", "straight", "fewer", "activation_compression", "devices", "batch")
-TAKES = {
-    "device-placement": _COMMON,
-    "pipedream": _COMMON
-    | {"cluster", "bandwidth", "straight", "fewer", "memory", "activation_compression"},
-    "piper": _COMMON | {"devices", "memory", "batch", "bandwidth"},
-}
-_NEEDS: dict[str, dict[str, str]] = {
-    "device-placement": {},
-    "pipedream": {"cluster": "4x4", "bandwidth": "10GB/s,1.25GB/s"},
-    "piper": {},  # the file has a figure for each
-}
-_INSTEAD = {
-    "device-placement": "the file itself tells devices, memory and costs; leave it out",
-    "pipedream": "it takes --cluster and --bandwidth, and --memory where there is a limit",
-    "piper": "it takes --devices, --memory, --batch and --bandwidth",
-}
+COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
 Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
 Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
 Read = TypeVar("Read")
-FILES = {
-    "device-placement": "the JSON of the NeurIPS 2020 paper: maxFPGAs, maxCPUs, nodes, edges",
-    "pipedream": "PipeDream's graph.txt: one line a node, then one line an edge",
-    "piper": "Piper's JSON: maxDevices, nodes with TMPCs, edges",
-}
-UNITS = {"device-placement": "", "pipedream": "s", "piper": "s"}  # of objective and loads
+_option = partial(typer.Option, rich_help_panel="Imported problems")
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        show_default=False,
+        help="file.py:function or package.module:function that returns a pdcompile.Workload; "
+        "with --import: a file of that kind.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFlags:
+    """One field an option of imported problems; the field's annotation is its help."""
+
+    imported: Annotated[
+        str | None,
+        _option(
+            "--import",
+            metavar="KIND",
+            help="TARGET is a file of this kind: device-placement (JSON), pipedream (graph.txt) or "
+            "piper (JSON).",
+        ),
+    ] = None
+    bandwidth: Annotated[
+        str | None,
+        _option(
+            metavar="RATES",
+            help="pipedream: of each level of --cluster, innermost first, as 10GB/s,1.25GB/s. "
+            "piper: one for all devices, as 25GiB/s or 200Gbit/s; default: the file's.",
+        ),
+    ] = None
+    straight: Annotated[bool, _option("--straight", help="pipedream: replicate no stage.")] = False
+    fewer: Annotated[
+        bool,
+        _option(
+            "--fewer", help="pipedream: of equally fast plans the one with the fewest workers."
+        ),
+    ] = False
+    activation_compression: Annotated[
+        str | None,
+        _option(
+            metavar="R",
+            help="pipedream: boundary traffic is divided by R (default 1); none: it costs nothing.",
+        ),
+    ] = None
+    devices: Annotated[
+        int | None, _option(metavar="K", help="piper: how many; default: the file's.")
+    ] = None
+    batch: Annotated[
+        int | None,
+        _option(metavar="N", help="piper: microbatches in a batch; default: the file's."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """A kind of file: the options that it takes and needs, and what reads and solves it."""
+
+    solve: Callable[[dict[str, Any], Limits], Solved]
+    file: str
+    remedy: str  # for an option that it does not take
+    unit: str = "s"  # of objective and loads
+    takes: Set[str] = frozenset()  # besides `COMMON`
+    needs: Mapping[str, str] = field(default_factory=dict)  # an option, and an example of it
 
 
 def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: bool) -> None:
@@ -136,7 +120,7 @@ def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: boo
     else:
         from pdcompile.report.answer_table import answer_report
 
-        stdout().print(answer_report(answer, unit=UNITS[kind], limit=limit))
+        stdout().print(answer_report(answer, unit=KINDS[kind].unit, limit=limit))
         if output is not None:
             stderr().print(f"written: {output}", soft_wrap=True)
     if answer.objective is None:
@@ -165,9 +149,9 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
                 seconds = 0.0 if until_search.stopped else time_limit
                 return {"time_limit": seconds, "seed": seed, "progress": progress}
 
-            answer, limit = SOLVERS[kind](options, limits)
+            answer, limit = KINDS[kind].solve(options, limits)
     except PdcompileError as error:
-        error.remedy = error.remedy or f"--import {kind} reads {FILES[kind]}"
+        error.remedy = error.remedy or f"--import {kind} reads {KINDS[kind].file}"
         raise
     return replace(answer, seconds=time.monotonic() - begin), limit
 
@@ -221,7 +205,27 @@ def _piper(options: dict[str, Any], limits: Limits) -> Solved:
     return piper.solve(problem, **limits()), problem.memory_bytes
 
 
-SOLVERS = {"device-placement": _device_placement, "pipedream": _pipedream, "piper": _piper}
+KINDS = {
+    "device-placement": FileKind(
+        _device_placement,
+        "the JSON of the NeurIPS 2020 paper: maxFPGAs, maxCPUs, nodes, edges",
+        "the file itself tells devices, memory and costs; leave it out",
+        unit="",
+    ),
+    "pipedream": FileKind(
+        _pipedream,
+        "PipeDream's graph.txt: one line a node, then one line an edge",
+        "it takes --cluster and --bandwidth, and --memory where there is a limit",
+        takes={"cluster", "bandwidth", "straight", "fewer", "memory", "activation_compression"},
+        needs={"cluster": "4x4", "bandwidth": "10GB/s,1.25GB/s"},
+    ),
+    "piper": FileKind(  # the file has a figure for each option
+        _piper,
+        "Piper's JSON: maxDevices, nodes with TMPCs, edges",
+        "it takes --devices, --memory, --batch and --bandwidth",
+        takes={"devices", "memory", "batch", "bandwidth"},
+    ),
+}
 
 
 def check_options(kind: str | None, context: typer.Context) -> None:
@@ -237,26 +241,28 @@ def check_options(kind: str | None, context: typer.Context) -> None:
     }
     given = [name for name in names if _is_given(context, name)]
     if kind is None:
+        own = {field.name for field in fields(ImportFlags)}
         _refuse(
-            (names[name] for name in given if name in _OWN),
+            (names[name] for name in given if name in own),
             "belongs to imported problems",
             "belong to imported problems",
-            f"add --import KIND ({', '.join(TAKES)}), or leave it out",
+            f"add --import KIND ({', '.join(KINDS)}), or leave it out",
         )
         return
-    if kind not in TAKES:
+    if kind not in KINDS:
         raise ConfigError(
             f"there is no kind of file {kind!r} to import",
             where="--import",
-            remedy=f"one of {', '.join(TAKES)}",
+            remedy=f"one of {', '.join(KINDS)}",
         )
     _refuse(
-        (names[name] for name in given if name not in TAKES[kind]),
+        (names[name] for name in given if name not in COMMON | KINDS[kind].takes),
         f"has no meaning with --import {kind}",
         f"have no meaning with --import {kind}",
-        _INSTEAD[kind],
+        KINDS[kind].remedy,
     )
-    missing = {names[name]: value for name, value in _NEEDS[kind].items() if name not in given}
+    needs = KINDS[kind].needs
+    missing = {names[name]: value for name, value in needs.items() if name not in given}
     if missing:
         example = " ".join(f"{option} {value}" for option, value in missing.items())
         raise ConfigError(

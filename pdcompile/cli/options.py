@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -30,24 +30,14 @@ Target = Annotated[
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", show_default=False, help="plan.json, made by `plan -o`.")
 ]
-GivenPlan = Annotated[
-    Path | None,
-    typer.Option("--plan", metavar="FILE", help="Use this plan instead of searching for one."),
-]
-GivenSources = Annotated[
-    Path | None,
-    typer.Option(
-        "--sources", metavar="FOLDER", help="Use the stages in this folder, with its plan.json."
-    ),
-]
-AllowEdited = Annotated[
-    bool, typer.Option("--allow-edited", help="Use --sources also where they were edited.")
-]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
 ]
 
-MACHINES, TRAINING, SEARCH = "Machines", "Training", "Search"
+# Options by the panel of the help that shows them.
+machines = functools.partial(typer.Option, rich_help_panel="Machines")
+training = functools.partial(typer.Option, rich_help_panel="Training")
+search = functools.partial(typer.Option, rich_help_panel="Search")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,106 +46,75 @@ class Flags:
 
     cluster: Annotated[
         str,
-        typer.Option(
+        machines(
             metavar="WHAT",
-            rich_help_panel=MACHINES,
             help="cluster.toml, 2x4 (hosts x devices), local:4 (four stages in one process), "
             "or auto: one device a process.",
         ),
     ] = "auto"
-    stages: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=MACHINES, help="Stages; default: one a device."),
-    ] = None
+    stages: Annotated[int | None, machines(help="Stages; default: one a device.")] = None
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="BYTES",
-            rich_help_panel=MACHINES,
-            help="Memory limit of every device, for example '16 GB' or '512 MiB'.",
+        machines(
+            metavar="BYTES", help="Memory limit of every device, for example '16 GB' or '512 MiB'."
         ),
     ] = None
-    schedule: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=TRAINING,
-            help=f"{described()}; auto: the planner chooses.",
-        ),
-    ] = DEFAULT
+    schedule: Annotated[str, training(help=f"{described()}; auto: the planner chooses.")] = DEFAULT
     microbatches: Annotated[
-        str,
-        typer.Option(
-            metavar="M", rich_help_panel=TRAINING, help="Microbatches in a minibatch, or auto."
-        ),
+        str, training(metavar="M", help="Microbatches in a minibatch, or auto.")
     ] = "auto"
     outputs: Annotated[
         str,
-        typer.Option(
-            metavar="none|last|all", rich_help_panel=TRAINING,
+        training(
+            metavar="none|last|all",
             help="Ranks that get the model's outputs; none sends nothing but what the loss needs.",
         ),
-    ] = "last"  # fmt: skip
+    ] = "last"
     max_grad_norm: Annotated[
-        float | None,
-        typer.Option(
-            "--max-grad-norm", rich_help_panel=TRAINING,
-            help="Clip gradients to this norm over all stages.",
-        ),
-    ] = None  # fmt: skip
+        float | None, training(help="Clip gradients to this norm over all stages.")
+    ] = None
     autocast: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE", rich_help_panel=TRAINING,
-            help="Run model and loss in torch.autocast: bfloat16 or float16.",
+        training(
+            metavar="DTYPE", help="Run model and loss in torch.autocast: bfloat16 or float16."
         ),
-    ] = None  # fmt: skip
+    ] = None
     loss_reduction: Annotated[
         str,
-        typer.Option(
-            "--loss-reduction", metavar="mean|sum|FILE:FUNCTION", rich_help_panel=TRAINING,
+        training(
+            metavar="mean|sum|FILE:FUNCTION",
             help="What the loss is over a minibatch: the mean or sum of its samples' losses, or "
             "a mean over the items that a function (args, kwargs, target) counts.",
         ),
-    ] = "mean"  # fmt: skip
+    ] = "mean"
     optimizer: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=TRAINING,
-            help="A class of torch.optim, or none; its state counts in memory.",
-        ),
+        str, training(help="A class of torch.optim, or none; its state counts in memory.")
     ] = "AdamW"
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=TRAINING, help="Learning rate.")] = (
-        3e-4
-    )
-    seed: Annotated[
-        int, typer.Option(rich_help_panel=TRAINING, help="Seed of dropout and of the search.")
-    ] = 0
+    lr: Annotated[float, training(help="Learning rate.")] = 3e-4
+    seed: Annotated[int, training(help="Seed of dropout and of the search.")] = 0
     costs: Annotated[
         str,
-        typer.Option(
-            rich_help_panel=SEARCH,
-            help="measured: time the ops here; estimated: from FLOPs and bytes; or a profile file.",
+        search(
+            help="measured: time the ops here; estimated: from FLOPs and bytes; or a profile file."
         ),
     ] = "measured"
     refine: Annotated[
         str,
-        typer.Option(
+        search(
             metavar="auto|on|off",
-            rich_help_panel=SEARCH,
             help="Time the planned stages, rescale the costs of their ops and plan again; auto: "
             "with measured costs, when that takes seconds.",
         ),
     ] = "auto"
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            "--time-limit", metavar="SECONDS", rich_help_panel=SEARCH,
-            help="Stop the search then, with the best plan so far and its gap.",
+        search(
+            metavar="SECONDS", help="Stop the search then, with the best plan so far and its gap."
         ),
-    ] = None  # fmt: skip
+    ] = None
 
-    def following(self, plan: Plan | None) -> Flags:
-        """With a plan given, what is left at its default is what the plan was made for."""
+    def completed(self, plan: Plan | None) -> Flags:
+        """The flags, with what a given plan was made for in place of those left at defaults."""
         if plan is None:
             return self
         default = Flags()
@@ -217,46 +176,81 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """The flag of a plan to use."""
+
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Use this plan instead of searching for one."),
+    ] = None
+
+    def apply(self, flags: Flags) -> tuple[Flags, dict[str, Any]]:
+        """(flags completed by the plan, options).  Raises PlanError for an unreadable plan."""
+        plan = None if self.plan is None else Plan.load(self.plan)
+        return flags.completed(plan), {"plan": plan}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSources(GivenPlan):
+    """And those of stages to use, which may have been edited."""
+
+    sources: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Use the stages in this folder, with its plan.json."),
+    ] = None
+    allow_edited: Annotated[
+        bool, typer.Option("--allow-edited", help="Use --sources also where they were edited.")
+    ] = False
+
+    def apply(self, flags: Flags) -> tuple[Flags, dict[str, Any]]:
+        """As `GivenPlan.apply`; the plan of a folder of sources is the one in it."""
+        own = None if self.sources is None else self.sources / "plan.json"
+        flags, given = GivenPlan(self.plan or own).apply(flags)
+        sources = None if self.sources is None else str(self.sources)
+        return flags, given | {"sources": sources, "allow_edited": self.allow_edited}
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFlags(Flags):
     """What only `plan` may leave open."""
 
     microbatches: Annotated[
         str,
-        typer.Option(
-            metavar="M", rich_help_panel=TRAINING,
+        training(
+            metavar="M",
             help="Microbatches in a minibatch, auto, or several to choose from: 4,8,16.",
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     replicas: Annotated[
         str,
-        typer.Option(
-            metavar="1|equal|any", rich_help_panel=SEARCH,
+        search(
+            metavar="1|equal|any",
             help="Devices of a stage: one; equally many for all stages; or as many as is best.",
         ),
-    ] = "1"  # fmt: skip
+    ] = "1"
     recompute: Annotated[
         str,
-        typer.Option(
-            metavar="off|on|auto", rich_help_panel=SEARCH,
+        search(
+            metavar="off|on|auto",
             help="Keep only inputs and run forward again before backward; auto: where memory asks.",
         ),
-    ] = "off"  # fmt: skip
+    ] = "off"
     warmup: Annotated[
         str | None,
-        typer.Option(
-            metavar="auto|E", rich_help_panel=SEARCH,
+        search(
+            metavar="auto|E",
             help="Microbatches in flight between neighbouring stages beyond one, to hide "
             "transfers; auto: 0 or 1.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     max_staleness: Annotated[
         str,
-        typer.Option(
-            "--max-staleness", metavar="0|1|any", rich_help_panel=SEARCH,
+        search(
+            metavar="0|1|any",
             help="With --schedule auto: how many minibatches old the weights may be that "
             "gradients are of.",
         ),
-    ] = "0"  # fmt: skip
+    ] = "0"
 
     def check(self) -> None:
         """As `Flags.check`."""
@@ -287,29 +281,33 @@ class PlanFlags(Flags):
 
 
 def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb with a parameter ``flags: Flags`` (or a kind of it) an option for each field."""
+    """Give a verb an option for each field of each dataclass among its parameters."""
     signature = inspect.signature(verb, eval_str=True)
-    kind: type[Flags] = signature.parameters["flags"].annotation
-    hints = get_type_hints(kind, include_extras=True)
-    added = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(kind)
-    ]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in signature.parameters.values()
-        if parameter.name != "flags"
-    ]
+    own: list[inspect.Parameter] = []
+    added: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        kind = parameter.annotation
+        if not is_dataclass(kind):
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        added += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY,
+                default=field.default, annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]  # fmt: skip
 
     @functools.wraps(verb)
     def wrapped(**given: Any) -> None:
-        flags = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        verb(flags=flags, **given)
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        verb(**made, **given)
 
     del wrapped.__wrapped__  # inspect must see the new signature, not the old one
     wrapped.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]

@@ -19,19 +19,13 @@ from pdcompile.steps import collecting_seldom
 def plan(
     target: imports.Target,
     flags: PlanFlags,
+    imported: imports.ImportFlags,
     context: typer.Context,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file."),
     ] = None,
     as_json: AsJson = False,
-    imported: imports.Import = None,
-    bandwidth: imports.Bandwidth = None,
-    straight: imports.Straight = False,
-    fewer: imports.Fewer = False,
-    activation_compression: imports.Compression = None,
-    devices: imports.Devices = None,
-    batch: imports.Batch = None,
 ) -> None:
     """Plan a pipeline for TARGET and prove it.
 
@@ -59,9 +53,9 @@ def plan(
       pdcompile plan --import piper bert32.json --devices 64 --memory 8GiB --batch 1920
       --bandwidth 25GiB/s
     """
-    imports.check_options(imported, context)
-    if imported is not None:
-        imports.run(imported, context.params, output=output, as_json=as_json)
+    imports.check_options(imported.imported, context)
+    if imported.imported is not None:
+        imports.run(imported.imported, context.params, output=output, as_json=as_json)
         return
     from pdcompile.cli.compiling import compiled, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout

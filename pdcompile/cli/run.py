@@ -11,15 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import (
-    AllowEdited,
-    AsJson,
-    Flags,
-    GivenPlan,
-    GivenSources,
-    Target,
-    takes_flags,
-)
+from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
 from pdcompile.errors import ConfigError
 
 
@@ -28,17 +20,14 @@ from pdcompile.errors import ConfigError
 def run(
     target: Target,
     flags: Flags,
+    given: GivenSources,
     steps: Annotated[int, typer.Option(min=1, help="Minibatches to train on.")] = 20,
     every: Annotated[
         int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
     ] = 10,
-    plan: GivenPlan = None,
-    sources: GivenSources = None,
-    allow_edited: AllowEdited = False,
     weights: Annotated[
         list[Path] | None,
         typer.Option(
-            "--weights",
             metavar="FILE",
             help="For a model on the meta device: a .safetensors file, an index or a folder of "
             "such files; may be given several times. Each process reads its own stage.",
@@ -59,20 +48,13 @@ def run(
       torchrun --nproc-per-node=8 -m pdcompile run llama.py:build --weights folder/
     """
     from pdcompile import driver
-    from pdcompile.cli.compiling import plan_given
     from pdcompile.cli.output import emit_json, is_first_rank, stdout
     from pdcompile.workload import load_target
 
     flags.check()
     workload = load_target(target)
-    given = plan_given(plan, sources)
-    options = flags.following(given).to_options(
-        workload,
-        plan=given,
-        sources=None if sources is None else str(sources),
-        allow_edited=allow_edited,
-        weights=weights or workload.weights,
-    )
+    flags, files = given.apply(flags)
+    options = flags.to_options(workload, weights=weights or workload.weights, **files)
     inputs, wanted = workload.example()
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)

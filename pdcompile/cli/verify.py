@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import (
-    AllowEdited,
-    AsJson,
-    Flags,
-    GivenPlan,
-    GivenSources,
-    Target,
-    takes_flags,
-)
+from pdcompile.cli.options import AsJson, Flags, GivenSources, Target, takes_flags
 
 if TYPE_CHECKING:
     from pdcompile.passes.verify import Verification
@@ -26,9 +18,7 @@ if TYPE_CHECKING:
 def verify(
     target: Target,
     flags: Flags,
-    plan: GivenPlan = None,
-    sources: GivenSources = None,
-    allow_edited: AllowEdited = False,
+    given: GivenSources,
     as_json: AsJson = False,
 ) -> None:
     """Compare the stages with the model in plain PyTorch, in one process, bit for bit.
@@ -54,19 +44,11 @@ def verify(
 
       pdcompile verify examples/gpt.py:build --sources stages/ --allow-edited
     """
-    from pdcompile.cli.compiling import compiled, plan_given
+    from pdcompile.cli.compiling import compiled
     from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
     from pdcompile.report.verify_table import verify_report
 
-    given = plan_given(plan, sources)
-    _, result = compiled(
-        target,
-        flags.following(given),
-        plan=given,
-        sources=None if sources is None else str(sources),
-        allow_edited=allow_edited,
-        verify="full",
-    )
+    _, result = compiled(target, flags, given, verify="full")
     found = result.verification
     assert found is not None, "verify='full' always compares"
     if as_json:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import MACHINES, SEARCH, TRAINING, AsJson, PlanFile
+from pdcompile.cli.options import AsJson, PlanFile, machines, search, takes_flags, training
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
 from pdcompile.problem.change import Change, parse_devices, parse_named
@@ -20,77 +21,82 @@ from pdcompile.units import parse_bytes, parse_rate, parse_seconds
 LEVEL = "NAME is a level of the plan's cluster, intra (innermost) or inter (outermost); none: all."
 
 
-@app.command()
-def whatif(
-    plan: PlanFile,
+@dataclass(frozen=True, slots=True)
+class WhatifFlags:
+    """One field an option; the field's annotation is its help."""
+
     devices: Annotated[
         str | None,
-        typer.Option(
+        machines(
             metavar="HOSTSxDEVICES",
-            rich_help_panel=MACHINES,
             help="Other machines of the same kind, one stage a device: 4x8.",
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="BYTES",
-            rich_help_panel=MACHINES,
-            help="Memory limit of every device, for example 24GB; none: no limit.",
+        machines(
+            metavar="BYTES", help="Memory limit of every device, for example 24GB; none: no limit."
         ),
-    ] = None,
+    ] = None
     bandwidth: Annotated[
         list[str] | None,
-        typer.Option(
+        machines(
             metavar="[NAME=]RATE",
-            rich_help_panel=MACHINES,
             help=f"Bandwidth of links, for example inter=12.5GB/s or 25Gbit/s. {LEVEL} "
             "May be given several times.",
         ),
-    ] = None,
+    ] = None
     latency: Annotated[
         list[str] | None,
-        typer.Option(
+        machines(
             metavar="[NAME=]TIME",
-            rich_help_panel=MACHINES,
             help="Latency of a message, for example inter=5us. Named as --bandwidth.",
         ),
-    ] = None,
+    ] = None
     speed: Annotated[
         list[str] | None,
-        typer.Option(
+        machines(
             metavar="[DEVICE=]FACTOR",
-            rich_help_panel=MACHINES,
             help="Speed of devices relative to that of the costs: 2, or 3=0.5 for device 3.",
         ),
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(rich_help_panel=TRAINING, help=f"One of {', '.join(KINDS)}.")
-    ] = None,
+    ] = None
+    schedule: Annotated[str | None, training(help=f"One of {', '.join(KINDS)}.")] = None
     microbatches: Annotated[
-        int | None,
-        typer.Option(metavar="M", rich_help_panel=TRAINING, help="Microbatches in a minibatch."),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", rich_help_panel=TRAINING, help="Samples in a minibatch."),
-    ] = None,
+        int | None, training(metavar="M", help="Microbatches in a minibatch.")
+    ] = None
+    batch_size: Annotated[int | None, training(help="Samples in a minibatch.")] = None
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            "--time-limit",
+        search(
             metavar="SECONDS",
             min=0,
-            rich_help_panel=SEARCH,
             help="Stop the search then, with the best answer so far and its gap.",
         ),
-    ] = None,
+    ] = None
+
+    def change(self) -> Change:
+        """What they ask to be different.  Raises ConfigError for a text that means nothing."""
+        return Change(
+            devices=None if self.devices is None else parse_devices(self.devices),
+            memory_bytes=_memory(self.memory),
+            bandwidth=_named(self.bandwidth, "--bandwidth", _rate),
+            latency=_named(self.latency, "--latency", _latency),
+            speed=tuple(_speed(text) for text in self.speed or ()),
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            batch_size=self.batch_size,
+        )
+
+
+@app.command()
+@takes_flags
+def whatif(
+    plan: PlanFile,
+    flags: WhatifFlags,
     write_cluster: Annotated[
         Path | None,
         typer.Option(
-            "--write-cluster",
-            metavar="FILE",
-            help="Write the changed cluster, for `pdcompile plan --cluster FILE`.",
+            metavar="FILE", help="Write the changed cluster, for `pdcompile plan --cluster FILE`."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -107,16 +113,7 @@ def whatif(
 
       pdcompile whatif plan.json --schedule 2bw --json
     """  # fmt: skip
-    change = Change(
-        devices=None if devices is None else parse_devices(devices),
-        memory_bytes=_memory(memory),
-        bandwidth=_named(bandwidth, "--bandwidth", _rate),
-        latency=_named(latency, "--latency", _latency),
-        speed=tuple(_speed(text) for text in speed or ()),
-        schedule=schedule,
-        microbatches=microbatches,
-        batch_size=batch_size,
-    )
+    change = flags.change()
     from pdcompile.cli.compiling import write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
     from pdcompile.passes.planning.whatif import whatif as answered
@@ -127,7 +124,7 @@ def whatif(
     with compiling(lines=not as_json, title="solving") as listener:
         listener.starts("again")
         found = answered(
-            loaded, change, time_limit=time_limit, progress=listener.found, where=str(plan)
+            loaded, change, time_limit=flags.time_limit, progress=listener.found, where=str(plan)
         )
     if write_cluster is not None:
         write_text(write_cluster, found.after.cluster.to_toml())
