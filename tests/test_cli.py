@@ -381,5 +381,5 @@ def test_times_are_taken_with_the_threads_of_a_run(
 
 def test_a_plan_says_the_schedule_where_nothing_else_does() -> None:
     made = replace(plan(), training=replace(plan().training, schedule="2bw"))
-    assert Flags().following(made).schedule == "2bw"
-    assert Flags(schedule="gpipe").following(made).schedule == "gpipe"
+    assert Flags().completed(made).schedule == "2bw"
+    assert Flags(schedule="gpipe").completed(made).schedule == "gpipe"
