@@ -27,9 +27,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError
+from pdcompile.jsonio import decode
 from pdcompile.problem import StageLimits
 from pdcompile.units import (
     exact_bytes,
@@ -215,7 +216,7 @@ class Cluster:
 
     @staticmethod
     def from_toml(text: str, *, where: str = "cluster.toml") -> Cluster:
-        """Inverse of `to_toml`; raises ClusterError that names file and key."""
+        """Inverse of `to_toml`.  Raises ClusterError that names file and key."""
         try:
             data = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -223,7 +224,7 @@ class Cluster:
                 f"the cluster file is not TOML: {str(error).lower()}", where=where
             ) from error
         try:
-            return _read(_Table(data, where, ""))
+            return _read(data, where)
         except ConfigError as error:  # a unit: the parser of units knows no clusters
             raise ClusterError(error.message, where=error.where, remedy=error.remedy) from error
 
@@ -301,55 +302,41 @@ def stage_limits(
     return tuple(limits)
 
 
-class _Table:
-    """A TOML table that knows its place in the file and complains about keys nobody asked for."""
-
-    def __init__(self, data: Any, where: str, path: str):
-        self.where = f"{where}: {path}" if path else where
-        self.path, self.file = path, where
-        if not isinstance(data, dict):
-            raise ClusterError("expected a table", where=self.where)
-        self.data = dict(data)
-
-    def take(self, key: str, kind: Any, default: Any = None) -> Any:
-        if key not in self.data:
-            return default
-        value = self.data.pop(key)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            expected = getattr(kind, "__name__", "number")
-            raise ClusterError(f"{key} is {value!r}, not of type {expected}", where=self.key(key))
-        return value
-
-    def key(self, key: str) -> str:
-        return f"{self.file}: {self.path}.{key}" if self.path else f"{self.file}: {key}"
-
-    def tables(self, key: str) -> list[_Table]:
-        found = self.take(key, list, [])
-        return [_Table(item, self.file, f"{key}[{i}]") for i, item in enumerate(found)]
-
-    def finish(self, known: str) -> None:
-        for key in self.data:
-            raise ClusterError(
-                f"unknown key {key!r}", where=self.key(key), remedy=f"known keys are {known}"
-            )
+@dataclass(frozen=True, slots=True)
+class _DeviceRow:
+    count: int = 1
+    kind: str = "cpu"
+    memory: Any = None
+    speed: float = 1.0
 
 
-def _read(table: _Table) -> Cluster:
-    devices: list[Device] = []
-    for row in table.tables("devices"):
-        count = row.take("count", int, 1)
-        if not 1 <= count <= MAX_DEVICES:
-            raise ClusterError(f"{count} devices of a kind", where=row.key("count"))
-        devices += [_device(row)] * count
-    levels = tuple(_level(row) for row in table.tables("levels"))
-    notes = tuple(table.take("notes", list, []))
-    if not all(isinstance(note, str) for note in notes):
-        raise ClusterError("notes are not all text", where=table.key("notes"))
-    in_process = table.take("in_process", bool, False)
-    table.finish("devices, levels, notes, in_process")
+@dataclass(frozen=True, slots=True)
+class _LevelRow:
+    name: str = "link"
+    size: int = 0
+    bandwidth: Any = math.inf
+    latency: Any = 0.0
+    duplex: Literal["full", "half"] = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a cluster.toml may hold."""
+
+    devices: tuple[_DeviceRow, ...] = ()
+    levels: tuple[_LevelRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    in_process: bool = False
+
+
+def _read(data: Any, where: str) -> Cluster:
+    file = decode(_File, data, where=where, error=ClusterError)
+    rows = [(row, f"{where}: devices[{i}]") for i, row in enumerate(file.devices)]
+    devices = tuple(device for row, place in rows for device in _devices(row, place))
+    levels = tuple(_level(row, f"{where}: levels[{i}]") for i, row in enumerate(file.levels))
     if not devices:
         raise ClusterError(
-            "the cluster has no devices", where=table.where, remedy="add a [[devices]] table"
+            "the cluster has no devices", where=where, remedy="add a [[devices]] table"
         )
     if not levels and len(devices) == 1:
         levels = (Level("host", 1, math.inf),)
@@ -358,47 +345,37 @@ def _read(table: _Table) -> Cluster:
         sizes = " x ".join(str(level.size) for level in levels) or "none"
         raise ClusterError(
             f"level sizes {sizes} multiply to {product}, but there are {len(devices)} devices",
-            where=table.key("levels"),
+            where=f"{where}: levels",
             remedy="make the product of the sizes equal to the number of devices",
         )
-    return Cluster(tuple(devices), levels, in_process, notes)
+    return Cluster(devices, levels, file.in_process, file.notes)
 
 
-def _device(row: _Table) -> Device:
-    kind = row.take("kind", str, "cpu")
-    memory = row.take("memory", object)
-    speed = float(row.take("speed", (int, float), 1.0))
-    row.finish("count, kind, memory, speed")
-    if not (math.isfinite(speed) and speed > 0):
-        raise ClusterError(f"speed is {speed!r}, not above 0", where=row.key("speed"))
-    device = Device(kind, None, speed)
-    if memory is None:
-        return device
-    limit = parse_bytes(memory, what="memory", where=row.key("memory"))
-    return replace(device, memory_bytes=limit)
+def _devices(row: _DeviceRow, where: str) -> tuple[Device, ...]:
+    if not 1 <= row.count <= MAX_DEVICES:
+        raise ClusterError(f"{row.count} devices of a kind", where=f"{where}.count")
+    if not (math.isfinite(row.speed) and row.speed > 0):
+        raise ClusterError(f"speed is {row.speed!r}, not above 0", where=f"{where}.speed")
+    memory = row.memory
+    if memory is not None:
+        memory = parse_bytes(memory, what="memory", where=f"{where}.memory")
+    return (Device(row.kind, memory, row.speed),) * row.count
 
 
-def _level(row: _Table) -> Level:
-    name = row.take("name", str, "link")
-    size = row.take("size", int, 0)
-    bandwidth = row.take("bandwidth", object, math.inf)
-    latency = row.take("latency", object, 0.0)
-    duplex = row.take("duplex", str, "full")
-    row.finish("name, size, bandwidth, latency, duplex")
-    if not 1 <= size <= MAX_DEVICES:
-        raise ClusterError(f"size is {size}, not from 1", where=row.key("size"))
-    if duplex not in ("full", "half"):
-        raise ClusterError(f'duplex is {duplex!r}, not "full" or "half"', where=row.key("duplex"))
-    if bandwidth is not math.inf:
-        bandwidth = parse_rate(bandwidth, what="bandwidth", where=row.key("bandwidth"))
-    if bandwidth <= 0:
+def _level(row: _LevelRow, where: str) -> Level:
+    if not 1 <= row.size <= MAX_DEVICES:
+        raise ClusterError(f"size is {row.size}, not from 1", where=f"{where}.size")
+    rate = row.bandwidth
+    if rate is not math.inf:
+        rate = parse_rate(rate, what="bandwidth", where=f"{where}.bandwidth")
+    if rate <= 0:
         raise ClusterError(
             "bandwidth is 0",
-            where=row.key("bandwidth"),
+            where=f"{where}.bandwidth",
             remedy='give what a device can send per second, such as "12.5 GB/s"',
         )
-    seconds = parse_seconds(latency, what="latency", where=row.key("latency"))
-    return Level(name, size, bandwidth, seconds, duplex == "full")
+    seconds = parse_seconds(row.latency, what="latency", where=f"{where}.latency")
+    return Level(row.name, row.size, rate, seconds, row.duplex == "full")
 
 
 def _quote(text: str) -> str:

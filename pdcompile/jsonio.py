@@ -182,6 +182,8 @@ def _check_tree(data: Any) -> None:
 
 
 def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> Any:
+    if kind is Any:
+        return data
     if is_dataclass(kind):
         return _decode_dataclass(kind, data, where, error)
     origin, args = get_origin(kind), get_args(kind)
@@ -238,7 +240,7 @@ def _below(where: str, key: str) -> str:
 
 
 def _short(data: Any) -> str:
-    text = json.dumps(data)
+    text = json.dumps(data, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
