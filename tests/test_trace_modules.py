@@ -63,10 +63,9 @@ def test_modes_that_run_other_operators() -> None:
     assert_alike(model, trace(model.eval(), rows()).to_module(), rows(3))
 
 
-def test_a_training_flag_is_followed_in_one_program() -> None:
+def test_a_training_flag_is_followed() -> None:
     model = make(lambda self, x: F.dropout(self.lin(x), 0.5, self.training))
     module = trace(model, rows()).to_module()
-    assert "training = training" in module.code
     assert_alike(model, module, rows(3))
 
 

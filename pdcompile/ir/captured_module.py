@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pdcompile.batch import FlatCall, flatten_call, unflatten_output
 from pdcompile.eager.module_copies import twins
 from pdcompile.errors import InputError, TraceError
-from pdcompile.ir.fx_program import Program, merged, program_of
+from pdcompile.ir.fx_program import Program, program_of
 from pdcompile.ir.records import GraphInput, SizeRange, size_at
 from pdcompile.ir.targets import dtype_name
 from pdcompile.ir.value_checks import failed_check
@@ -51,7 +51,7 @@ class CapturedModule(fx.GraphModule):
 
     call: _Call
     program: Program
-    other: tuple[Program, Callable[..., Any]] | None
+    other: tuple[Program, Callable[..., Any]]  # of the other mode
     modes: tuple[bool, dict[nn.Module, bool]]  # of the model when it was captured, of its parts
 
     def train(self, mode: bool = True) -> CapturedModule:
@@ -104,21 +104,18 @@ def to_module(graph: OpGraph, model: nn.Module | None = None) -> CapturedModule:
 
 def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:
     """The GraphModule for a graph and, where there is one, the same model's other mode."""
-    one = merged(graph, other) if other is not None else None
-    program = program_of(graph, one if one is not None else graph.ops)
+    program = program_of(graph)
     module = CapturedModule(nn.Module(), fx.Graph())
     _copy_tree(model, module)
     for fqn, tensor in graph.tensor_values.items():
         _place_constant(module, fqn, tensor)
     module.program = program
-    module.other = None
     module.train(graph.training)
-    if other is not None and one is None:
-        second = program_of(other, other.ops)
-        twin = fx.GraphModule(module, second.fx_graph)
-        module.other = (second, type(twin).forward)
-    elif other is None:
+    if other is None:
         module.other = (program, _no_other_mode)
+    else:
+        second = program_of(other)
+        module.other = (second, type(fx.GraphModule(module, second.fx_graph)).forward)
     module.graph = program.fx_graph
     return module
 
@@ -126,7 +123,7 @@ def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedMo
 def _outer(generated: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
         program, run = self.program, generated
-        if self.other is not None and self.training != program.graph.training:
+        if self.training != program.graph.training:
             program, run = self.other
         return _call(self, program, run, args, kwargs)
 
@@ -148,7 +145,6 @@ def _call(
     lookup: dict[str, Callable[[str], Any]] = {
         "b": lambda _: size,
         "device": lambda _: tensors[0].device if tensors else torch.device("cpu"),
-        "training": lambda _: module.training,
         "module": module.get_submodule,
         "tensor": lambda fqn: _tensor(module, fqn),
     }

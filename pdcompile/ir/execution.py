@@ -12,17 +12,7 @@ import torch
 from torch import nn
 
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.ir.records import (
-    Affine,
-    Argument,
-    Attr,
-    DictOf,
-    ListOf,
-    Op,
-    Ref,
-    Slice,
-    TorchLiteral,
-)
+from pdcompile.ir.records import Affine, Argument, Attr, Op, Ref, TorchLiteral, python_value
 from pdcompile.ir.targets import from_literal, resolve
 
 if TYPE_CHECKING:
@@ -62,25 +52,20 @@ def materialise(argument: Argument, env: Mapping[str, Any], lookup: Lookup) -> A
         env: value name to tensor or container.
         lookup: finds Attrs; its b is the microbatch size of Affine numbers.
     """
-    match argument:
-        case Ref(name):
-            return env[name]
-        case Attr(fqn):
-            return lookup.tensor(fqn)
-        case Affine():
-            return argument.at(lookup.b)
-        case TorchLiteral():
-            return from_literal(argument, lookup.device)
-        case ListOf(items):
-            return [materialise(item, env, lookup) for item in items]
-        case DictOf(items):
-            return {key: materialise(item, env, lookup) for key, item in items}
-        case Slice(start, stop, step):
-            return slice(*(materialise(part, env, lookup) for part in (start, stop, step)))
-        case tuple():
-            return tuple(materialise(item, env, lookup) for item in argument)
-        case _:
-            return argument
+
+    def leaf(argument: Argument) -> Any:
+        match argument:
+            case Ref(name):
+                return env[name]
+            case Attr(fqn):
+                return lookup.tensor(fqn)
+            case Affine():
+                return argument.at(lookup.b)
+            case TorchLiteral():
+                return from_literal(argument, lookup.device)
+        return argument
+
+    return python_value(argument, leaf)
 
 
 def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
@@ -23,24 +23,18 @@ from pdcompile.ir.records import (
     Affine,
     Argument,
     Attr,
-    DictOf,
     GraphInput,
-    ListOf,
     Op,
     Ref,
-    Slice,
     TorchLiteral,
     leaves,
+    python_value,
+    walk,
 )
 from pdcompile.ir.targets import from_literal, resolve
 
 if TYPE_CHECKING:
     from pdcompile.ir.graph import OpGraph
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingFlag:
-    """Stands for a literal that is True in the train graph and False in the eval graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +44,20 @@ class Program:
     graph: OpGraph
     fx_graph: fx.Graph
     inputs: tuple[GraphInput, ...]  # of the model, without loss_fn's target
-    extras: tuple[tuple[str, str], ...]  # (kind, FQN): b, device, training, module, tensor
+    extras: tuple[tuple[str, str], ...]  # (kind, FQN): b, device, module, tensor
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph, ops: tuple[Op, ...]) -> None:
-        self.graph = graph
+    def __init__(self, graph: OpGraph, ops: Sequence[Op]) -> None:
         self.fx = fx.Graph()
-        self.extras: list[tuple[str, str]] = []
         self.nodes: dict[str, fx.Node] = {}
         self._made: dict[Any, fx.Node] = {}
         self.inputs = tuple(entry for entry in graph.inputs if not _of_target(entry.path))
         for entry in self.inputs:
             self.nodes[entry.name] = self.fx.placeholder(entry.name)
-        for kind, name in _needed_extras(graph, ops):
-            self._made[kind, name] = self.fx.placeholder(f"{kind}_{len(self.extras)}")
-            self.extras.append((kind, name))
+        self.extras = tuple(dict.fromkeys(_extras(graph, ops)))
+        for n, (kind, name) in enumerate(self.extras):
+            self._made[kind, name] = self.fx.placeholder(f"{kind}_{n}")
 
     def add(self, op: Op) -> None:
         args = tuple(self.argument(argument) for argument in op.args)
@@ -88,6 +80,9 @@ class _Builder:
         self.nodes[op.name] = node
 
     def argument(self, argument: Argument) -> Any:
+        return python_value(argument, self._leaf)
+
+    def _leaf(self, argument: Argument) -> Any:
         match argument:
             case Ref(name):
                 return self.nodes[name]
@@ -97,20 +92,10 @@ class _Builder:
                 return self._made["tensor", fqn]
             case Affine():
                 return self._affine(argument)
-            case TrainingFlag():
-                return self._made["training", ""]
             case TorchLiteral("device", "self"):
                 return self._made["device", ""]
             case TorchLiteral():
                 return from_literal(argument, torch.device("cpu"))
-            case ListOf(items):
-                return [self.argument(item) for item in items]
-            case DictOf(items):
-                return {key: self.argument(item) for key, item in items}
-            case Slice(start, stop, step):
-                return slice(*(self.argument(part) for part in (start, stop, step)))
-            case tuple():
-                return tuple(self.argument(item) for item in argument)
         return argument
 
     def _affine(self, size: Affine) -> Any:
@@ -152,9 +137,10 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def program_of(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
-    builder = _Builder(graph, ops)
-    used = _model_ops(graph, ops)
+def program_of(graph: OpGraph) -> Program:
+    """The model's ops, without those of loss_fn, as an fx graph."""
+    used = [op for op in graph.ops if op.region == "forward"]
+    builder = _Builder(graph, used)
     for (grad, enables, autocast), region in groupby(
         used, key=lambda op: (op.grad_enabled, op.enables_grad, op.autocast)
     ):
@@ -175,48 +161,27 @@ def program_of(graph: OpGraph, ops: tuple[Op, ...]) -> Program:
         if before is not None:
             builder.fx.call_function(torch._C._set_grad_enabled, (before,))
     builder.fx.output(tuple(builder.argument(leaf) for leaf in leaves(graph.output)))
-    return Program(graph, builder.fx, builder.inputs, tuple(builder.extras))
+    return Program(graph, builder.fx, builder.inputs, builder.extras)
 
 
 def _of_target(path: str) -> bool:
     return re.match(rf"{TARGET}($|\W)", path) is not None
 
 
-def _model_ops(graph: OpGraph, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The model's ops without those of loss_fn."""
-    return tuple(op for op in ops if op.region == "forward")
-
-
-def _needed_extras(graph: OpGraph, ops: tuple[Op, ...]) -> list[tuple[str, str]]:
-    found: dict[tuple[str, str], None] = {}
-    for op in _model_ops(graph, ops):
-        for part in _parts((op.args, op.kwargs)):
-            if isinstance(part, Affine):
-                found["b", ""] = None
-            elif isinstance(part, TrainingFlag):
-                found["training", ""] = None
-            elif part == TorchLiteral("device", "self"):
-                found["device", ""] = None
-            elif isinstance(part, Attr) and not is_plain(part.fqn):
-                found["tensor", part.fqn] = None
+def _extras(graph: OpGraph, ops: Sequence[Op]) -> Iterator[tuple[str, str]]:
+    """What the ops need besides inputs and what source text can name."""
+    for op in ops:
         if op.kind in ("module", "opaque") and not is_plain(op.module_path):
-            found["module", op.module_path] = None
-    for part in _parts(graph.output):
+            yield "module", op.module_path
+    for part in walk(
+        (tuple((op.args, op.kwargs) for op in ops), graph.output), (Affine, Attr, TorchLiteral)
+    ):
         if isinstance(part, Affine):
-            found["b", ""] = None
+            yield "b", ""
+        elif part == TorchLiteral("device", "self"):
+            yield "device", ""
         elif isinstance(part, Attr) and not is_plain(part.fqn):
-            found["tensor", part.fqn] = None
-    return list(found)
-
-
-def _parts(argument: Any) -> list[Any]:
-    if isinstance(argument, tuple):
-        return [part for item in argument for part in _parts(item)]
-    if isinstance(argument, ListOf | DictOf):
-        return _parts(argument.items)
-    if isinstance(argument, Slice):
-        return _parts((argument.start, argument.stop, argument.step))
-    return [argument]
+            yield "tensor", part.fqn
 
 
 def is_plain(fqn: str) -> bool:
@@ -225,33 +190,3 @@ def is_plain(fqn: str) -> bool:
         re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", part) and not iskeyword(part)
         for part in fqn.split(".")
     )
-
-
-def merged(graph: OpGraph, other: OpGraph) -> tuple[Op, ...] | None:
-    """The ops of both modes with `TrainingFlag` where they differ; None if they differ more."""
-    if len(graph.ops) != len(other.ops) or graph.output != other.output:
-        return None
-    train, evaluation = (graph, other) if graph.training else (other, graph)
-    found = []
-    alike = ("name", "kind", "target", "module_path", "grad_enabled", "enables_grad", "autocast")
-    for a, b in zip(train.ops, evaluation.ops, strict=True):
-        arguments = _merge_argument((a.args, a.kwargs), (b.args, b.kwargs))
-        same = all(getattr(a, name) == getattr(b, name) for name in alike)
-        if arguments is None or not same:
-            return None
-        found.append(_with_arguments(a, *arguments))
-    return tuple(found)
-
-
-def _with_arguments(op: Op, args: Any, kwargs: Any) -> Op:
-    return replace(op, args=args, kwargs=kwargs)
-
-
-def _merge_argument(a: Any, b: Any) -> Any:
-    if a is True and b is False:
-        return TrainingFlag()
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        parts = [_merge_argument(x, y) for x, y in zip(a, b, strict=True)]
-        differs = any(part is None and x is not None for part, x in zip(parts, a, strict=True))
-        return None if differs else tuple(parts)
-    return a if type(a) is type(b) and a == b else None

@@ -293,8 +293,8 @@ class SizeRange:
 _PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument
 
 
-def walk(argument: Any, kind: type[Any]) -> list[Any]:
-    """All parts of an argument that are of the given class, in order of appearance."""
+def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
+    """All parts of an argument that are of the given class or classes, in order of appearance."""
     found: list[Any] = []
     stack = [argument]
     while stack:
@@ -324,6 +324,20 @@ def rewritten(argument: Any, change: Callable[[Any], Any]) -> Any:
         case Slice(start, stop, step):
             return Slice(*(rewritten(part, change) for part in (start, stop, step)))
     return change(argument)
+
+
+def python_value(argument: Argument, leaf: Callable[[Argument], Any]) -> Any:
+    """The argument in Python's own containers, with every other part as `leaf` gives it."""
+    match argument:
+        case ListOf(items):
+            return [python_value(item, leaf) for item in items]
+        case DictOf(items):
+            return {key: python_value(item, leaf) for key, item in items}
+        case Slice(start, stop, step):
+            return slice(*(python_value(part, leaf) for part in (start, stop, step)))
+        case tuple():
+            return tuple(python_value(item, leaf) for item in argument)
+    return leaf(argument)
 
 
 def leaves(output: Argument) -> tuple[Argument, ...]:
