@@ -13,7 +13,7 @@ from pdcompile.cli.importing import parse_bandwidth, parse_compression, parse_le
 from pdcompile.errors import ConfigError
 from pdcompile.problem.answer import LevelAnswer
 from pdcompile.report.answer_table import level_lines, members
-from pdcompile.report.search_line import SearchLine
+from pdcompile.report.progress import found_text
 from pdcompile.units import parse_limit
 
 Call = Callable[..., tuple[int, str, str]]
@@ -82,9 +82,6 @@ def test_levels_are_indented() -> None:
 
 
 def test_the_line_of_a_running_search() -> None:
-    line = SearchLine()
-    assert str(line).startswith("no plan yet, 0 s")
-    line.update(None, 1.5)
-    assert str(line).startswith("no plan yet, bound 1.5, 0 s")
-    line.update(2.0, 1.5)
-    assert str(line).startswith("best 2, bound 1.5, gap 25 %, 0 s")
+    assert found_text(None, 0.0).startswith("no plan yet  (Ctrl-C")
+    assert found_text(None, 1.5).startswith("no plan yet, bound 1.5  (")
+    assert found_text(2.0, 1.5).startswith("best 2, bound 1.5, gap 25 %  (")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import ConfigError
 from pdcompile.passes.simulate import drained
 from pdcompile.plan import MemoryLedger
-from pdcompile.report import chrome, html, names, picture, plan_table, svg, timeline
+from pdcompile.report import chrome, html, labels, picture, plan_table, svg, timeline
 from tests.helpers.report_data import Event, one_f_one_b, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -201,17 +201,17 @@ def test_html_is_complete_escaped_and_loads_nothing() -> None:
 
 def test_module_ranges() -> None:
     parameters = [f"net.blocks.{i}.w" for i in (0, 1, 2, 4)] + ["head.bias", "3.w"]
-    assert names.modules(parameters) == "3, head, net.blocks.0–2,4"
-    assert names.modules((), ("relu", "add")) == "relu … add"
-    assert names.modules((), ("relu",)) == "relu"
-    assert names.ranks((0, 1, 2, 5)) == "0–2,5"
-    assert names.ranks(()) == "-"
+    assert labels.modules(parameters) == "3, head, net.blocks.0–2,4"
+    assert labels.modules((), ("relu", "add")) == "relu … add"
+    assert labels.modules((), ("relu",)) == "relu"
+    assert labels.ranks((0, 1, 2, 5)) == "0–2,5"
+    assert labels.ranks(()) == "-"
 
 
 @given(st.sets(st.integers(0, 30), min_size=1))
 def test_ranges_name_exactly_their_numbers(numbers: set[int]) -> None:
     found: set[int] = set()
-    for run in names.ranks(sorted(numbers)).split(","):
+    for run in labels.ranks(sorted(numbers)).split(","):
         first, _, last = run.partition("–")
         found.update(range(int(first), int(last or first) + 1))
     assert found == numbers

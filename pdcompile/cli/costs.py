@@ -95,15 +95,14 @@ def _rows(found: SymbolicCosts) -> list[tuple[str, ...]]:
 
 def _print(console: Console, found: SymbolicCosts) -> None:
     """A table where its lines fit, else a few lines for each op: formulas are not cut."""
-    from rich.table import Table
     from rich.text import Text
 
+    from pdcompile.report import labels
+
     rows = _rows(found)
-    heads: tuple[str, ...] = ("op", "shape", "forward", "output", "saved", "")
-    heads = heads if any(row[-1] for row in rows) else heads[:-1]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column, title in enumerate(heads):
-        table.add_column(title, justify="right" if 2 <= column < 5 else "left")
+    marked = any(row[-1] for row in rows)
+    heads = ("op", "shape", ">forward", ">output", ">saved", *([""] if marked else []))
+    table = labels.table(*heads)
     for row in rows:
         table.add_row(*map(Text, row[: len(heads)]))
     unbounded = console.options.update(width=10_000)

@@ -137,7 +137,7 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
         PdcompileError: what the reader refuses in the file.
     """
     from pdcompile.passes.partition.budget import Budget
-    from pdcompile.report.search_line import searching
+    from pdcompile.report.progress import searching
 
     begin = time.monotonic()
     time_limit, seed = parse_time_limit(options["time_limit"]), check_seed(options["seed"])

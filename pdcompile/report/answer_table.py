@@ -13,7 +13,8 @@ from rich.text import Text
 
 from pdcompile.plan import Plan
 from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
-from pdcompile.report.names import ranges
+from pdcompile.report import labels
+from pdcompile.report.labels import ranges
 from pdcompile.units import format_bytes, format_seconds
 
 WIDTH = 44  # columns that a stage's members may take
@@ -60,16 +61,15 @@ def stage_table(stages: Sequence[StageAnswer], unit: str) -> Table:
     used = {name for row in rows for name in row}
     if {row["replicas"] for row in rows} == {1}:
         used.discard("replicas")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("stage", justify="right")
-    table.add_column("holds", ratio=1, overflow="fold")
-    table.add_column("nodes", justify="right", no_wrap=True)
-    columns = [name for name in HEADINGS if name in used]
-    columns += sorted(used - set(HEADINGS))
-    for name in columns:
-        heading = HEADINGS.get(name, name.removesuffix("_seconds").replace("_", " "))
-        words = name in ("device", "variants")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
+    columns = [name for name in HEADINGS if name in used] + sorted(used - set(HEADINGS))
+    heads = [
+        HEADINGS.get(name, name.removesuffix("_seconds").replace("_", " ")) for name in columns
+    ]
+    words = ("device", "variants")
+    table = labels.table(
+        ">stage", "*holds", ">nodes",
+        *(head if name in words else f">{head}" for name, head in zip(columns, heads, strict=True)),
+    )  # fmt: skip
     for index, (stage, row) in enumerate(zip(stages, rows, strict=True)):
         table.add_row(
             str(index),

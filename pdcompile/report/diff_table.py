@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcompile.plan.diff import Changed, Moved, PlanDiff
-from pdcompile.report import names
-from pdcompile.report.explain_table import change_text
+from pdcompile.report import labels
 from pdcompile.schedule.registry import flush_schedules
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
@@ -67,7 +66,7 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
 
 def moved_table(moved: Sequence[Moved]) -> Table:
     """One row for all ops that go the same way."""
-    table = _table("ops on another stage", "from", "to", "ops")
+    table = labels.table("ops on another stage", "from", "to", "ops")
     for one in moved:
         table.add_row(shortened(one), _stage(one.source), _stage(one.target), str(len(one.ops)))
     return table
@@ -75,7 +74,7 @@ def moved_table(moved: Sequence[Moved]) -> Table:
 
 def changed_table(rows: Sequence[tuple[str, Changed]]) -> Table:
     """One row a fact; long lists are cut, and say so."""
-    table = _table("", "", "a", "b", "change")
+    table = labels.table("", "", "a", "b", "change")
     for title, one in rows[:MOST_ROWS]:
         show = _reader(one)
         table.add_row(title, _label(one.what), show(one.a), show(one.b), _change(one, rows))
@@ -90,7 +89,7 @@ def shortened(moved: Moved) -> str:
     if len(ops) <= SHOWN:
         return ", ".join(ops)
     ends = f"{ops[0]} … {ops[-1]}"
-    return f"{names.modules(moved.modules)} ({ends})" if moved.modules else ends
+    return f"{labels.modules(moved.modules)} ({ends})" if moved.modules else ends
 
 
 def _label(what: str) -> str:
@@ -138,11 +137,4 @@ def _change(one: Changed, rows: Sequence[tuple[str, Changed]]) -> str:
     unlike = any(other.what == "schedule" for _, other in rows)
     if unlike and one.what in ("objective_seconds", "bound_seconds"):
         return ""
-    return change_text(one.b, one.a)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
+    return labels.change(one.b, one.a)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdcompile.passes.partition.alternatives import Boundary, Move, Relaxed, StageUse
 from pdcompile.passes.planning.explain import Explanation
-from pdcompile.report import names
+from pdcompile.report import labels
 from pdcompile.units import format_bytes, format_seconds
 
 SHOWN = 3  # items of a move by name
@@ -44,20 +42,17 @@ def explain_report(found: Explanation) -> Group:
 
 def stage_table(found: Explanation) -> Table:
     """One row a stage: what a microbatch spends where, and how much memory is left."""
-    table = _table()
-    for name in ("stage", "bound by"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "stage" else "left")
-    columns = ["compute", "sends", "receives", "round trip", "idle"]
-    columns += ["memory left"] if any(use.limit_bytes for use in found.stages) else []
-    columns += ["critical path"] if found.flush else []
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [">compute", ">sends", ">receives", ">round trip", ">idle"]
+    limited = any(use.limit_bytes for use in found.stages)
+    columns += [">memory left"] if limited else []
+    columns += [">critical path"] if found.flush else []
+    table = labels.table(">stage", "|bound by", *columns)
     for use in found.stages:
         row = [str(use.stage), BINDS[use.binds]]
         row += [format_seconds(use.compute_seconds), format_seconds(use.sent_seconds)]
         row += [format_seconds(use.received_seconds), format_seconds(use.round_trip_seconds)]
         row += [f"{100 * use.idle:.1f} %"]
-        if "memory left" in columns:
+        if limited:
             row.append(_room(use))
         if found.flush:
             row.append(_share(use.critical_seconds, found.objective_seconds))
@@ -86,29 +81,25 @@ def deciding(found: Explanation) -> Text:
             alike.setdefault((one.forwards, one.backwards), []).append(one)
     parts = []
     for (ahead, back), uses in alike.items():
-        stages = ", ".join(names.ranges({one.stage for one in uses}))
+        stages = ", ".join(labels.ranges({one.stage for one in uses}))
         where = f"stage {stages}" if len(uses) == 1 else f"each of stages {stages}"
         seconds = format_seconds(sum(one.critical_seconds for one in uses))
-        work = f"{_times(ahead, 'forward')} and {_times(back, 'backward')}"
+        work = f"{labels.counted(ahead, 'forward')} and {labels.counted(back, 'backward')}"
         parts.append(f"{work} of {where} ({seconds})")
     parts.append(f"transfers ({format_seconds(found.transfer_seconds)})")
     return Text(
         f"stage {use.stage} decides; the longest chain of a step, {_objective(found)}, is "
-        + _list(parts)
+        + labels.listed(parts)
     )
 
 
 def boundary_table(found: Explanation) -> Table:
     """For each cut what crosses it, the next-best cut and its price."""
-    table = _table()
-    table.add_column("cut", no_wrap=True)
-    table.add_column("crosses", justify="right", no_wrap=True)
-    table.add_column("the next-best cut", ratio=1, overflow="fold")
-    table.add_column("then", justify="right", no_wrap=True)
+    table = labels.table("|cut", ">crosses", "*the next-best cut", ">then")
     for one in found.boundaries:
-        crosses = f"{one.values} × {format_bytes(one.bytes)}" if one.values else "-"
+        crosses = "-"
         if one.values:
-            crosses = f"{_times(one.values, 'value')}, {format_bytes(one.bytes)}"
+            crosses = f"{labels.counted(one.values, 'value')}, {format_bytes(one.bytes)}"
         table.add_row(
             f"{one.boundary} | {one.boundary + 1}",
             crosses,
@@ -123,11 +114,7 @@ def boundary_table(found: Explanation) -> Table:
 
 def relaxed_table(found: Explanation) -> Table:
     """One row a limit: what the plan would be without it."""
-    table = _table()
-    table.add_column("limit eased", ratio=1, overflow="fold")
-    table.add_column("best plan", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = labels.table("*limit eased", ">best plan", ">change", "|")
     for one in found.relaxed:
         if one.objective_seconds is None:
             table.add_row(one.text, "-", "-", f"not tried: {one.reason}")
@@ -135,7 +122,7 @@ def relaxed_table(found: Explanation) -> Table:
         table.add_row(
             one.text,
             format_seconds(one.objective_seconds),
-            change_text(one.objective_seconds, found.objective_seconds),
+            labels.change(one.objective_seconds, found.objective_seconds),
             _says(one, found),
         )
     return table
@@ -146,7 +133,7 @@ def _says(one: Relaxed, found: Explanation) -> str:
     if one.status == "optimal":
         binds = one.objective_seconds < found.objective_seconds * (1 - 1e-5)
         return "" if binds else "does not bind"
-    most = change_text(one.bound_seconds or 0.0, found.objective_seconds)
+    most = labels.change(one.bound_seconds or 0.0, found.objective_seconds)
     return f"at most {most}" if one.bound_seconds else "not proved"
 
 
@@ -167,18 +154,8 @@ def _moved(found: Explanation, move: Move) -> str:
 
 
 def _price(found: Explanation, move: Move) -> str:
-    change = change_text(move.objective_seconds, found.objective_seconds)
+    change = labels.change(move.objective_seconds, found.objective_seconds)
     return f"{format_seconds(move.objective_seconds)}  {change}"
-
-
-def change_text(after: float, before: float) -> str:
-    """``+1.2 %``, ``x 25``; what is too small to see is said to be nothing."""
-    if before <= 0 or abs(after / before - 1) < 5e-6:
-        return "±0 %"
-    if after >= 10 * before:
-        return f"x {after / before:,.0f}"
-    percent = 100 * (after / before - 1)
-    return f"{percent:+.2g} %" if abs(percent) < 10 else f"{percent:+.0f} %"
 
 
 def _room(use: StageUse) -> str:
@@ -197,15 +174,3 @@ def _share(part: float, whole: float) -> str:
 def _objective(found: Explanation) -> str:
     what = "a step" if found.flush else "a microbatch"
     return f"{format_seconds(found.objective_seconds)} {what}"
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _list(parts: Sequence[str]) -> str:
-    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
-
-
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

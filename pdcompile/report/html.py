@@ -6,18 +6,17 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from pdcompile.plan import MemoryLedger, Plan
-from pdcompile.report import names
 from pdcompile.report.plan_table import (
     LEDGER_LINES,
     certificate_line,
     forecast_line,
     headline,
-    in_flight,
     limits,
+    stage_rows,
 )
 from pdcompile.report.svg import Panel, draw
 from pdcompile.report.timeline import Event
-from pdcompile.units import format_bytes, format_seconds
+from pdcompile.units import format_bytes
 
 LEDGER_FILLS = (
     "#3b6fb6", "#5f9ea0", "#8c6bb1", "#4f8ff7", "#2f9e5f", "#93d6ae", "#d08a13", "#e6c35c",
@@ -37,6 +36,7 @@ th{font-weight:600;color:#555}.text{text-align:left}
 
 def page(plan: Plan, events: Iterable[Event], *, title: str = "pdcompile plan") -> str:
     """Stages, timeline, memory and certificate of a plan; a complete HTML document."""
+    stages = stage_rows(plan)
     sections = [
         f"<h1>{escape(title)}</h1>",
         _paragraph(str(headline(plan))),
@@ -45,7 +45,7 @@ def page(plan: Plan, events: Iterable[Event], *, title: str = "pdcompile plan") 
         "<h2>Timeline</h2>",
         draw([Panel(plan.training.schedule, events)]),
         "<h2>Stages</h2>",
-        _stages(plan),
+        _table([*stages[0]], [[*row.values()] for row in stages], texts=(2,)),
         "<h2>Memory</h2>" + _memory(plan) if plan.forecast else "",
         "<h2>Notes</h2>" + "".join(map(_paragraph, plan.notes)) if plan.notes else "",
     ]
@@ -72,24 +72,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[i
 
     body = "\n".join(cells("td", row) for row in rows)
     return f"<table><thead>{cells('th', head)}</thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _stages(plan: Plan) -> str:
-    rows = [
-        (
-            str(stage.index),
-            names.ranks(stage.ranks),
-            names.modules(stage.parameters, stage.ops),
-            str(len(stage.ops)),
-            format_bytes(stage.parameter_bytes),
-            format_seconds(stage.forward_seconds),
-            format_seconds(stage.backward_seconds),
-            str(in_flight(plan, stage.index)),
-        )
-        for stage in plan.stages
-    ]
-    head = ("stage", "ranks", "holds", "ops", "parameters", "forward", "backward", "in flight")
-    return _table(head, rows, texts=(2,))
 
 
 def _memory(plan: Plan) -> str:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
-from pdcompile.report import names
+from pdcompile.report import labels
+from pdcompile.report.labels import counted
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
 
@@ -47,9 +48,9 @@ def headline(plan: Plan) -> Text:
     text = Text()
     text.append(f"{training.schedule}", style="bold")
     text.append(
-        f": {_count(len(plan.stages), 'stage')} on {_count(plan.num_ranks, 'rank')}, "
-        f"minibatches of {_count(training.batch_size, 'sample')} "
-        f"in {_count(training.num_microbatches, 'microbatch', 'microbatches')}"
+        f": {counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
+        f"minibatches of {counted(training.batch_size, 'sample')} "
+        f"in {counted(training.num_microbatches, 'microbatch', 'microbatches')}"
     )
     if training.max_grad_norm is not None:
         text.append(f", gradients clipped to norm {training.max_grad_norm:g}")
@@ -57,31 +58,34 @@ def headline(plan: Plan) -> Text:
 
 
 def stage_table(plan: Plan) -> Table:
-    """One row a stage; times are per microbatch, in flight counts microbatches."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    replicated = any(stage.replicas > 1 for stage in plan.stages)
-    table.add_column("stage", justify="right")
-    table.add_column("ranks" if replicated else "rank")
-    table.add_column("holds", ratio=1, overflow="fold")
-    for name in ("ops", "parameters", "forward", "backward", "in flight", "sends"):
-        table.add_column(name, justify="right", no_wrap=True)
-    recomputed = any(stage.recompute for stage in plan.stages)
-    if recomputed:
-        table.add_column("recomputes", no_wrap=True)
-    for stage in plan.stages:
-        table.add_row(
-            str(stage.index),
-            names.ranks(stage.ranks),
-            names.modules(stage.parameters, stage.ops),
-            str(len(stage.ops)),
-            format_bytes(stage.parameter_bytes),
-            format_seconds(stage.forward_seconds),
-            format_seconds(stage.backward_seconds),
-            str(in_flight(plan, stage.index)),
-            _sends(plan, stage.index),
-            *(["yes" if stage.recompute else "no"] if recomputed else []),
-        )
+    """One row a stage."""
+    rows = stage_rows(plan)
+    _, ranks, _, *numbers = rows[0]
+    table = labels.table(">stage", ranks, "*holds", *(f">{name}" for name in numbers))
+    for row in rows:
+        table.add_row(*row.values())
     return table
+
+
+def stage_rows(plan: Plan) -> list[dict[str, str]]:
+    """Cells by column; times are per microbatch, in flight counts microbatches."""
+    ranks = "ranks" if any(stage.replicas > 1 for stage in plan.stages) else "rank"
+    recomputed = any(stage.recompute for stage in plan.stages)
+    return [
+        {
+            "stage": str(stage.index),
+            ranks: labels.ranks(stage.ranks),
+            "holds": labels.modules(stage.parameters, stage.ops),
+            "ops": str(len(stage.ops)),
+            "parameters": format_bytes(stage.parameter_bytes),
+            "forward": format_seconds(stage.forward_seconds),
+            "backward": format_seconds(stage.backward_seconds),
+            "in flight": str(in_flight(plan, stage.index)),
+            "sends": _sends(plan, stage.index),
+        }
+        | ({"recomputes": "yes" if stage.recompute else "no"} if recomputed else {})
+        for stage in plan.stages
+    ]
 
 
 def in_flight(plan: Plan, stage: int) -> int:
@@ -173,7 +177,3 @@ def certificate_line(certificate: Certificate, schedule: str) -> Text:
         f"in {format_seconds(certificate.seconds)}; scope: {certificate.scope}"
     )
     return text
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,7 +1,8 @@
-"""Progress of a compilation: which pass runs, how far the measuring is, what the search found."""
+"""Progress on stderr: which pass runs, how far the measuring is, what the search found."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from pdcompile.problem.answer import Progress as Reporter
+from pdcompile.problem.answer import relative_gap
 from pdcompile.steps import Listener
 
 TITLE = "compiling"
@@ -35,6 +38,23 @@ def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterat
             yield _Bar(bar, title)
     else:
         yield _Lines(console, title) if lines else Listener()
+
+
+@contextmanager
+def searching() -> Iterator[Reporter]:
+    """What a solver reports to: the best objective so far, and the bound."""
+    with compiling(lines=False, title="planning") as listener:
+        yield lambda objective, bound: listener.found(found_text(objective, bound))
+
+
+def found_text(objective: float | None, bound: float) -> str:
+    """``best 3, bound 2, gap 33 %``."""
+    parts = ["no plan yet" if objective is None else f"best {objective:.6g}"]
+    if math.isfinite(bound) and bound > 0:
+        parts.append(f"bound {bound:.6g}")
+        if objective is not None:
+            parts.append(f"gap {100 * relative_gap(objective, bound):.2g} %")
+    return ", ".join(parts) + "  (Ctrl-C: stop with the best)"
 
 
 class _Bar(Listener):

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdcompile.report import labels
+
 if TYPE_CHECKING:
     from pdcompile.passes.verify import Difference, Verification
 
@@ -30,10 +32,8 @@ def verify_report(found: Verification) -> Group:
 
 
 def _table(found: Verification) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("mode", "step", "samples", "outputs and loss", "gradients", "buffers", "stages"):
-        left = name in ("mode", "stages")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    numbers = (">step", ">samples", ">outputs and loss", ">gradients", ">buffers")
+    table = labels.table("|mode", *numbers, "|stages")
     for row in found.rows:
         wrong = [one for one in found.differences if (one.mode, one.step) == (row.mode, row.step)]
         table.add_row(

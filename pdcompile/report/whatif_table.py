@@ -13,8 +13,8 @@ from rich.text import Text
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, Level
 from pdcompile.passes.planning.whatif import State, Whatif
-from pdcompile.report import names
-from pdcompile.report.explain_table import BINDS, change_text
+from pdcompile.report import labels
+from pdcompile.report.explain_table import BINDS
 from pdcompile.units import (
     exact_bytes,
     format_bytes,
@@ -40,9 +40,7 @@ def whatif_report(found: Whatif) -> Group:
 
 def sides(found: Whatif) -> Table:
     """One row a fact; rows that say the same on both sides are kept where they matter."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("", "plan", "what if", "change"):
-        table.add_column(name, overflow="fold")
+    table = labels.table("", "plan", "what if", "change")
     before, after = found.before, found.after
     pairs = [("schedule", _schedule(before), _schedule(after))]
     pairs += [("devices", _devices(before.cluster), _devices(after.cluster))]
@@ -54,14 +52,14 @@ def sides(found: Whatif) -> Table:
         "time a step",
         format_seconds(before.step_seconds),
         format_seconds(after.step_seconds),
-        change_text(after.step_seconds, before.step_seconds),
+        labels.change(after.step_seconds, before.step_seconds),
         style="bold",
     )
     table.add_row(
         "throughput",
         f"{before.samples_per_second:,.4g} samples/s",
         f"{after.samples_per_second:,.4g} samples/s",
-        change_text(after.samples_per_second, before.samples_per_second),
+        labels.change(after.samples_per_second, before.samples_per_second),
     )
     table.add_row("proof", _proof(before), _proof(after))
     table.add_row("bound by", _binds(before), _binds(after))
@@ -73,14 +71,8 @@ def stages(found: Whatif) -> Table:
     """The new stages, beside what each held before where their number is the same."""
     after = found.after
     same = len(after.uses) == len(found.before.uses)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("stage", justify="right")
-    if same:
-        table.add_column("held", overflow="fold")
-    table.add_column("would hold", overflow="fold")
-    for name in ("compute", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    held = ["held"] if same else []
+    table = labels.table(">stage", *held, "would hold", ">compute", ">memory", "|bound by")
     shown = after.uses if len(after.uses) <= MOST_STAGES else after.uses[: MOST_STAGES - 1]
     for use in shown:
         row = [str(use.stage)]
@@ -106,7 +98,7 @@ def holds(state: State, stage: int) -> str:
         for i, (item, s) in enumerate(zip(state.problem.items, state.stage_of, strict=True))
         if s == stage and (item.parameter_bytes or i in users)
     ]
-    return names.modules(with_weights, [op for item in items for op in item.ops])
+    return labels.modules(with_weights, [op for item in items for op in item.ops])
 
 
 def kept_text(found: Whatif) -> str:
@@ -120,7 +112,7 @@ def kept_text(found: Whatif) -> str:
         return "the plan's own cut stays the best that was found"
     factor = 1 if after.flush else after.problem.num_microbatches
     seconds = found.kept_seconds * factor
-    change = change_text(seconds, after.step_seconds)
+    change = labels.change(seconds, after.step_seconds)
     return f"the plan's own cut would take {format_seconds(seconds)} a step ({change})"
 
 
