@@ -16,126 +16,69 @@ if not (_Path(__file__).parent / "passes").is_dir():
         "clone again with: git clone -c core.symlinks=true <url>"
     )
 
-# Public name -> the module that defines it.
-_HOME = {
-    "compile": "pdcompile.driver",
-    "Pipeline": "pdcompile.runtime.pipeline",
-    "reference": "pdcompile.reference",
-    "trace": "pdcompile.passes.trace",
-    "Workload": "pdcompile.workload",
-    "load_target": "pdcompile.workload",
-    "Cluster": "pdcompile.cluster",
-    "Device": "pdcompile.cluster",
-    "Level": "pdcompile.cluster",
-    "Pin": "pdcompile.problem.constraints",
-    "Together": "pdcompile.problem.constraints",
-    "Apart": "pdcompile.problem.constraints",
-    "CutBefore": "pdcompile.problem.constraints",
-    "Forbid": "pdcompile.problem.constraints",
-    "MaxStages": "pdcompile.problem.constraints",
-    "Profile": "pdcompile.passes.profile",
-    "SymbolicCosts": "pdcompile.passes.costs.symbolic",
-    "symbolic_costs": "pdcompile.passes.costs.symbolic",
-    "OpGraph": "pdcompile.ir.graph",
-    "Plan": "pdcompile.plan",
-    "Certificate": "pdcompile.plan",
-    "Schedule": "pdcompile.schedule",
-    "PdcompileError": "pdcompile.errors",
-    "ConfigError": "pdcompile.errors",
-    "InputError": "pdcompile.errors",
-    "TraceError": "pdcompile.errors",
-    "VerifyError": "pdcompile.errors",
-    "CostError": "pdcompile.errors",
-    "ClusterError": "pdcompile.errors",
-    "PlanError": "pdcompile.errors",
-    "InfeasibleError": "pdcompile.errors",
-    "NotFoundError": "pdcompile.errors",
-    "ScheduleError": "pdcompile.errors",
-    "DeadlockError": "pdcompile.errors",
-    "SourceError": "pdcompile.errors",
-    "NotPrepared": "pdcompile.errors",
-    "ClosedError": "pdcompile.errors",
-    "LaunchError": "pdcompile.errors",
-    "ContractError": "pdcompile.errors",
-    "RankError": "pdcompile.errors",
+# Modules and the public names that they define.
+_HOMES = {
+    "pdcompile.driver": "compile",
+    "pdcompile.runtime.pipeline": "Pipeline",
+    "pdcompile.reference": "reference",
+    "pdcompile.passes.trace": "trace",
+    "pdcompile.workload": "Workload load_target",
+    "pdcompile.cluster": "Cluster Device Level",
+    "pdcompile.problem.constraints": "Pin Together Apart CutBefore Forbid MaxStages",
+    "pdcompile.passes.profile": "Profile",
+    "pdcompile.passes.costs.symbolic": "SymbolicCosts symbolic_costs",
+    "pdcompile.ir.graph": "OpGraph",
+    "pdcompile.plan": "Plan Certificate",
+    "pdcompile.schedule": "Schedule",
+    "pdcompile.errors": "PdcompileError ConfigError InputError TraceError VerifyError CostError "
+    "ClusterError PlanError InfeasibleError NotFoundError ScheduleError DeadlockError SourceError "
+    "NotPrepared ClosedError LaunchError ContractError RankError",
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if _TYPE_CHECKING:
-    from pdcompile.cluster import Cluster, Device, Level
-    from pdcompile.driver import compile
-    from pdcompile.errors import (
-        ClosedError,
-        ClusterError,
-        ConfigError,
-        ContractError,
-        CostError,
-        DeadlockError,
-        InfeasibleError,
-        InputError,
-        LaunchError,
-        NotFoundError,
-        NotPrepared,
-        PdcompileError,
-        PlanError,
-        RankError,
-        ScheduleError,
-        SourceError,
-        TraceError,
-        VerifyError,
-    )
-    from pdcompile.ir.graph import OpGraph
-    from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic_costs
-    from pdcompile.passes.profile import Profile
-    from pdcompile.passes.trace import trace
-    from pdcompile.plan import Certificate, Plan
-    from pdcompile.problem.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
-    from pdcompile.reference import reference
-    from pdcompile.runtime.pipeline import Pipeline
-    from pdcompile.schedule import Schedule
-    from pdcompile.workload import Workload, load_target
+    from pdcompile.cluster import Cluster as Cluster
+    from pdcompile.cluster import Device as Device
+    from pdcompile.cluster import Level as Level
+    from pdcompile.driver import compile as compile
+    from pdcompile.errors import ClosedError as ClosedError
+    from pdcompile.errors import ClusterError as ClusterError
+    from pdcompile.errors import ConfigError as ConfigError
+    from pdcompile.errors import ContractError as ContractError
+    from pdcompile.errors import CostError as CostError
+    from pdcompile.errors import DeadlockError as DeadlockError
+    from pdcompile.errors import InfeasibleError as InfeasibleError
+    from pdcompile.errors import InputError as InputError
+    from pdcompile.errors import LaunchError as LaunchError
+    from pdcompile.errors import NotFoundError as NotFoundError
+    from pdcompile.errors import NotPrepared as NotPrepared
+    from pdcompile.errors import PdcompileError as PdcompileError
+    from pdcompile.errors import PlanError as PlanError
+    from pdcompile.errors import RankError as RankError
+    from pdcompile.errors import ScheduleError as ScheduleError
+    from pdcompile.errors import SourceError as SourceError
+    from pdcompile.errors import TraceError as TraceError
+    from pdcompile.errors import VerifyError as VerifyError
+    from pdcompile.ir.graph import OpGraph as OpGraph
+    from pdcompile.passes.costs.symbolic import SymbolicCosts as SymbolicCosts
+    from pdcompile.passes.costs.symbolic import symbolic_costs as symbolic_costs
+    from pdcompile.passes.profile import Profile as Profile
+    from pdcompile.passes.trace import trace as trace
+    from pdcompile.plan import Certificate as Certificate
+    from pdcompile.plan import Plan as Plan
+    from pdcompile.problem.constraints import Apart as Apart
+    from pdcompile.problem.constraints import CutBefore as CutBefore
+    from pdcompile.problem.constraints import Forbid as Forbid
+    from pdcompile.problem.constraints import MaxStages as MaxStages
+    from pdcompile.problem.constraints import Pin as Pin
+    from pdcompile.problem.constraints import Together as Together
+    from pdcompile.reference import reference as reference
+    from pdcompile.runtime.pipeline import Pipeline as Pipeline
+    from pdcompile.schedule import Schedule as Schedule
+    from pdcompile.workload import Workload as Workload
+    from pdcompile.workload import load_target as load_target
 
-__all__ = [
-    "Apart",
-    "Certificate",
-    "ClosedError",
-    "Cluster",
-    "ClusterError",
-    "ConfigError",
-    "ContractError",
-    "CostError",
-    "CutBefore",
-    "DeadlockError",
-    "Device",
-    "Forbid",
-    "InfeasibleError",
-    "InputError",
-    "LaunchError",
-    "Level",
-    "MaxStages",
-    "NotFoundError",
-    "NotPrepared",
-    "OpGraph",
-    "PdcompileError",
-    "Pin",
-    "Pipeline",
-    "Plan",
-    "PlanError",
-    "Profile",
-    "RankError",
-    "Schedule",
-    "ScheduleError",
-    "SourceError",
-    "SymbolicCosts",
-    "Together",
-    "TraceError",
-    "VerifyError",
-    "Workload",
-    "compile",
-    "load_target",
-    "reference",
-    "symbolic_costs",
-    "trace",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> _Any:

@@ -6,54 +6,26 @@ the graph, the stages and the transport can speak of ``x``, ``batch['ids']`` or 
 microbatches are and how much each counts: eager reference and pipeline use the same.
 """
 
-from pdcompile.batch.call import (
-    Argument,
-    CallSpec,
-    FlatCall,
-    as_one_argument,
-    check_example,
-    example_call,
-    flatten_call,
-)
-from pdcompile.batch.layout import (
-    BatchLayout,
-    check_batch_dims,
-    follow_batch,
-    lone_row_error,
-    lone_rows,
-    resolve_batch,
-)
-from pdcompile.batch.memory_order import memory_order
-from pdcompile.batch.microbatches import concatenate, microbatch_sizes, resize, split, weights
-from pdcompile.batch.structure import (
-    flatten_output,
-    map_tensors,
-    output_leaves,
-    unflatten_output,
-)
-
-__all__ = [
-    "Argument",
-    "BatchLayout",
-    "CallSpec",
-    "FlatCall",
-    "as_one_argument",
-    "check_batch_dims",
-    "check_example",
-    "concatenate",
-    "example_call",
-    "flatten_call",
-    "flatten_output",
-    "follow_batch",
-    "lone_row_error",
-    "lone_rows",
-    "map_tensors",
-    "memory_order",
-    "microbatch_sizes",
-    "output_leaves",
-    "resize",
-    "resolve_batch",
-    "split",
-    "unflatten_output",
-    "weights",
-]
+from pdcompile.batch.call import Argument as Argument
+from pdcompile.batch.call import CallSpec as CallSpec
+from pdcompile.batch.call import FlatCall as FlatCall
+from pdcompile.batch.call import as_one_argument as as_one_argument
+from pdcompile.batch.call import check_example as check_example
+from pdcompile.batch.call import example_call as example_call
+from pdcompile.batch.call import flatten_call as flatten_call
+from pdcompile.batch.layout import BatchLayout as BatchLayout
+from pdcompile.batch.layout import check_batch_dims as check_batch_dims
+from pdcompile.batch.layout import follow_batch as follow_batch
+from pdcompile.batch.layout import lone_row_error as lone_row_error
+from pdcompile.batch.layout import lone_rows as lone_rows
+from pdcompile.batch.layout import resolve_batch as resolve_batch
+from pdcompile.batch.memory_order import memory_order as memory_order
+from pdcompile.batch.microbatches import concatenate as concatenate
+from pdcompile.batch.microbatches import microbatch_sizes as microbatch_sizes
+from pdcompile.batch.microbatches import resize as resize
+from pdcompile.batch.microbatches import split as split
+from pdcompile.batch.microbatches import weights as weights
+from pdcompile.batch.structure import flatten_output as flatten_output
+from pdcompile.batch.structure import map_tensors as map_tensors
+from pdcompile.batch.structure import output_leaves as output_leaves
+from pdcompile.batch.structure import unflatten_output as unflatten_output

@@ -5,6 +5,7 @@ A float at once would drain the pipeline at every step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat
 
@@ -12,6 +13,15 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ConfigError
+
+
+def _of_number(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that waits for the loss, and does the operation with its number."""
+
+    def method(self: LazyLoss, *others: Any) -> Any:
+        return operation(self.item(), *others)
+
+    return method
 
 
 class LazyLoss:
@@ -53,51 +63,25 @@ class LazyLoss:
     def __float__(self) -> float:
         return self.item()
 
-    def __add__(self, other: Any) -> Any:
-        return self.item() + other
-
-    def __radd__(self, other: Any) -> Any:
-        return other + self.item()
-
-    def __sub__(self, other: Any) -> Any:
-        return self.item() - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.item()
-
-    def __mul__(self, other: Any) -> Any:
-        return self.item() * other
-
+    __add__ = _of_number(operator.add)
+    __radd__ = __add__
+    __sub__ = _of_number(operator.sub)
+    __rsub__ = _of_number(lambda loss, other: other - loss)
+    __mul__ = _of_number(operator.mul)
     __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.item() / other
+    __truediv__ = _of_number(operator.truediv)
+    __pow__ = _of_number(operator.pow)
+    __neg__ = _of_number(operator.neg)
+    __round__ = _of_number(round)
+    __lt__ = _of_number(lambda loss, other: loss < float(other))
+    __le__ = _of_number(lambda loss, other: loss <= float(other))
+    __gt__ = _of_number(lambda loss, other: loss > float(other))
+    __ge__ = _of_number(lambda loss, other: loss >= float(other))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SupportsFloat) and self.item() == float(other)
 
     __hash__ = object.__hash__  # of the result, not of its number: hashing must not wait
-
-    def __neg__(self) -> float:
-        return -self.item()
-
-    def __pow__(self, power: Any) -> Any:
-        return self.item() ** power
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(self.item(), digits)
-
-    def __lt__(self, other: Any) -> bool:
-        return self.item() < float(other)
-
-    def __le__(self, other: Any) -> bool:
-        return self.item() <= float(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self.item() > float(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self.item() >= float(other)
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 
