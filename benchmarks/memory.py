@@ -26,7 +26,7 @@ from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.ir.graph import Capture, OpCost
 from pdcompile.options import Options
-from pdcompile.options.choices import choose
+from pdcompile.options.configuration import configure
 from pdcompile.passes.costs import Resident, estimate, forecast
 from pdcompile.passes.costs.symbolic import symbolic
 from pdcompile.passes.stages.boundaries import stage_of_ops
@@ -147,7 +147,7 @@ def _planned(
         costs="estimated", time_limit=0,
     )  # fmt: skip
     # Several microbatches of the sample's size: with one alone stages would not have to balance.
-    chosen = choose(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
+    chosen = configure(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
     return captured, make_plan(one.model, captured, options, chosen, lambda _: flat, Steps())
 

@@ -24,7 +24,7 @@ from pdcompile.given import (
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
-from pdcompile.options.choices import Choices, choose
+from pdcompile.options.configuration import Configuration, configure
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
@@ -68,7 +68,7 @@ def run_passes(
     apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
-    chosen = choose(
+    chosen = configure(
         options,
         batch_size=layout.size,
         splits=layout.splits,
@@ -107,12 +107,12 @@ def run_passes(
 
 
 def _captured(
-    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Choices
+    model: nn.Module, flat: FlatCall, layout: BatchLayout, options: Options, chosen: Configuration
 ) -> Capture:
     """The model's ops, with a loss that depends on something."""
     found = capture(
         model, flat, layout, options.loss_fn,
-        microbatch_size=chosen.microbatch_size, autocast=chosen.autocast,
+        microbatch_size=chosen.microbatch_size, autocast=chosen.training.autocast,
     )  # fmt: skip
     check_loss(found.train)
     return loss_only(found) if options.outputs == "none" else found

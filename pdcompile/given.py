@@ -13,12 +13,19 @@ from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
-from pdcompile.options.choices import Choices, machines
+from pdcompile.options.configuration import Configuration, machines
 from pdcompile.passes import codegen
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
 from pdcompile.plan import Plan, check
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes, parse_bytes
+
+# Fields of `Training` in which a given plan has to be what the options ask for.
+COMPARED = (
+    ("schedule", "schedule"), ("num_microbatches", "microbatches"), ("batch_size", "batch size"),
+    ("max_grad_norm", "max_grad_norm"), ("loss_reduction", "loss_reduction"),
+    ("autocast", "autocast"), ("seed", "seed"),
+)  # fmt: skip
 
 
 def check_given(model: nn.Module, options: Options) -> None:
@@ -59,7 +66,7 @@ def with_given_plan(options: Options) -> Options:
     return options if options.plan is None else replace(options, plan=plan)
 
 
-def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None:
+def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan | None:
     """The plan that the user gives (a `Plan` or the path of plan.json), None without one.
 
     A folder of sources brings its own plan: its stages are cut as that plan says.
@@ -70,18 +77,10 @@ def given_plan(options: Options, chosen: Choices, graph: OpGraph) -> Plan | None
     plan = _plan_of(options)
     if plan is None:
         return None
-    training = plan.training
-    wanted = {
-        "schedule": (training.schedule, chosen.schedule),
-        "stages": (len(plan.stages), chosen.num_stages),
-        "microbatches": (training.num_microbatches, chosen.num_microbatches),
-        "batch size": (training.batch_size, chosen.batch_size),
-        "max_grad_norm": (training.max_grad_norm, chosen.max_grad_norm),
-        "loss_reduction": (training.loss_reduction, chosen.loss_reduction),
-        "autocast": (training.autocast, chosen.autocast),
-        "seed": (training.seed, chosen.seed),
-    }
-    for name, (planned, asked) in wanted.items():
+    compared = [("stages", len(plan.stages), chosen.num_stages)]
+    for field, name in COMPARED:
+        compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
+    for name, planned, asked in compared:
         if planned != asked:
             raise PlanError(
                 f"the plan was made for {name} {planned!r}, and {asked!r} is asked for",

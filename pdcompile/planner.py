@@ -17,13 +17,13 @@ from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
-from pdcompile.options.choices import Choices, search_space
+from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.draft import straight_plan
 from pdcompile.passes.planning.explore import explore
-from pdcompile.passes.planning.optimizer_state import OptimizerMemory, optimizer_memory
+from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
@@ -47,7 +47,7 @@ def make_plan(
     model: nn.Module,
     captured: Capture,
     options: Options,
-    chosen: Choices,
+    chosen: Configuration,
     microbatch: Callable[[int], FlatCall],
     step: Steps,
 ) -> Plan:
@@ -63,14 +63,15 @@ def make_plan(
     if options.costs == "estimated":
         cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
         chosen = replace(chosen, cluster=cluster)
-    space = search_space(options, chosen, captured.train.sizes) if options.searches else None
-    counts = (chosen.num_microbatches,) if space is None else space.microbatches
     takes, assumed = optimizer_memory(options.optimizer)
+    training = replace(chosen.training, optimizer_factor=takes.factor, step=takes.step)
+    space = search_space(options, chosen, captured.train.sizes) if options.searches else None
+    counts = (training.num_microbatches,) if space is None else space.microbatches
     said = [assumed] if assumed else []
     sizes = Sizes(
         captured.train,
         model,
-        [-(-chosen.batch_size // m) for m in counts],
+        [-(-training.batch_size // m) for m in counts],
         costs=options.costs,
         device_kind=chosen.cluster.devices[0].kind,
         progress=step.listener.part,
@@ -79,14 +80,13 @@ def make_plan(
 
     @cache
     def graph_at(m: int) -> OpGraph:
-        return sizes.at(-(-chosen.batch_size // m))
+        return sizes.at(-(-training.batch_size // m))
 
     def costs() -> OpGraph:
         for m in counts:
             graph_at(m)
         return graph_at(counts[0])
 
-    training = _training(options, chosen, takes)
     planned = partial(_cut, options, chosen, training, said)
     graph = step("costs", costs)
     if space is not None:
@@ -98,8 +98,8 @@ def make_plan(
         plan = step("plan", lambda: search().plan)
         check_plan(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
         if options.refine is True:  # of one schedule and size
-            settled = settle(chosen, plan.training)
-            options = replace(options, schedule=settled.schedule, replicas=None)
+            settled = replace(chosen, training=replace(plan.training, warmup=()))
+            options = replace(options, schedule=plan.training.schedule, replicas=None)
             return make_plan(model, captured, options, settled, microbatch, step)
         return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
     if options.costs == "measured":
@@ -117,32 +117,17 @@ def make_plan(
     )
 
 
-def _training(options: Options, chosen: Choices, takes: OptimizerMemory) -> Training:
-    return Training(
-        schedule=chosen.schedule,
-        num_microbatches=chosen.num_microbatches,
-        batch_size=chosen.batch_size,
-        loss_reduction=chosen.loss_reduction,
-        autocast=chosen.autocast,
-        max_grad_norm=options.max_grad_norm,
-        optimizer_factor=takes.factor,
-        seed=options.seed,
-        step=takes.step,
-        keeps_outputs=options.outputs != "none",
-    )
-
-
 def _cut(
     options: Options,
-    chosen: Choices,
+    chosen: Configuration,
     training: Training,
     said: list[str],
     graph: OpGraph,
     step: Steps,
 ) -> Plan:
     """One stage a device, schedule and microbatches given: only the cut is open."""
-    m = chosen.num_microbatches
-    depths = warmup(chosen.schedule, chosen.num_stages, m)
+    schedule, m = training.schedule, training.num_microbatches
+    depths = warmup(schedule, chosen.num_stages, m)
     clips = training.max_grad_norm is not None
     problem = step(
         "problem",
@@ -150,9 +135,9 @@ def _cut(
             graph,
             stage_limits(chosen.cluster, chosen.num_stages),
             num_microbatches=m,
-            objective=chosen.objective,
+            objective=kind_of(schedule).objective,
             memory=memory_rule(
-                chosen.schedule, depths, m,
+                schedule, depths, m,
                 clipping=clips, optimizer_factor=training.optimizer_factor,
             ),
             constraints=options.constraints,
@@ -171,18 +156,6 @@ def _cut(
     )
     check_plan(plan, graph, chosen.cluster)
     return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
-
-
-def settle(chosen: Choices, training: Training) -> Choices:
-    """The choices with what a search decided."""
-    m = training.num_microbatches
-    return replace(
-        chosen,
-        schedule=training.schedule,
-        num_microbatches=m,
-        microbatch_size=-(-chosen.batch_size // m),
-        objective=kind_of(training.schedule).objective,
-    )
 
 
 def check_refine(options: Options) -> None:

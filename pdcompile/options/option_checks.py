@@ -13,7 +13,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.options.choices import check_count, chosen_schedule, not_a_cluster
+from pdcompile.options.configuration import check_count, chosen_schedule, not_a_cluster
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Constraint
 from pdcompile.units import parse_bytes

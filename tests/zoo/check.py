@@ -26,7 +26,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
-from pdcompile.options.choices import choose
+from pdcompile.options.configuration import configure
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check as prove
 from pdcompile.passes.stages import boundaries
@@ -217,7 +217,7 @@ def _cuts(
 
 def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     own = replace(options, stages=stages)
-    chosen = choose(own, batch_size=BATCH, splits=True, num_ranks=None)
+    chosen = configure(own, batch_size=BATCH, splits=True, num_ranks=None)
     flat = example_call(case.model, case.inputs(0), case.target(0))
     layout = resolve_batch(flat, case.batch_dims)
     microbatch = partial(resize, flat, layout) if layout.splits else lambda _: flat

@@ -1,18 +1,19 @@
-"""Options resolved against machines and minibatch, before any pass runs: choices, search space."""
+"""Options resolved against machines and minibatch before any pass runs, and the search space."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
+from pdcompile.plan import Training
 from pdcompile.problem.space import SearchSpace
-from pdcompile.schedule.registry import DEFAULT, KINDS, allowed, kind_of
+from pdcompile.schedule.registry import DEFAULT, KINDS, allowed
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -21,33 +22,30 @@ SPREAD = 4  # from a quarter of the usual count to four times
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What the passes need to know, with nothing left open.
+class Configuration:
+    """What the passes need to know, with nothing left open but warm-up and optimizer's memory.
 
-    `num_ranks` is the number of stages for now: one stage a rank.
+    One stage a device where the planner does not decide that.
     """
 
     cluster: Cluster
     num_stages: int
-    schedule: str
-    num_microbatches: int
-    microbatch_size: int  # the largest one: costs are of this size
-    batch_size: int
-    loss_reduction: str
-    max_grad_norm: float | None
-    seed: int
-    objective: Literal["bottleneck", "flush"]
-    autocast: str | None = None  # "cpu:bfloat16"
+    training: Training
+
+    @property
+    def microbatch_size(self) -> int:
+        """The largest one: costs are of this size."""
+        return -(-self.training.batch_size // self.training.num_microbatches)
 
 
-def choose(
+def configure(
     options: Options,
     *,
     batch_size: int,
     splits: bool,
     num_ranks: int | None,
     device: str = "cpu",
-) -> Choices:
+) -> Configuration:
     """Resolve the options.
 
     Args:
@@ -62,26 +60,22 @@ def choose(
     """
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
-    microbatches = _num_microbatches(options.microbatches, stages, batch_size, splits)
-    return Choices(
-        cluster=cluster,
-        num_stages=stages,
+    reduction = options.loss_reduction
+    training = Training(
         schedule=schedule,
-        num_microbatches=microbatches,
-        microbatch_size=-(-batch_size // microbatches),
+        num_microbatches=_num_microbatches(options.microbatches, stages, batch_size, splits),
         batch_size=batch_size,
-        loss_reduction=options.loss_reduction
-        if isinstance(options.loss_reduction, str)
-        else "callable",
+        loss_reduction=reduction if isinstance(reduction, str) else "callable",
+        autocast=autocast_text(options.autocast, device),
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
-        objective=kind_of(schedule).objective,
-        autocast=autocast_text(options.autocast, device),
+        keeps_outputs=options.outputs != "none",
     )
+    return Configuration(cluster, stages, training)
 
 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
-    """(number of stages, cluster with the user's limit of memory): see `choose`."""
+    """(number of stages, cluster with the user's limit of memory): see `configure`."""
     stages = _num_stages(options, num_ranks)
     cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
     cluster = _limited(cluster, options.memory)
@@ -198,7 +192,7 @@ def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
     return replace(cluster, devices=devices)
 
 
-def search_space(options: Options, chosen: Choices, sizes: SizeRange) -> SearchSpace:
+def search_space(options: Options, configuration: Configuration, sizes: SizeRange) -> SearchSpace:
     """What the planner may choose besides the cut, for one model on one cluster.
 
     Args:
@@ -207,21 +201,21 @@ def search_space(options: Options, chosen: Choices, sizes: SizeRange) -> SearchS
     Raises:
         ConfigError: no number of microbatches that is asked for can be had.
     """
-    schedules: tuple[str, ...] = (chosen.schedule,)
+    schedules: tuple[str, ...] = (configuration.training.schedule,)
     if options.schedule == "auto":
         schedules = allowed(options.max_staleness)
     return SearchSpace(
         replicas=options.replicas or "1",
         recompute=(False, True) if options.recompute is None else (options.recompute,),
         schedules=schedules,
-        microbatches=_counts(options, chosen, sizes),
+        microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
-        stages=options.stages or (chosen.num_stages if options.replicas is None else None),
+        stages=options.stages or (configuration.num_stages if options.replicas is None else None),
     )
 
 
-def _counts(options: Options, chosen: Choices, sizes: SizeRange) -> tuple[int, ...]:
-    batch, given = chosen.batch_size, options.microbatch_counts
+def _counts(options: Options, configuration: Configuration, sizes: SizeRange) -> tuple[int, ...]:
+    batch, given = configuration.training.batch_size, options.microbatch_counts
     if given is not None:
         for m in given:
             if not 1 <= m <= batch or not _fits(batch, m, sizes):
@@ -231,7 +225,7 @@ def _counts(options: Options, chosen: Choices, sizes: SizeRange) -> tuple[int, .
                     remedy=f"numbers from 1 to {batch}, whose microbatches the model takes",
                 )
         return tuple(dict.fromkeys(given))
-    usual = chosen.num_microbatches
+    usual = configuration.training.num_microbatches
     if options.microbatches != "auto" or options.costs not in ("measured", "estimated"):
         return (usual,)  # a saved profile is of one size
     near = [
