@@ -25,7 +25,6 @@ from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.locate import located
 from pdcompile.passes.verify.step_runs import (
     ModelFails,
-    ModeOutcome,
     advance,
     eager,
     needs_gradients,
@@ -33,7 +32,13 @@ from pdcompile.passes.verify.step_runs import (
     result_of,
     stages,
 )
-from pdcompile.passes.verify.verification import Compared, Difference, Verification, differences
+from pdcompile.passes.verify.verification import (
+    Compared,
+    Difference,
+    Outcome,
+    Verification,
+    differences,
+)
 from pdcompile.plan import Plan
 
 
@@ -107,7 +112,7 @@ class Comparison:
             for mode in (on_stages.train, on_stages.eval)
         ]
 
-    def _step(self, chain: Chain, call: FlatCall, step: int) -> ModeOutcome:
+    def _step(self, chain: Chain, call: FlatCall, step: int) -> Outcome:
         graph = chain.graph
         try:
             expected, got = self._both(chain, call, step, gradients=graph.training)
@@ -115,13 +120,13 @@ class Comparison:
             if graph.training:
                 raise
             expected, got = self._with_gradients(chain, call, step, error)
-        self.rows.append(_counted(graph, expected, step, follow_batch(call, self.layout).size))
+        self.rows.append(expected.counted(graph, step, follow_batch(call, self.layout).size))
         self.found += self._located(chain, call, step, expected, got)
         return expected
 
     def _both(
         self, chain: Chain, call: FlatCall, step: int, *, gradients: bool
-    ) -> tuple[ModeOutcome, ModeOutcome]:
+    ) -> tuple[Outcome, Outcome]:
         """What the model and what the stages do; with `gradients` the model records autograd."""
         graph = chain.graph
         alone = partial(eager, self.model, graph, call, self.loss_fn, self.plan, step)
@@ -132,7 +137,7 @@ class Comparison:
 
     def _with_gradients(
         self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
-    ) -> tuple[ModeOutcome, ModeOutcome]:
+    ) -> tuple[Outcome, Outcome]:
         """Evaluation of a model that cannot be evaluated under no_grad, where `failed` was raised.
 
         Stages record what forward differentiates, in evaluation too; an opaque module does
@@ -150,8 +155,8 @@ class Comparison:
         chain: Chain,
         call: FlatCall,
         step: int,
-        expected: ModeOutcome,
-        got: ModeOutcome,
+        expected: Outcome,
+        got: Outcome,
     ) -> list[Difference]:
         graph = chain.graph
         home = {
@@ -159,16 +164,8 @@ class Comparison:
             for interface in reversed(self.sources.interfaces)
             for fqn in (*interface.parameters, *interface.buffers)
         }
-        unlike_at = partial(
-            differences,
-            "train" if graph.training else "eval",
-            graph.loss or "loss",
-            home,
-            len(self.sources.interfaces) - 1,
-            expected,
-            got,
-            step=step,
-        )
+        last = len(self.sources.interfaces) - 1
+        unlike_at = partial(differences, graph, expected, got, home, last, step=step)
         found = unlike_at(exact=self.exact)
         if found and GENERAL_PATH in graph.notes and not unlike_at(exact=False):
             self.rounded = True
@@ -180,17 +177,6 @@ class Comparison:
         with preserved_rng(self.device), untouched(self.model, graph.training):
             own = follow_batch(call, self.layout)
             return located(found, expected, self.model, self.plan, chain, call, own, step)
-
-
-def _counted(graph: OpGraph, expected: ModeOutcome, step: int, samples: int) -> Compared:
-    return Compared(
-        mode="train" if graph.training else "eval",
-        step=step,
-        samples=samples,
-        outputs=len(expected.outputs) + (expected.loss is not None),
-        gradients=sum(gradient is not None for gradient in expected.gradients.values()),
-        buffers=len(expected.buffers),
-    )
 
 
 def unlike(found: Sequence[Difference], graph: OpGraph) -> VerifyError:

@@ -8,7 +8,7 @@ equal layers needs the memory of one.  What is in no block is not compared, and 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
 from pdcompile.passes.verify.one_block import BlockComparison, Given
 from pdcompile.passes.verify.step_runs import copied_leaves
-from pdcompile.passes.verify.verification import Compared, Difference, Verification
+from pdcompile.passes.verify.verification import Compared, Difference, Verification, mode_of
 from pdcompile.plan import Plan
 
 COPIES = 4  # of a block's weights: the made-up ones, those that run, and gradients of two sides
@@ -78,29 +78,32 @@ def verify_blocks(
     size = min(capture.train.batch_size, max(capture.train.sizes.smallest, 2))
     call = resize(flat, layout, size)
     differences: list[Difference] = []
-    rows = []
+    rows: list[Compared] = []
     for graph in (capture.train, capture.eval):
         paths = [one.path for one in found if not one.reason]
         calls = module_calls(model, graph, call, layout, loss_fn, paths)
-        more, row = _compared(found, calls, sources, model, graph, call, size, plan)
-        differences += more
-        rows.append(row)
-    done = [one for one in found if not one.reason]
-    text = ", ".join(_count(one.kind, done, capture) for one in _kinds(done))
+        done = list(_compared(found, calls, sources, model, graph, call, size, plan))
+        differences += [one for more, _ in done for one in more]
+        counts = [(row.outputs, row.gradients, row.buffers) for _, row in done]
+        rows.append(
+            Compared(mode_of(graph), 0, size, *map(sum, zip((0, 0, 0), *counts, strict=True)))
+        )
+    compared = [one for one in found if not one.reason]
+    text = ", ".join(_count(one.kind, compared, capture) for one in _kinds(compared))
     left = [*_left_out(found), *_outside(capture, plan, layouts)]
-    nothing = "" if done else f"nothing could be compared ({'; '.join(left)})"
+    nothing = "" if compared else f"nothing could be compared ({'; '.join(left)})"
     return Verification(
         microbatch_size=size,
         outputs=sum(row.outputs for row in rows),
         gradients=sum(row.gradients for row in rows),
-        buffers=0,
+        buffers=sum(row.buffers for row in rows),
         exact=True,
         edited=sources.edited,
         differences=tuple(differences),
         unverified=nothing,
         blocks=text,
-        left_out=tuple(left) if done else (),
-        rows=tuple(rows) if done else (),
+        left_out=tuple(left) if compared else (),
+        rows=tuple(rows) if compared else (),
     )
 
 
@@ -121,12 +124,10 @@ def _compared(
     call: FlatCall,
     size: int,
     plan: Plan,
-) -> tuple[list[Difference], Compared]:
+) -> Iterator[tuple[list[Difference], Compared]]:
     """Every block in one mode; those that cannot be compared say why."""
     owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     owned.update(model.named_buffers(remove_duplicate=False))
-    differences: list[Difference] = []
-    outputs = gradients = 0
     for one in found:
         used = one.train if graph.training else one.eval
         if used is None or one.reason:
@@ -140,16 +141,11 @@ def _compared(
             stage = stage_classes(sources)[one.stage]()
         try:
             with untouched(model, graph.training):
-                more, compared, back = BlockComparison(
+                yield BlockComparison(
                     model, stage, interface, one.path, used, calls[one.path], given, plan
                 ).run()
         except PdcompileError as error:
             one.reason = error.message
-            continue
-        differences += more
-        outputs, gradients = outputs + compared, gradients + back
-    mode = "train" if graph.training else "eval"
-    return differences, Compared(mode, 0, size, outputs, gradients, 0)
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:

@@ -27,19 +27,18 @@ from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.content_watch import Watch, digest
 from pdcompile.passes.verify.step_runs import (
     Loss,
-    ModeOutcome,
     Values,
     copied_leaves,
     result_of,
     stages,
 )
-from pdcompile.passes.verify.verification import Difference, differences
+from pdcompile.passes.verify.verification import Difference, Outcome, differences
 from pdcompile.plan import Plan
 
 
 def located(
     found: Sequence[Difference],
-    expected: ModeOutcome,
+    expected: Outcome,
     model: nn.Module,
     plan: Plan,
     chain: Chain,
@@ -67,7 +66,7 @@ def located(
         result_of(model, graph, watched)
     except PdcompileError:
         return list(found)  # nothing more can be said of it
-    if differences("", "", {}, 0, expected, result, exact=True):
+    if differences(graph, expected, result, {}, 0, exact=True):
         where = _of_the_capture(model, graph, call, layout)
     else:
         search = _Locator(graph, right, seen)
@@ -215,7 +214,7 @@ def replay(
     layout: BatchLayout,
     seed: int,
     minibatch: int,
-) -> tuple[Replay, ModeOutcome]:
+) -> tuple[Replay, Outcome]:
     """Run the graph on the model's tensors; the model's buffers are as before afterwards.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pdcompile.passes.stages.chain import announce, fill
 from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
-from pdcompile.passes.verify.verification import Difference, distance
+from pdcompile.passes.verify.verification import Compared, Difference, Outcome, differences
 from pdcompile.plan import Plan
 
 
@@ -81,16 +81,6 @@ class Given:
         return (made * scale).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What one side of the comparison gave: everything by name."""
-
-    outputs: dict[str, Tensor]
-    inputs: dict[str, Tensor | None]  # gradients
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-
 @dataclass
 class BlockComparison:
     """A block of the model and the class generated for it, on the same tensors.
@@ -117,8 +107,8 @@ class BlockComparison:
         opaque.bind(self.stage, self.interface, self.model)
         self.generated = self._materialised().train(self.graph.training)
 
-    def run(self) -> tuple[list[Difference], int, int]:
-        """Runs both, forward and backward: (differences, outputs compared, gradients compared).
+    def run(self) -> tuple[list[Difference], Compared]:
+        """Runs both, forward and backward.
 
         Raises:
             VerifyError: what the module takes or returns cannot be made up, or a side fails.
@@ -127,25 +117,15 @@ class BlockComparison:
         with preserved_rng(), torch.set_grad_enabled(self.graph.training):
             expected = _told(self._eager_side, "the model's own module", None)
             got = _told(self._generated_side, "the generated block", f"stage_{index}.py")
-        both = [name for name in expected.outputs if name in got.outputs]
+        both = {name: one for name, one in expected.outputs.items() if name in got.outputs}
         if not both:
             raise VerifyError("nothing that it returns can be told apart")
+        expected = replace(expected, outputs=both)
         kind = type(self.eager)
-        where = f"{self.path!r} ({kind.__qualname__}, {source_of_class(kind)})"
-        rows: list[tuple[str, str, Tensor | None, Tensor | None]] = [
-            ("output", name, expected.outputs[name], got.outputs[name]) for name in both
-        ]
-        for one, other in ((expected.inputs, got.inputs), (expected.gradients, got.gradients)):
-            rows += [("gradient", name, g, other[name]) for name, g in one.items()]
-        rows += [("buffer", name, t, got.buffers[name]) for name, t in expected.buffers.items()]
-        mode = "train" if self.graph.training else "eval"
-        found = [
-            Difference(mode, what, name, index, gap, 0, f"block {where}")
-            for what, name, one, other in rows
-            if (gap := distance(one, other, exact=True)) is not None
-        ]
-        gradients = sum(what == "gradient" and one is not None for what, _, one, _ in rows)
-        return found, len(both), gradients
+        home = dict.fromkeys((*expected.gradients, *expected.buffers), index)
+        where = f"block {self.path!r} ({kind.__qualname__}, {source_of_class(kind)})"
+        found = differences(self.graph, expected, got, home, index, exact=True, first=where)
+        return found, expected.counted(self.graph, 0, self.given.b)
 
     def _tensor(self, place: Argument) -> Tensor:
         if isinstance(place, Attr) and place.fqn in self.held:
@@ -162,7 +142,7 @@ class BlockComparison:
             fresh[name] = tensor.requires_grad_(value.requires_grad and self.graph.training)
         return fresh
 
-    def _eager_side(self) -> Side:
+    def _eager_side(self) -> Outcome:
         entered = self._inputs()
         written = {name: tensor.view_as(tensor) for name, tensor in entered.items()}
 
@@ -185,7 +165,7 @@ class BlockComparison:
             }
             return self._ended(named, entered)
 
-    def _generated_side(self) -> Side:
+    def _generated_side(self) -> Outcome:
         entered, seed = self._inputs(), self.plan.training.seed
         signature = self.interface.train if self.graph.training else self.interface.eval
         _, hooks = announce(self.stage, self.interface, signature, seed)
@@ -200,7 +180,7 @@ class BlockComparison:
         results = result if isinstance(result, tuple) else (result,)
         return self._ended(dict(zip(self.call.outputs, results, strict=True)), entered)
 
-    def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Side:
+    def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Outcome:
         """What a side gave, after its backward; buffers are as before then."""
         # A module may give out more through an object that it was handed, as a cache of keys does.
         returned = {place.name for place in self.eager_call.results if isinstance(place, Ref)}
@@ -208,10 +188,12 @@ class BlockComparison:
         if self.graph.training:
             _backward([outputs[name] for name in roots])
         held = self.held.items()
-        side = Side(
+        gradients = {name: t.grad for name, t in entered.items() if t.requires_grad}
+        gradients |= {fqn: t.grad for fqn, t in held if isinstance(t, nn.Parameter)}
+        outcome = Outcome(
             {name: outputs[name].detach().clone() for name in roots},
-            {name: tensor.grad for name, tensor in entered.items() if tensor.requires_grad},
-            {fqn: t.grad for fqn, t in held if isinstance(t, nn.Parameter)},
+            None,
+            gradients,
             {fqn: t.detach().clone() for fqn, t in held if not t.requires_grad},
         )
         with torch.no_grad():
@@ -219,7 +201,7 @@ class BlockComparison:
                 tensor.grad = None
                 if not tensor.requires_grad:
                     tensor.copy_(self.given(Attr(fqn)))
-        return side
+        return outcome
 
     def _materialised(self) -> nn.Module:
         """The stage's block, holding the very tensors of the model's module."""
@@ -228,7 +210,7 @@ class BlockComparison:
         return block
 
 
-def _told(run: Any, who: str, where: str | None) -> Side:
+def _told(run: Any, who: str, where: str | None) -> Outcome:
     try:
         return run()  # type: ignore[no-any-return]
     except VerifyError:

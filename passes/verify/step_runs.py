@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,20 +24,11 @@ from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.passes.untouched import same_buffers, write_buffers
 from pdcompile.passes.verify.content_watch import line_of_traceback
+from pdcompile.passes.verify.verification import Outcome
 from pdcompile.plan import Plan
 
 Values: TypeAlias = dict[str, torch.Tensor]
 Loss: TypeAlias = torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModeOutcome:
-    """Everything that one step of one mode leaves behind, copied."""
-
-    outputs: Values
-    loss: Loss
-    gradients: dict[str, torch.Tensor | None]
-    buffers: Values
 
 
 def result_of(
@@ -47,7 +37,7 @@ def result_of(
     call: Callable[[], tuple[Values, Loss]],
     *,
     gradients: bool | None = None,
-) -> ModeOutcome:
+) -> Outcome:
     """Calls from the state that the model is in now, and puts its buffers back.
 
     With `gradients` (None: as the graph's mode has it) autograd records the call.
@@ -61,7 +51,7 @@ def result_of(
     with same_buffers(model):
         with torch.set_grad_enabled(graph.training if gradients is None else gradients):
             outputs, loss = call()
-        outcome = ModeOutcome(
+        outcome = Outcome(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             loss=copied(loss),
             # Nobody else holds them: the next step makes others.

@@ -8,7 +8,28 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pdcompile.passes.verify.step_runs import ModeOutcome
+from pdcompile.ir.graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step of one mode leaves behind, copied: everything by name."""
+
+    outputs: dict[str, torch.Tensor]
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+
+    def counted(self, graph: OpGraph, step: int, samples: int) -> Compared:
+        """How much was compared with it."""
+        return Compared(
+            mode_of(graph),
+            step,
+            samples,
+            outputs=len(self.outputs) + (self.loss is not None),
+            gradients=sum(gradient is not None for gradient in self.gradients.values()),
+            buffers=len(self.buffers),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,46 +135,46 @@ class Verification:
         return json.dumps(asdict(self), indent=2)
 
 
-Row = tuple[str, str, int, torch.Tensor | None, torch.Tensor | None]
-
-
 def differences(
-    mode: str,
-    loss: str,
+    graph: OpGraph,
+    expected: Outcome,
+    got: Outcome,
     home: Mapping[str, int],
     last: int,
-    expected: ModeOutcome,
-    got: ModeOutcome,
     *,
     exact: bool,
     step: int = 0,
+    first: str = "",
 ) -> list[Difference]:
-    """All tensors that differ: outputs, the loss (named `loss`), gradients, buffers.
+    """All tensors that differ: outputs, the loss, gradients, buffers.
 
     Args:
         home: the first stage that holds a parameter or buffer, by FQN.
         last: the last stage, which has the outputs.
     """
-    rows: list[Row] = [
-        ("output", name, last, value, got.outputs.get(name))
-        for name, value in expected.outputs.items()
+    rows = [
+        *(("output", name, one, got.outputs.get(name)) for name, one in expected.outputs.items()),
+        ("loss", graph.loss or "loss", expected.loss, got.loss),
+        *(("gradient", name, g, got.gradients.get(name)) for name, g in expected.gradients.items()),
+        *(
+            ("buffer", name, one, got.buffers.get(name))
+            for name, one in expected.buffers.items()
+            if name in home or name in got.buffers  # else forward makes it anew where it is missing
+        ),
     ]
-    rows.append(("loss", loss, last, expected.loss, got.loss))
-    rows += [
-        ("gradient", name, home.get(name, 0), value, got.gradients[name])
-        for name, value in expected.gradients.items()
-    ]
-    rows += [
-        ("buffer", name, home.get(name, 0), value, got.buffers[name])
-        for name, value in expected.buffers.items()
-        if name in home or name in got.buffers  # else forward makes it anew where it is missing
-    ]
-    found = []
-    for what, name, stage, one, other in rows:
-        largest = distance(one, other, exact=exact)
-        if largest is not None:
-            found.append(Difference(mode, what, name, stage, largest, step))
-    return found
+    return [
+        Difference(
+            mode_of(graph), what, name,
+            last if what in ("output", "loss") else home.get(name, 0), largest, step, first,
+        )
+        for what, name, one, other in rows
+        if (largest := distance(one, other, exact=exact)) is not None
+    ]  # fmt: skip
+
+
+def mode_of(graph: OpGraph) -> str:
+    """What reports call the mode of a graph."""
+    return "train" if graph.training else "eval"
 
 
 def distance(one: torch.Tensor | None, other: torch.Tensor | None, *, exact: bool) -> float | None:
