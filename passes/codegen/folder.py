@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import SourceError
+from pdcompile.files import write_whole
 from pdcompile.ir.stage_interface import Sources
 
 _LOADS = itertools.count()
@@ -176,16 +177,7 @@ def _replace(root: Path, name: str, data: bytes) -> None:
         raise SourceError(
             f"{name} exists already and is not a plain file", where=str(target), remedy="remove it"
         )
-    draft = root / f".{name}.{os.getpid()}.tmp"
-    try:
-        with draft.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_whole(target, data)
 
 
 def _tensors(sources: Sources, model: nn.Module) -> dict[str, bytes]:

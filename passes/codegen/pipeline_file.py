@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pdcompile.ir.graph import Attr, Capture, GraphInput, Op, OpGraph, Ref, size_at
+from pdcompile.ir.graph import Capture, GraphInput, OpGraph
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.source_text import Line, fold, render, shape_text
 from pdcompile.passes.form.expressions import quote
+from pdcompile.passes.form.index_ranges import upper_bound
 from pdcompile.passes.form.module_tree import reach
 from pdcompile.passes.stages.naming import unique
 from pdcompile.plan import Plan
@@ -123,75 +124,6 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
         return made if value.dtype == "float32" else f"{made}.to(torch.{value.dtype})"
     dtype = "" if value.dtype == "int64" else f", dtype=torch.{value.dtype}"
     return f"torch.randint({upper_bound(graph, item.name)}, {shape}{dtype})"
-
-
-def upper_bound(graph: OpGraph, name: str) -> int:
-    """One more than the largest integer that the ops which look the values up all accept."""
-    bounds = [
-        bound
-        for reader in _readers(graph, name)
-        if (bound := _table_size(graph, *reader)) is not None
-    ]
-    return max(min(bounds), 1) if bounds else 2
-
-
-_KEEPS_VALUES = frozenset(
-    {"view", "reshape", "flatten", "contiguous", "transpose", "permute", "squeeze", "unsqueeze"}
-    | {"expand", "clone", "detach", "to", "long", "int", "t", "unflatten", "ravel"}
-    | {"operator.getitem", "torch.flatten", "torch.reshape", "torch.transpose", "torch.squeeze"}
-    | {"torch.unsqueeze", "torch.clone"}
-)
-
-
-def _readers(graph: OpGraph, name: str) -> list[tuple[Op, str]]:
-    """Ops that read the values, directly or through views and copies, and what they read."""
-    ops = {op.name: op for op in graph.ops}
-    found, waiting, seen = [], [name], {name}
-    while waiting:
-        value = waiting.pop()
-        for reader in graph.values[value].consumers:
-            op = ops[reader]
-            first = op.args[0] if op.args else None
-            if op.target in _KEEPS_VALUES and first == Ref(value):
-                if reader not in seen:
-                    seen.add(reader)
-                    waiting.append(reader)
-            else:
-                found.append((op, value))
-    return found
-
-
-def _table_size(graph: OpGraph, op: Op, value: str) -> int | None:
-    """How many rows or classes the op distinguishes, where it takes the value as an index."""
-
-    def size(argument: object, dim: int) -> int | None:
-        if isinstance(argument, Attr):
-            return graph.tensors[argument.fqn].shape[dim]
-        if isinstance(argument, Ref):
-            shape = graph.values[argument.name].shape
-            return size_at(shape[dim], graph.batch_size) if len(shape) > dim else None
-        return None
-
-    word = op.target.rpartition(".")[2]
-    arguments = [*op.args, *(argument for _, argument in op.kwargs)]
-    others = [a for a in arguments if a != Ref(value)]
-    if op.kind == "module":
-        built = dict(op.constructor)
-        if word in ("Embedding", "EmbeddingBag"):
-            count = built.get("num_embeddings")
-            return count if isinstance(count, int) else None
-    if word in ("embedding", "embedding_bag") and others:
-        return size(others[0], 0)
-    if word in ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss") and others:
-        scores = others[0]
-        dims = len(graph.values[scores.name].shape) if isinstance(scores, Ref) else 0
-        return size(scores, 1 if dims > 1 else 0)
-    if word == "one_hot":
-        count = next((a for a in others if isinstance(a, int)), -1)
-        return count if count > 0 else None
-    if word in ("getitem", "index_select", "gather", "take_along_dim") and others:
-        return size(others[0], 0)
-    return None
 
 
 def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:

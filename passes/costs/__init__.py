@@ -8,7 +8,13 @@ A profile replaces seconds by measured ones, the rest stays.
 from __future__ import annotations
 
 from pdcompile.ir.graph import OpCost, OpGraph
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, costed_ops, product
+from pdcompile.passes.costs.costed_op import (
+    CostedOp,
+    GraphIndex,
+    Operand,
+    costed_ops,
+    structural_key,
+)
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.forecast import Resident, forecast, rough_forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
@@ -25,9 +31,9 @@ __all__ = [
     "estimate",
     "forecast",
     "forward_flops",
-    "product",
     "rough_forecast",
     "seconds",
+    "structural_key",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ operands by role, so that each formula is written once.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -257,7 +258,50 @@ def product(sizes: Iterator[int] | tuple[int, ...]) -> int:
     return math.prod(sizes)
 
 
-def described(
+def structural_key(call: CostedOp) -> str:
+    """A short digest of what the op is and of the shape, dtype and layout of all it reads.
+
+    Names of values, parameters and modules are not in it: the layers of a deep model share
+    their keys.  Opaque modules do not, since nothing is known of their insides.
+    """
+    op, index = call.op, call.index
+
+    def value(name: str) -> str:
+        kind = "tensor" if index.graph.values[name].is_tensor else "container"
+        return kind + "+".join(_operand(leaf) for leaf in index.leaves(name))
+
+    def tensor(fqn: str) -> str:
+        operand = index.attribute(fqn)
+        return _operand(operand) if operand is not None else fqn
+
+    arguments = (op.args, op.kwargs, op.constructor)
+    parts = [
+        op.kind,
+        op.target,
+        op.module_path if op.kind == "opaque" else "",
+        str(index.graph.training),
+        str(op.grad_enabled),
+        str(op.autocast),
+        str(call.requires_grad),
+        *(_described(part, index.b, value, tensor) for part in arguments),
+        _held(op, index),
+        ",".join(_operand(output) for output in call.outputs),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def _held(op: Op, index: GraphIndex) -> str:
+    names = (*op.parameters, *op.buffers_read, *op.buffers_written)
+    held = [index.attribute(fqn) for fqn in dict.fromkeys(names)]
+    return ",".join(_operand(operand) for operand in held if operand is not None)
+
+
+def _operand(operand: Operand) -> str:
+    layout = f"~{operand.stride_order}" if operand.stride_order else ""
+    return f"{operand.dtype}{operand.shape}{'g' if operand.requires_grad else ''}{layout}"
+
+
+def _described(
     argument: Any, b: int, value: Callable[[str], str], tensor: Callable[[str], str]
 ) -> str:
     """An op's argument at microbatch size b as text, for keys: equal where the op does the same.

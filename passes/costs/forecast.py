@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, size_at, walk
-from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, described
-from pdcompile.passes.form.lifetimes import Lifetimes, Step
+from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
+from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
+from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 from pdcompile.passes.stages.boundaries import tied
 
 if TYPE_CHECKING:
@@ -62,11 +62,9 @@ def forecast(
     first microbatch, gradients of parameters among it.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
-    members: list[list[Op]] = [[] for _ in range(num_stages)]
-    for op, stage in zip(graph.ops, stage_of, strict=True):
-        members[stage].append(op)
     lifetimes = Lifetimes.of(graph)
-    found = [_rehearsed(graph, lifetimes, members[s], ports[s], b) for s in range(num_stages)]
+    members = _members(graph, stage_of, num_stages, b)
+    found = [_rehearsed(lifetimes, *each) for each in zip(members, ports, strict=True)]
     rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(
         rough[s]
@@ -126,11 +124,8 @@ def rough_forecast(
 
     kept = kept_storages(graph, b)
     ports = ports_of(graph, stage_of, num_stages)
-    members: list[list[CostedOp]] = [[] for _ in range(num_stages)]
-    for call, stage in zip(costed_ops(graph, b), stage_of, strict=True):
-        members[stage].append(call)
     found = []
-    for calls, port in zip(members, ports, strict=True):
+    for calls, port in zip(_members(graph, stage_of, num_stages, b), ports, strict=True):
         seen = {key for name in port.received for key in kept.of_value[name]}
         saved = [newly(kept.by_op[call.op.name], seen) for call in calls]
         results = sum(newly(kept.of_value[name], seen) for name in port.roots)
@@ -170,16 +165,25 @@ def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
     return max(peak, 0)
 
 
-def _rehearsed(
-    graph: OpGraph, lifetimes: Lifetimes, ops: Sequence[Op], ports: Ports, b: int
-) -> Rehearsal | None:
+def _members(
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
+) -> list[list[CostedOp]]:
+    found: list[list[CostedOp]] = [[] for _ in range(num_stages)]
+    for call, stage in zip(costed_ops(graph, b), stage_of, strict=True):
+        found[stage].append(call)
+    return found
+
+
+def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) -> Rehearsal | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
-    steps = lifetimes.steps(ops, set(ports.results))
-    key = _Key(graph, b).of(steps, ports)
+    if not calls:
+        return None
+    steps = lifetimes.steps([call.op for call in calls], set(ports.results))
+    key, index = _key(calls, steps, ports), calls[0].index
     if key not in _known:
         try:
-            found = rehearse(graph, steps, ports, b)
+            found = rehearse(index, steps, ports)
         except Exception as error:  # ops are anyone's: whatever they raise, the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None
@@ -189,59 +193,25 @@ def _rehearsed(
     return _known[key]
 
 
-@dataclass
-class _Key:
+def _key(calls: Sequence[CostedOp], steps: Sequence[Step], ports: Ports) -> str:
     """A digest of all that decides what a stage holds; names are numbered as they appear."""
+    numbers: dict[str, int] = {}
+    lines: list[str] = []
 
-    graph: OpGraph
-    b: int
-    numbers: dict[str, int] = field(default_factory=dict)
+    def note(names: Iterable[object]) -> None:
+        lines.append(" ".join(str(numbers.setdefault(str(n), len(numbers))) for n in names))
 
-    def of(self, steps: Sequence[Step], ports: Ports) -> str:
-        ops = [step.op for step in steps]
-        names = (*(name for op in ops for name in (*op.inputs, op.name)), *ports.received)
-        lines = [f"{self.graph.training} {self.b}"]
-        lines += [self._value(name) for name in dict.fromkeys(names)]
-        lines += [self._op(op) for op in ops]
-        given = (ports.received, ports.entered, ports.chained, ports.results)
-        lines += [self._names(part) for part in given]
-        lines.append(self._names(sorted(ports.roots, key=self._number)))
-        lines.append(self._names([self.graph.loss or ""]))
-        lines += [self._names(step.ends) for step in steps]
-        lines += [" ".join(map(self._tensor, part)) for part in (ports.summed, ports.passed)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    def _number(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers))
-
-    def _names(self, names: Sequence[str]) -> str:
-        return " ".join(str(self._number(name)) for name in names)
-
-    def _tensor(self, fqn: str) -> str:
-        return self._text(Attr(fqn))
-
-    def _value(self, name: str) -> str:
-        value = self.graph.values[name]
-        shape = tuple(size_at(size, self.b) for size in value.shape)
-        flags = (value.requires_grad, value.producer is None, value.stride_order)
-        return (
-            f"{self._number(name)} {value.dtype} {shape} {flags} {self._number(str(value.storage))}"
-        )
-
-    def _op(self, op: Op) -> str:
-        own = op.module_path if op.kind == "opaque" else ""
-        tensors = (*op.parameters, *op.buffers_read, *op.buffers_written)
-        parts = (
-            self._number(op.name), op.kind, op.target, own, op.grad_enabled, op.autocast,
-            op.saved_bytes, self._names(op.mutates), self._text(op.args), self._text(op.kwargs),
-            self._text(op.constructor), " ".join(map(self._tensor, tensors)),
-        )  # fmt: skip
-        return "|".join(str(part) for part in parts)
-
-    def _text(self, argument: Any) -> str:
-        def tensor(fqn: str) -> str:
-            info = self.graph.tensors.get(fqn)
-            about = (info.shape, info.dtype, info.requires_grad, info.kind) if info else fqn
-            return f"@{self._number('tensor ' + fqn)}{about}"
-
-        return described(argument, self.b, lambda name: f"%{self._number(name)}", tensor)
+    for call, step in zip(calls, steps, strict=True):
+        op, values = call.op, call.index.graph.values
+        lines.append(f"{structural_key(call)} {op.saved_bytes} {call.index.graph.loss == op.name}")
+        read = operands(op)
+        note((*read, op.name, *(ref.fqn for ref in walk((op.args, op.kwargs), Attr))))
+        note((*op.parameters, *op.buffers_read, *op.buffers_written))
+        note(values[name].storage for name in (*read, op.name))
+        lines.append(" ".join(str(values[name].producer is None) for name in read))
+        note(op.mutates)
+        note(step.ends)
+    given = (ports.received, ports.entered, ports.chained, ports.results, ports.summed)
+    for names in (*given, ports.passed, sorted(ports.roots, key=lambda name: numbers[name])):
+        note(names)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -74,13 +74,9 @@ class Fakes:
 
     graph: OpGraph
     b: int
+    infos: Mapping[str, TensorInfo]  # by every name
     tensors: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
-    infos: dict[str, TensorInfo] = field(default_factory=dict)  # by every name
-
-    def __post_init__(self) -> None:
-        for info in self.graph.tensors.values():
-            self.infos.update(dict.fromkeys((info.fqn, *info.aliases), info))
 
     def tensor(self, fqn: str) -> Tensor:
         info = self.infos[fqn]
@@ -117,13 +113,13 @@ class Fakes:
                             setattr(part, name, self.tensor(prefix + name))
 
 
-def rehearse(graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int) -> Rehearsal:
-    """Run the steps of a stage, forward and backward, at microbatch size b.
+def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Rehearsal:
+    """Runs the steps of a stage, forward and backward, at the index's microbatch size.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be played.
     """
-    with _staged(graph, steps, ports, b) as (stage, arguments):
+    with _staged(index, steps, ports) as (stage, arguments):
         return stage.run(arguments)
 
 
@@ -162,7 +158,8 @@ def kept_storages(graph: OpGraph, b: int) -> Kept:
     """What autograd keeps of a whole graph; an op that cannot run keeps what `guessed` says."""
     key = fingerprint(graph), b, bool(torch.backends.mkldnn.enabled)  # its kernels differ
     if key not in _kept:
-        with _staged(graph, [Step(op) for op in graph.ops], Ports(), b) as (stage, arguments):
+        steps = [Step(op) for op in graph.ops]
+        with _staged(GraphIndex.of(graph, b), steps, Ports()) as (stage, arguments):
             found = stage.kept(arguments)
         if len(_kept) >= _KEPT:
             del _kept[next(iter(_kept))]
@@ -172,12 +169,12 @@ def kept_storages(graph: OpGraph, b: int) -> Kept:
 
 @contextmanager
 def _staged(
-    graph: OpGraph, steps: Sequence[Step], ports: Ports, b: int
+    index: GraphIndex, steps: Sequence[Step], ports: Ports
 ) -> Iterator[tuple[_Stage, dict[str, Tensor]]]:
     """The stage on fake tensors, and its arguments."""
     ops = [step.op for step in steps]
-    fakes = Fakes(graph, b)
-    index = GraphIndex.of(graph, b)
+    graph, b = index.graph, index.b
+    fakes = Fakes(graph, b, index.tensors)
     roles: dict[str, Role] = {}
     with _quiet():
         for op in ops:

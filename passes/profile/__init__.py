@@ -22,10 +22,11 @@ from pdcompile.passes.costs import (
     costed_ops,
     estimate,
     seconds,
+    structural_key,
 )
 from pdcompile.passes.costs.machines import machine_of
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.entries import Entry, Profile, structural_key
+from pdcompile.passes.profile.entries import Entry, Profile
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
+from pdcompile.files import write_whole
 from pdcompile.ir.graph import Op
 from pdcompile.passes.profile.entries import Entry, Profile
 
@@ -122,19 +122,11 @@ def save(environment: Environment, keys: Iterable[str], entries: Iterable[Entry]
     )
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = jsonio.dumps(Cached(environment, profile, now))
-    draft = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-        ) as file:
-            draft = Path(file.name)
-            file.write(text)
-        draft.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
         _LOG.info("the profile is not cached: %s", error)
-        if draft is not None:
-            draft.unlink(missing_ok=True)
 
 
 def processor() -> str:

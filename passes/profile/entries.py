@@ -5,15 +5,12 @@ Ops with equal keys do the same work on equal operands, and are measured once.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdcompile import jsonio
 from pdcompile.errors import CostError
-from pdcompile.ir.graph import Op
-from pdcompile.passes.costs import CostedOp, GraphIndex, Operand
-from pdcompile.passes.costs.costed_op import described
+from pdcompile.files import write_whole
 
 SCHEMA = "pdcompile.profile/2"
 
@@ -76,11 +73,8 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write to a file, all or nothing.  Raises CostError when it cannot be written."""
-        target = Path(path)
-        draft = target.with_name(target.name + ".tmp")
         try:
-            draft.write_text(self.to_json(), encoding="utf-8")
-            draft.replace(target)
+            write_whole(Path(path), self.to_json().encode())
         except OSError as error:
             raise CostError(
                 f"cannot write the profile: {error.strerror}", where=str(path)
@@ -112,46 +106,3 @@ class Profile:
                     f"the profile is stale: its {name} is {there}, here it is {here}",
                     remedy='measure again (costs="measured"), or use costs="estimated"',
                 )
-
-
-def structural_key(call: CostedOp) -> str:
-    """A short digest of what the op is and of the shape, dtype and layout of all it reads.
-
-    Names of values, parameters and modules are not in it: the layers of a deep model share
-    their keys.  Opaque modules do not, since nothing is known of their insides.
-    """
-    op, index = call.op, call.index
-
-    def value(name: str) -> str:
-        kind = "tensor" if index.graph.values[name].is_tensor else "container"
-        return kind + "+".join(_operand(leaf) for leaf in index.leaves(name))
-
-    def tensor(fqn: str) -> str:
-        operand = index.attribute(fqn)
-        return _operand(operand) if operand is not None else fqn
-
-    arguments = (op.args, op.kwargs, op.constructor)
-    parts = [
-        op.kind,
-        op.target,
-        op.module_path if op.kind == "opaque" else "",
-        str(index.graph.training),
-        str(op.grad_enabled),
-        str(op.autocast),
-        str(call.requires_grad),
-        *(described(part, index.b, value, tensor) for part in arguments),
-        _held(op, index),
-        ",".join(_operand(output) for output in call.outputs),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
-
-
-def _held(op: Op, index: GraphIndex) -> str:
-    names = (*op.parameters, *op.buffers_read, *op.buffers_written)
-    held = [index.attribute(fqn) for fqn in dict.fromkeys(names)]
-    return ",".join(_operand(operand) for operand in held if operand is not None)
-
-
-def _operand(operand: Operand) -> str:
-    layout = f"~{operand.stride_order}" if operand.stride_order else ""
-    return f"{operand.dtype}{operand.shape}{'g' if operand.requires_grad else ''}{layout}"

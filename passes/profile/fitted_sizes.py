@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds
+from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds, structural_key
 from pdcompile.passes.profile import Progress, Say, apply, profile, recalled
-from pdcompile.passes.profile.entries import Entry, Profile, structural_key
+from pdcompile.passes.profile.entries import Entry, Profile
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,28 +21,36 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.ir.execution import Lookup, materialise
-from pdcompile.ir.graph import Ref
-from pdcompile.ir.targets import resolve
+from pdcompile.ir.execution import CPU, Lookup, bound
 from pdcompile.passes.costs import CostedOp, Operand
 from pdcompile.passes.costs.live_storages import tensors_in
+from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry
 
 MIN_RUNS, MAX_RUNS = 3, 50
 
 
+@dataclass(frozen=True)
+class _Alone(Lookup):
+    """Where one op finds its tensors, and its own module."""
+
+    only: nn.Module | None = None
+
+    def tensor(self, fqn: str) -> Tensor:
+        return (self.constants or {})[fqn]
+
+    def module(self, path: str) -> nn.Module:
+        assert self.only is not None
+        return self.only
+
+
 @dataclass
 class Bench:
-    """One op, ready to run again and again.
+    """One op, ready to run again and again; `prepare` makes a call of it with fresh arguments."""
 
-    `prepare` returns fresh arguments (in-place ops use theirs up), `run` calls the op on them.
-    """
-
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    prepare: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    prepare: Callable[[], Callable[[], Any]]
     leaves: list[Tensor]  # what gradients are asked for, activations first
     weights: list[Tensor]  # the last of them, whose gradients accumulate
-    device: torch.device
 
 
 def measure(call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: float) -> Entry:
@@ -63,48 +71,29 @@ def grad_mode(call: CostedOp) -> Iterator[None]:
 
 def _bench(call: CostedOp, model: nn.Module | None, b: int) -> Bench:
     op, index = call.op, call.index
-    device = torch.device("cpu")
-    generator = torch.Generator(device).manual_seed(0)
-    synthesis = Synthesis(call, device, generator)
+    synthesis = Synthesis(call, CPU, torch.Generator(CPU).manual_seed(0))
     made: dict[str, Any] = {name: synthesis.value(name) for name in op.inputs}
     attributes: dict[str, Tensor] = {}
     for fqn in op.attributes:
         operand = index.attribute(fqn)
         assert operand is not None, f"{op.name} reads {fqn}, which the graph does not list"
         attributes[fqn] = synthesis.tensor(operand)
-    lookup = Lookup(nn.Module(), b, device, attributes)
-    mutated = {name for name in op.mutates if name in made}
-
-    def prepare() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A leaf that requires grad cannot be written: in-place ops get a copy of it each time.
-        fresh = {name: (v.clone() if name in mutated else v) for name, v in made.items()}
-        args = tuple(materialise(argument, fresh, lookup) for argument in op.args)
-        return args, {key: materialise(argument, fresh, lookup) for key, argument in op.kwargs}
-
-    function: Callable[..., Any]
-    weights: list[Tensor] = []
+    module = None
     if op.kind in ("module", "opaque"):
-        module = _copy_of(op.module_path, model, index.graph.training, device)
-        weights = [p for p in module.parameters() if p.requires_grad]
-        function = module
-    elif op.kind == "getattr":
-        function = lambda tensor: getattr(tensor, op.target)  # noqa: E731
-    elif op.kind == "method":
-        function = getattr(torch.Tensor, op.target)
-    else:
-        function = resolve(op.target)
-    weights += [tensor for tensor in attributes.values() if tensor.requires_grad]
+        module = _copy_of(op.module_path, model, index.graph.training)
+    lookup = _Alone(nn.Module(), b, CPU, attributes, module)
+
+    def prepare() -> Callable[[], Any]:
+        # A leaf that requires grad cannot be written: in-place ops get a copy of it each time.
+        return bound(op, {n: v.clone() if n in op.mutates else v for n, v in made.items()}, lookup)
+
+    own = [*(module.parameters() if module is not None else ()), *attributes.values()]
+    weights = [tensor for tensor in own if tensor.requires_grad]
     values = [t for name in op.inputs for t in tensors_in(made[name])]
-    return Bench(
-        run=lambda args, kwargs: function(*args, **kwargs),
-        prepare=prepare,
-        leaves=[t for t in (*values, *weights) if t.requires_grad],
-        weights=weights,
-        device=device,
-    )
+    return Bench(prepare, [t for t in (*values, *weights) if t.requires_grad], weights)
 
 
-def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.device) -> nn.Module:
+def _copy_of(path: str, model: nn.Module | None, training: bool) -> nn.Module:
     """A copy of one module without its hooks, with memory even if the model has none (meta)."""
     if model is None:
         raise LookupError(f"no model to take module {path!r} from")
@@ -114,7 +103,7 @@ def _copy_of(path: str, model: nn.Module | None, training: bool, device: torch.d
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             getattr(submodule, hooks).clear()
     if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-        module = module.to_empty(device=device)
+        module = module.to_empty(device=CPU)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.fill_(0.5 if tensor.is_floating_point() else 0)
     return module.train(training)
@@ -136,11 +125,7 @@ def typical(run: Callable[[], float], budget_seconds: float) -> float:
 
 
 def _forward_seconds(bench: Bench, budget_seconds: float) -> float:
-    def run() -> float:
-        args, kwargs = bench.prepare()
-        return timed(partial(bench.run, args, kwargs), bench.device)[0]
-
-    return typical(run, budget_seconds)
+    return typical(lambda: timed(bench.prepare(), CPU)[0], budget_seconds)
 
 
 def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
@@ -149,8 +134,7 @@ def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
     `autograd.grad` hands gradients of activations on as a stage's backward does, where
     `backward` would copy them into `.grad`; weights do accumulate, so that is added here.
     """
-    args, kwargs = bench.prepare()
-    results = [t for t in tensors_in(bench.run(args, kwargs)) if t.requires_grad]
+    results = [t for t in tensors_in(bench.prepare()()) if t.requires_grad]
     if not results or not bench.leaves:
         return 0.0
     gradients = [torch.ones_like(result) for result in results]
@@ -164,7 +148,7 @@ def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
             if gradient is not None:
                 total.add_(gradient)
 
-    took = typical(lambda: timed(run, bench.device)[0], budget_seconds)
+    took = typical(lambda: timed(run, CPU)[0], budget_seconds)
     return max(took - start_seconds(), 0.0)
 
 
@@ -179,9 +163,6 @@ def start_seconds() -> float:
             run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
             times.append(timed(run, leaf.device)[0])
     return median(times)
-
-
-_CLASS_INDICES = frozenset(("crossentropy", "nllloss"))
 
 
 @dataclass
@@ -214,7 +195,9 @@ class Synthesis:
             ends = [rows * (i + 1) // count for i in range(count)]
             made = torch.tensor(ends, dtype=dtype, device=self.device)
         else:
-            high = max(1, min(self._bound(operand), torch.iinfo(dtype).max))
+            index = self.call.index
+            rows = index_range(index.graph, self.call.op, operand.name, index.b) or 1
+            high = min(rows, torch.iinfo(dtype).max)
             made = torch.randint(high, shape, generator=self.generator, device=self.device).to(
                 dtype
             )
@@ -228,23 +211,6 @@ class Synthesis:
         """Whether it says where each group of rows ends: zeros would leave nothing to do."""
         offsets = self.call.tensor(2, "offs")
         return self.call.name == "groupedmm" and offsets is not None and operand == offsets
-
-    def _bound(self, operand: Operand) -> int:
-        """One more than the largest integer that is valid here; 1 where nothing is known."""
-        call = self.call
-        if call.name in ("embedding", "embeddingbag"):
-            weight = call.tensor(1, "weight")
-            return int(weight.shape[0]) if weight is not None else 1
-        if (
-            call.name == "getitem"
-            and len(call.op.args) > 1
-            and call.op.args[1] == Ref(operand.name)
-        ):
-            return int(call.first.shape[0])  # picks rows
-        if call.name in _CLASS_INDICES and operand.name != call.first.name:
-            scores = call.first.shape
-            return int(scores[1] if len(scores) > 1 else scores[0])
-        return 1
 
 
 Result = TypeVar("Result")

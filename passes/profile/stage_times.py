@@ -23,9 +23,9 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
-from pdcompile.passes.costs import costed_ops
+from pdcompile.passes.costs import costed_ops, structural_key
 from pdcompile.passes.profile import cache
-from pdcompile.passes.profile.entries import Entry, structural_key
+from pdcompile.passes.profile.entries import Entry
 from pdcompile.passes.profile.op_bench import timed
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.passes.untouched import untouched

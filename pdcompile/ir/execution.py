@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +75,14 @@ def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
     Where the op's region has gradients on, the caller's mode decides, as it does for the model.
     """
     with _modes(op):
-        return _apply(op, env, lookup)
+        return bound(op, env, lookup)()
 
 
-def _apply(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
+def bound(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Callable[[], Any]:
+    """The call of one op with its arguments, to be made in whatever mode there is then."""
     args = [materialise(argument, env, lookup) for argument in op.args]
     kwargs = {name: materialise(argument, env, lookup) for name, argument in op.kwargs}
-    return _callable(op, lookup)(*args, **kwargs)
+    return partial(_callable(op, lookup), *args, **kwargs)
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def execute(
         ops = list(region)
         with _modes(ops[0]):
             for op in ops:
-                env[op.name] = _apply(op, env, lookup)
+                env[op.name] = bound(op, env, lookup)()
                 if watch is not None:
                     watch(op.name, env[op.name])
     return env
