@@ -40,12 +40,12 @@ def begin_call(
     ContractError when the ranks make unlike calls.
     """
     session.check_running()
-    prepared, options = session.prepared, session.options
+    compiled, options = session.compiled, session.options
     paths = needed_paths(session, training=training, with_loss=with_loss)
-    graph = prepared.capture.train if training else prepared.capture.eval
+    graph = compiled.capture.train if training else compiled.capture.eval
     try:
-        size = check_call(prepared, graph, flat, paths)
-        check_values(prepared, graph, flat, size)
+        size = check_call(compiled, graph, flat, paths)
+        check_values(compiled, graph, flat, size)
     except PdcompileError as error:
         session.refuse(error)
         raise
@@ -54,8 +54,8 @@ def begin_call(
         size = session.agree(kind, number, size, flat.leaves)
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
-    layout = replace(prepared.layout, size=size)
-    count = prepared.plan.training.num_microbatches
+    layout = replace(compiled.layout, size=size)
+    count = compiled.plan.training.num_microbatches
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     scales: list[float] = []
     if with_loss and session.wirings[session.stages[-1], training].is_last:
@@ -83,13 +83,13 @@ def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[
         wiring = session.wirings[stage, training]
         found.update(dict.fromkeys(wiring.paths(with_loss)))
         if with_loss and wiring.is_last and callable(session.options.loss_reduction):
-            dims = session.prepared.layout.dims.items()  # it may count anything that was given
+            dims = session.compiled.layout.dims.items()  # it may count anything that was given
             found.update(dict.fromkeys(path for path, dim in dims if dim is not None))
     return tuple(found)
 
 
 def check_call(
-    prepared: Compiled, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
+    compiled: Compiled, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
 ) -> int | None:
     """The batch size, None where this process holds nothing that tells it.
 
@@ -109,9 +109,9 @@ def check_call(
             )  # fmt: skip
     refuse_modes()
     tensors = {p: leaf for p, leaf in flat.leaves.items() if isinstance(leaf, Tensor)}
-    if graph is prepared.capture.train:
+    if graph is compiled.capture.train:
         _check_trainable(tensors)
-    several = prepared.layout.splits and prepared.plan.training.num_microbatches > 1
+    several = compiled.layout.splits and compiled.plan.training.num_microbatches > 1
     _check_written(graph, tensors, several=several)
     for item in graph.inputs:
         if item.path in needed and item.path not in tensors:
@@ -122,17 +122,17 @@ def check_call(
             )
         if item.path in tensors:
             _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
-    if not prepared.layout.splits:
-        return prepared.layout.size
+    if not compiled.layout.splits:
+        return compiled.layout.size
     known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
     present = FlatCall(known, flat.spec)
-    layout = follow_batch(present, prepared.layout)
-    for path in lone_rows(present, layout, prepared.layout):
+    layout = follow_batch(present, compiled.layout)
+    for path in lone_rows(present, layout, compiled.layout):
         if several or _counts_rows(graph, path):
             raise lone_row_error(flat, path, layout.size)
     if all(layout.dims[path] is None for path in tensors):
         return None
-    _check_sizes(graph, layout.size, prepared.plan.training.num_microbatches)
+    _check_sizes(graph, layout.size, compiled.plan.training.num_microbatches)
     return layout.size
 
 
@@ -214,12 +214,12 @@ def _of_target(path: str) -> bool:
     return path == "target" or path.startswith(("target[", "target."))
 
 
-def check_values(prepared: Compiled, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
+def check_values(compiled: Compiled, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
     """Raise InputError where the model's Python would go another way than in the capture."""
     if size is None:
         return
-    layout = replace(prepared.layout, size=size)
-    count = prepared.plan.training.num_microbatches
+    layout = replace(compiled.layout, size=size)
+    count = compiled.plan.training.num_microbatches
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
     for leaves, b in zip(split(given, layout, count), sizes, strict=True):

@@ -6,7 +6,8 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,15 @@ from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 
+BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
+
+
+class Box(NamedTuple):
+    """What broadcasts bring, by item and microbatch: what is here, and what is to arrive."""
+
+    tensors: dict[tuple[int, int], Tensor]
+    expected: dict[tuple[int, int], Expected]
 
 
 class Handed(Handle):
@@ -77,7 +86,6 @@ class Worker:
         norms: Norms,
         transport: Transport,
         *,
-        num_ranks: int,
         loss_dtype: torch.dtype,
         max_norm: float | None,
     ) -> None:
@@ -90,13 +98,13 @@ class Worker:
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
         self.losses: dict[int, Loss] = {}
-        self._call = 0
+        self.base = self._call = 0
         self._compute = compute
         self._tied = tied
-        self._others = [rank for rank in range(num_ranks) if rank != transport.rank]
         self._loss_dtype = loss_dtype
         self._max_norm = max_norm
-        self.base = 0
+        self._box = Box({}, {})
+        self._clips_to: float | None = None  # where the user clips what is in .grad now
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._slots: dict[tuple[int, int], list[Handle]] = {}
@@ -115,12 +123,20 @@ class Worker:
             Action.STEP: self._step,
             Action.POST_NORMS: self._post_norms,
             Action.WAIT_NORMS: self._wait_norms,
-            Action.LOSS: self._loss,
+            Action.LOSS: self._sum_loss,
+            Action.TELL_LOSS: self._tell_loss,
+            Action.HEAR_LOSS: self._hear_loss,
         }
 
-    def begin(self, base: int, feed: Feed | None = None) -> None:
-        """A call begins: minibatch 0 of its program is number `base`."""
-        self.base = base
+    def begin(
+        self,
+        base: int,
+        feed: Feed | None = None,
+        box: Box | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        """A program begins, whose minibatch 0 is number `base`."""
+        self.base, self._box, self._clips_to = base, box or Box({}, {}), max_norm
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
@@ -173,6 +189,8 @@ class Worker:
 
     def _expected(self, key: Key) -> Expected:
         kind, edge, minibatch, microbatch = key
+        if kind in BROADCAST:
+            return self._box.expected[edge, microbatch]
         if kind in (Kind.TIED, Kind.WEIGHT):
             parameter = self.weights.parameter(0, self._tied[edge].fqn)
             return Expected(tuple(parameter.shape), parameter.dtype, minibatch)
@@ -181,7 +199,7 @@ class Worker:
 
     def _post(self, ins: Instruction) -> None:
         key = self._key(ins)
-        target = self.stage if len(self.held) > 1 else -1
+        target = self.stage if len(self.held) > 1 and ins.stage >= 0 else -1
         channel = Channel(key[0], ins.edge, ins.peer, target)
         pooled = ins.action.kind is Kind.VALUE
         self._receiving[key] = self.transport.receive(channel, self._expected(key), pooled=pooled)
@@ -193,15 +211,19 @@ class Worker:
         assert tensor is not None
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
-            return
-        self._arrived[key] = tensor
+        elif kind in BROADCAST:
+            self._box.tensors[ins.edge, ins.microbatch] = tensor
+        else:
+            self._arrived[key] = tensor
         if kind is Kind.VALUE:
             self._slots.setdefault((key[2], key[3]), []).append(handle)
 
     def _send(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
-        if kind is Kind.WEIGHT:
-            tensor: Tensor = self.weights.master(self._tied[ins.edge].fqn)
+        if kind in BROADCAST:
+            tensor = self._box.tensors[ins.edge, ins.microbatch]
+        elif kind is Kind.WEIGHT:
+            tensor = self.weights.master(self._tied[ins.edge].fqn)
         elif kind is Kind.VALUE:
             tensor = self._outgoing[key]  # one value goes to every target; FREE forgets it
         else:
@@ -263,47 +285,42 @@ class Worker:
     # -- minibatches -------------------------------------------------------------------------
 
     def _step(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
-        gradients = self.weights.harvest(minibatch)
-        self.weights.advance(minibatch)
         assert self.updater is not None
-        self.updater.apply(
-            minibatch,
-            [(self.weights.master(fqn), g) for fqn, g in gradients.items()],
-            stage=self.stage,
-        )
-        self.weights.adopt()
-        del self.weights.gradients[minibatch]
+        self.updater.update(self.weights, self.base + ins.minibatch, self.stage)
 
-    def of_rank(
-        self, gradients: Callable[[StageWeights], Mapping[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """The gradients of all stages of the rank, by name."""
-        return {fqn: g for one in self.held.values() for fqn, g in gradients(one.weights).items()}
+    def _gradients(self, minibatch: int) -> dict[str, Tensor]:
+        """Of all stages of the rank, by name."""
+        if self._clips_to is not None:
+            parts = [one.weights.present_gradients() for one in self.held.values()]
+        else:
+            parts = [one.weights.harvest(minibatch) for one in self.held.values()]
+        return {fqn: gradient for part in parts for fqn, gradient in part.items()}
 
     def _post_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        self.norms.post(minibatch, self.of_rank(lambda one: one.harvest(minibatch)))
+        self.norms.post(minibatch, self._gradients(minibatch))
 
     def _wait_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        assert self._max_norm is not None
+        most = self._clips_to or self._max_norm
+        assert most is not None
         total = self.norms.wait(minibatch)
-        gradients = self.of_rank(lambda one: one.harvest(minibatch))
-        clip(gradients.values(), total, self._max_norm)
+        clip(self._gradients(minibatch).values(), total, most)
 
-    def _loss(self, ins: Instruction) -> None:
+    def _sum_loss(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        if ins.peer >= 0:
-            channel = Channel(Kind.LOSS, 0, ins.peer)
-            handle = self.transport.receive(channel, Expected((), self._loss_dtype, minibatch))
-            self.losses[minibatch] = Loss(self._call, handle)
-            return
-        total = total_loss(self.feeds[minibatch].losses)
-        self.losses[minibatch] = Loss(self._call, value=total)
-        for peer in self._others:
-            channel = Channel(Kind.LOSS, 0, peer)
-            self.transport.send(channel, total, minibatch, deferred=True)
+        self.losses[minibatch] = Loss(self._call, None, total_loss(self.feeds[minibatch].losses))
+
+    def _tell_loss(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        total = self.losses[minibatch].wait()
+        self.transport.send(Channel(Kind.LOSS, 0, ins.peer), total, minibatch, deferred=True)
+
+    def _hear_loss(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        expected = Expected((), self._loss_dtype, minibatch)
+        handle = self.transport.receive(Channel(Kind.LOSS, 0, ins.peer), expected)
+        self.losses[minibatch] = Loss(self._call, handle)
 
 
 def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:

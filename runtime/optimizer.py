@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import difference, snapshot
+from pdcompile.runtime.weights import StageWeights
 from pdcompile.warn import warn
 
 _Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]
@@ -56,6 +57,15 @@ class Updater:
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
+
+    def update(self, weights: StageWeights, minibatch: int, stage: int) -> None:
+        """Make W_minibatch+1 of a stage from the gradients of its minibatch."""
+        gradients = weights.harvest(minibatch)
+        weights.advance(minibatch)
+        given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
+        self.apply(minibatch, given, stage)
+        weights.adopt()
+        del weights.gradients[minibatch]
 
     def apply(
         self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int = 0

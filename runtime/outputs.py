@@ -14,34 +14,34 @@ from pdcompile.ir.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.compute import Feed
-from pdcompile.runtime.transport.contract import Channel
-from pdcompile.runtime.transport.point_to_point import Transport
+from pdcompile.runtime.interpreter import Box
+from pdcompile.runtime.session import Session
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Kind
+from pdcompile.schedule.spec import Broadcast
 
 CPU = torch.device("cpu")
 
 
-def share(
-    feed: Feed, ports: tuple[Port, ...], transport: Transport, last: int, num_ranks: int
-) -> None:
-    """Send the outputs of a minibatch from the last stage's rank to all others, which wait."""
-    for number, port in enumerate(ports):
-        # Training and evaluation may differ in dtype or layout: channels of their own.
-        channel = Channel(Kind.OUTPUT, 2 * number + feed.wiring.training, last)
+def share(feed: Feed, ports: tuple[Port, ...], session: Session) -> None:
+    """Bring the outputs of a minibatch from the last stage's rank to all others."""
+    last, box, broadcasts = session.last_rank, Box({}, {}), []
+    others = tuple(rank for rank in session.stages_of_rank if rank != last)
+    # Training and evaluation may differ in dtype or layout: channels of their own.
+    items = [(2 * n + feed.wiring.training, port) for n, port in enumerate(ports)]
+    for item, port in items:
         for i, size in enumerate(feed.sizes):
-            if transport.rank == last:
-                value = feed.outputs[i][port.value]
-                for peer in range(num_ranks):
-                    if peer != last:
-                        to = channel._replace(peer=peer)
-                        transport.send(to, value, feed.minibatch, deferred=True)
-                continue
-            if number == 0:
-                feed.outputs.append({})
-            arrived = transport.receive(channel, expected(port, size, feed.minibatch)).wait()
-            assert arrived is not None
-            feed.outputs[i][port.value] = arrived
+            broadcasts.append(Broadcast(Kind.OUTPUT, item, i, last, others))
+            if last in session.ranks:
+                box.tensors[item, i] = feed.outputs[i][port.value]
+            else:
+                box.expected[item, i] = expected(port, size, feed.minibatch)
+    session.share(tuple(broadcasts), box, feed.minibatch)
+    if items:
+        feed.outputs = [
+            {port.value: box.tensors[item, i] for item, port in items}
+            for i in range(len(feed.sizes))
+        ]
 
 
 def join(

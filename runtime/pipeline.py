@@ -20,13 +20,12 @@ from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
-from pdcompile.passes.schedules import evaluation
 from pdcompile.runtime.calls import begin_call, refuse_blind_start, refuse_target
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.pipeline_state import PipelineState
-from pdcompile.runtime.session import UPDATES, Session
+from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
@@ -68,12 +67,12 @@ class Pipeline(PipelineState):
         apply_overrides(self._model)
         ranks, world = launch.num_ranks(self._options), None
         if ranks is None:
-            prepared = self._compiled(flat, None)
+            compiled = self._compiled(flat, None)
         else:
-            prepared = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
-        plan = prepared.plan
+            compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
+        plan = compiled.plan
         check_supported(plan)
-        if prepared.num_versions > 1 and self._options.optimizer is None:
+        if compiled.num_versions > 1 and self._options.optimizer is None:
             raise ConfigError(
                 f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
                 "means nothing without updates",
@@ -87,14 +86,13 @@ class Pipeline(PipelineState):
             agreed = f"plan {plan.hash()[:16]} with torch {torch.__version__}"
             world = launch.connect(self._options, plan.num_ranks, agreed)
         try:
-            self._session = Session(self._model, self._options, prepared, world)
+            self._session = Session(self._model, self._options, compiled, world)
         except BaseException as error:
             if world is not None:
                 cause = describe(world.rank, error, None, 0)
                 Failures(world.store, world.rank, world.size).report(cause)
                 world.close()
             raise
-        self._stream = prepared.stream
         self._handles = flush_before_state(
             self, self._model, self._session.optimizer, alone=world is None
         )
@@ -132,7 +130,7 @@ class Pipeline(PipelineState):
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        prepared, schedule = session.prepared, session.plan.training.schedule
+        compiled, schedule = session.compiled, session.plan.training.schedule
         if kind == "forward_backward" and session.versions > 1:
             raise ConfigError(
                 f"forward_backward is not possible under schedule={schedule!r}: it computes a "
@@ -140,20 +138,12 @@ class Pipeline(PipelineState):
                 remedy=f"call step, or use a flush schedule ({flush_schedules()})",
             )
         updates = kind == "step" and session.optimizer is not None
-        graph, number = prepared.capture.train, self._num_minibatches
+        graph, number = compiled.capture.train, self._num_minibatches
         check_trained(graph)
         feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
         self._num_minibatches += 1
         with session.call():
-            session.refresh(number)
-            if updates:
-                session.begin_update(number)
-            else:
-                session.begin_gradients()
-            size = len(feeds[0].sizes)
-            program, self._stream = self._stream.step(size)
-            session.run(program, number, frozenset() if updates else UPDATES, feeds)
-            session.in_flight = session.versions > 1
+            session.train(number, feeds, updates=updates)
         return self._result(graph, feeds[-1], session.workers[-1].losses[number])
 
     # -- evaluation --------------------------------------------------------------------------
@@ -177,20 +167,17 @@ class Pipeline(PipelineState):
         refuse_blind_start(self._options, target, started=self._session is not None)
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        prepared = session.prepared
-        graph = prepared.capture.eval
-        own = prepared.interfaces[-1].eval.loss_inputs == ()
+        compiled = session.compiled
+        graph = compiled.capture.eval
+        own = compiled.interfaces[-1].eval.loss_inputs == ()
         with_loss = graph.loss is not None and (kind == "eval_step" or own)
         number = evaluation_minibatch(self._num_evaluations)
         feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
         self._num_evaluations += 1
         with session.call():
-            self._drain(session)
+            session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-            program = evaluation(
-                prepared.plan, prepared.eval_edges, len(feeds[0].sizes), with_loss=with_loss
-            )
-            session.run(program, number, frozenset(), feeds)
+            session.evaluate(number, feeds, with_loss=with_loss)
         loss = session.workers[-1].losses[number] if with_loss else None
         return self._result(graph, feeds[-1], loss)
 
@@ -213,14 +200,12 @@ class Pipeline(PipelineState):
 
     def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
         session, chosen = self._running, self._options.outputs
-        prepared = session.prepared
+        compiled = session.compiled
         if chosen == "all" and session.world is not None:
             with session.guard():
-                ports = prepared.interfaces[-1]
+                ports = compiled.interfaces[-1]
                 signature = ports.train if feed.wiring.training else ports.eval
-                transport = session.workers[0].transport
-                last, size = session.last_rank, session.world.size
-                share(feed, signature.outputs, transport, last, size)
+                share(feed, signature.outputs, session)
         # The caller's alone: they last as long as the result, not as the minibatch's feed.
         made, feed.outputs = replace(feed, outputs=feed.outputs), []
         lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
@@ -232,7 +217,7 @@ class Pipeline(PipelineState):
                     remedy='compile(..., outputs="last") gives them to the last rank, "all" to all',
                 )
             total = None if lazy is None else lazy.wait()
-            return join(graph, made, prepared.layout, total, session.state.tensors)
+            return join(graph, made, compiled.layout, total, session.state.tensors)
 
         return StepResult(lazy, outputs)
 
@@ -256,7 +241,7 @@ class Pipeline(PipelineState):
                 raise
         with session.guard():
             session.agree("close", self._num_minibatches)
-            self._drain(session)
+            session.drain(self._num_minibatches)
             session.close()
 
     def __enter__(self) -> Pipeline:

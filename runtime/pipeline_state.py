@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ class PipelineState(NotAModule):
         self._model = model
         self._options = options
         self._session: Session | None = None
-        self._stream: Any = None
         self._num_minibatches = 0
         self._num_evaluations = 0
         self._closed = False
@@ -83,11 +81,11 @@ class PipelineState(NotAModule):
 
     def explain(self) -> str:
         """The plan as a table: stages, time, memory, traffic, proof."""
-        return self._running.prepared.explain()
+        return self._running.compiled.explain()
 
     def dump(self, folder: str) -> None:
         """Write the stages as source, with the plan."""
-        self._running.prepared.dump(folder, self._model)
+        self._running.compiled.dump(folder, self._model)
 
     # -- calls without a minibatch -----------------------------------------------------------
 
@@ -100,7 +98,7 @@ class PipelineState(NotAModule):
         if self._session is None:
             return
         with self._call("flush") as session:
-            self._drain(session)
+            session.drain(self._num_minibatches)
 
     @contextmanager
     def _call(self, kind: str) -> Iterator[Session]:
@@ -112,12 +110,6 @@ class PipelineState(NotAModule):
         with session.call():
             session.agree(kind, self._num_minibatches)
             yield session
-
-    def _drain(self, session: Session) -> None:
-        if session.in_flight:
-            program, self._stream = self._stream.flush()
-            session.run(program, self._num_minibatches)
-            session.in_flight = False
 
     # -- parameters and state ----------------------------------------------------------------
 
@@ -141,6 +133,7 @@ class PipelineState(NotAModule):
         """
         check_max_norm(max_norm)
         with self._call("clip_grad_norm_") as session:
+            session.drain(self._num_minibatches)
             return session.clip(self._num_minibatches, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -159,8 +152,8 @@ class PipelineState(NotAModule):
         torch.save keeps, has the `position`.
         """
         with self._call("full_state_dict") as session:
-            self._drain(session)
-            state = session.state.gather(session.workers[0].transport)
+            session.drain(self._num_minibatches)
+            state = session.state.gather(session.share)
         return with_position(state, self.position) if state else state
 
     def load_state_dict(

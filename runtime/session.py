@@ -1,8 +1,8 @@
-"""Session: a prepared pipeline that runs, all ranks of it in this process or one of them."""
+"""Session: a compiled pipeline that runs, all ranks of it in this process or one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
-from pdcompile.eager.gradients import clip
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
-from pdcompile.passes.schedules import refresh
+from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
-from pdcompile.runtime.interpreter import Worker, run_together
+from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.random_streams import Streams
 from pdcompile.runtime.state.initial import initial_state
@@ -34,12 +33,8 @@ from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, wire
-from pdcompile.schedule import Action, Schedule
-
-UPDATES = frozenset(
-    (Action.STEP, Action.POST_NORMS, Action.WAIT_NORMS, Action.SEND_WEIGHT,
-     Action.WAIT_SEND_WEIGHT, Action.POST_RECV_WEIGHT, Action.WAIT_RECV_WEIGHT)
-)  # fmt: skip
+from pdcompile.schedule import Schedule
+from pdcompile.schedule.spec import Broadcast
 
 
 class Session(Guarded):
@@ -49,26 +44,27 @@ class Session(Guarded):
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, prepared: Compiled, world: World | None
+        self, model: nn.Module, options: Options, compiled: Compiled, world: World | None
     ) -> None:
-        plan = prepared.plan
-        self.prepared = prepared
+        plan = compiled.plan
+        self.compiled = compiled
         self.options = options
         self.plan = plan
         self.model = model
-        self.stages_of_rank = prepared.stages_of_rank
-        super().__init__(world, prepared.capture)
+        self.stages_of_rank = compiled.stages_of_rank
+        super().__init__(world, compiled.capture)
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
         self.stages = sorted(stage for rank in self.ranks for stage in self.stages_of_rank[rank])
         self._call = 0
-        self.state = initial_state(model, options, prepared, self.ranks, world)
+        self.state = initial_state(model, options, compiled, self.ranks, world)
         self._stale_copies = False
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None
         wires = Wires()
         streams = Streams(plan.training.seed)
-        self.wirings: dict[tuple[int, bool], Wiring] = {}
+        self.wirings = _wirings(compiled, self.stages)
+        self._programs = Programs(plan, compiled.eval_edges)
         for rank in self.ranks:
             transport: Transport = (
                 LocalTransport(rank, wires) if world is None
@@ -76,14 +72,16 @@ class Session(Guarded):
             )  # fmt: skip
             norms = Norms(transport, self.state.owned, self.state.dtypes)
             held = {
-                stage: self._worker(prepared, stage, transport, streams, norms)
+                stage: _worker(
+                    compiled, stage, self._weights(stage, streams), streams, norms, transport
+                )
                 for stage in self.stages_of_rank[rank]
             }
             for worker in held.values():
                 worker.held = held
             self.workers += held.values()
             if world is not None:
-                self.agreement = Agreement(transport, world.size, tuple(prepared.layout.dims))
+                self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
         self.workers.sort(key=lambda worker: worker.stage)
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         self.optimizer = make_optimizer(
@@ -96,30 +94,12 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others()
         self._adopt()
-        self._watch = self._watched(model, prepared)
+        self._watch = _watched(self)
         self._optimizer_watch = OptimizerWatch(self.optimizer)
         self.end_call()
 
-    def _watched(self, model: nn.Module, prepared: Compiled) -> ModelWatch:
-        mine = [prepared.interfaces[worker.stage] for worker in self.workers]
-        stages = {worker.stage for worker in self.workers}
-        tied = () if self.world is None else self.plan.tied
-        return ModelWatch(
-            model,
-            self.options.loss_fn,
-            prepared.capture.attributes,
-            opaque=[path for interface in mine for path in interface.kept_whole],
-            read=prepared.capture.numbers,
-            tied=[one.fqn for one in tied if stages & set(one.stages)],
-            several=self.world is not None,
-            versions=self.versions,
-        )
-
-    def _worker(
-        self, prepared: Compiled, stage: int, transport: Transport, streams: Streams, norms: Norms
-    ) -> Worker:
-        plan, interface = self.plan, prepared.interfaces[stage]
-        copies = frozenset(tied.fqn for tied in plan.tied if stage in tied.stages[1:])
+    def _weights(self, stage: int, streams: Streams) -> StageWeights:
+        compiled, interface = self.compiled, self.compiled.interfaces[stage]
         taken = {fqn for fqn, stages in self._tied_here() if stage in stages[1:]}
 
         def tensor(fqn: str) -> Tensor:
@@ -128,37 +108,17 @@ class Session(Guarded):
                 return nn.Parameter(found.detach().clone())
             return found
 
-        modes = (
-            (True, interface.train, plan.edges),
-            (False, interface.eval, prepared.eval_edges),
-        )
-        for training, signature, edges in modes:
-            self.wirings[stage, training] = wire(
-                stage, len(plan.stages), signature, edges, training
-            )
         weights = StageWeights(
-            prepared.stage_classes[stage],
+            compiled.stage_classes[stage],
             interface,
             tensor,
-            copies=copies,
-            versions=prepared.num_versions,
+            copies=frozenset(tied.fqn for tied in self.plan.tied if stage in tied.stages[1:]),
+            versions=compiled.num_versions,
             model=self.model,
         )
         for module in weights.modules:
             streams.attach(module, interface)
-        loss = prepared.capture.train.loss
-        values = prepared.capture.train.values
-        return Worker(
-            stage,
-            Compute(stage, plan.tied, weights, streams, _autocast(plan)),
-            plan.tied,
-            weights,
-            norms,
-            transport,
-            num_ranks=len(self.stages_of_rank),
-            loss_dtype=torch.float32 if loss is None else dtype_of(values[loss].dtype),
-            max_norm=plan.training.max_grad_norm,
-        )
+        return weights
 
     def _tied_here(self) -> list[tuple[str, list[int]]]:
         """Tied parameters, with the stages of this process that hold them."""
@@ -188,7 +148,7 @@ class Session(Guarded):
         """The rank of the last stage, which has the outputs and the loss."""
         return max(self.stages_of_rank, key=lambda rank: self.stages_of_rank[rank][-1])
 
-    def begin_update(self, minibatch: int) -> None:
+    def _begin_update(self, minibatch: int) -> None:
         """A minibatch with an update begins: fix its learning rates, start from no gradients."""
         assert self.optimizer is not None
         if len(self.workers) > 1:
@@ -196,7 +156,7 @@ class Session(Guarded):
         self.updater.snapshot(minibatch)
         self._open_gradients(keep=False)
 
-    def begin_gradients(self) -> None:
+    def _begin_gradients(self) -> None:
         """A minibatch without an update begins; afterwards the user may change parameters, so
         that tied copies are old."""
         self._stale_copies = bool(self.plan.tied)
@@ -206,19 +166,56 @@ class Session(Guarded):
         for worker in self.workers if self.versions == 1 else ():
             worker.weights.open_gradients(keep=keep)
 
-    def run(
+    def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
+        """One minibatch, with its update or for its gradients alone."""
+        count = len(feeds[0].sizes)
+        self.refresh(minibatch)
+        if updates:
+            self._begin_update(minibatch)
+        else:
+            self._begin_gradients()
+        program = self._programs.step(count) if updates else self._programs.gradients(count)
+        self._run(program, minibatch, feeds)
+        self.in_flight = self.versions > 1
+
+    def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
+        """One minibatch forward, on the newest weights; nothing is in flight."""
+        program = self._programs.evaluation(len(feeds[0].sizes), with_loss=with_loss)
+        self._run(program, minibatch, feeds)
+
+    def drain(self, minibatch: int) -> None:
+        """Finish what is in flight; `minibatch` is the next one."""
+        if self.in_flight:
+            self._run(self._programs.flush(), minibatch)
+            self.in_flight = False
+
+    def refresh(self, minibatch: int) -> None:
+        """Bring tied copies up to date when the user has had the gradients in between."""
+        if self._stale_copies:
+            self._stale_copies = False
+            self._run(self._programs.refresh(), minibatch)
+
+    def clip(self, minibatch: int, max_norm: float) -> Tensor:
+        """Scale what is in .grad by its norm over all ranks; returns the norm."""
+        self._run(self._programs.norms(), minibatch, max_norm=max_norm)
+        return self.workers[0].norms.total
+
+    def share(self, broadcasts: tuple[Broadcast, ...], box: Box, minibatch: int = 0) -> None:
+        """Bring what one rank has to those that need it: it is in their `box` then."""
+        self._run(self._programs.share(broadcasts), minibatch, box=box)
+
+    def _run(
         self,
-        schedule: Schedule,
+        program: Schedule,
         base: int,
-        skip: frozenset[Action] = frozenset(),
         feeds: list[Feed] | None = None,
+        box: Box | None = None,
+        max_norm: float | None = None,
     ) -> None:
-        """Interpret a program whose minibatch 0 is number `base`, without some actions."""
+        """Interpret a program whose minibatch 0 is number `base`."""
         for n, worker in enumerate(self.workers):
-            worker.begin(base, feeds[n] if feeds else None)
-        columns = [schedule.columns[rank] for rank in self.ranks]
-        if skip:
-            columns = [tuple(i for i in column if i.action not in skip) for column in columns]
+            worker.begin(base, feeds[n] if feeds else None, box, max_norm)
+        columns = [program.columns[rank] for rank in self.ranks]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
             workers = {worker.stage: worker for worker in self.workers}
             run_together([workers[self.stages_of_rank[rank][0]] for rank in self.ranks], columns)
@@ -230,7 +227,7 @@ class Session(Guarded):
             yield
             self.end_call()
 
-    # -- tied copies, norms, state --------------------------------------------------------------
+    # -- what the user does between calls --------------------------------------------------------
 
     def check_changes(self, training: bool | None = None) -> None:
         """A call is about to begin, which runs modules in training or not (None: not at all):
@@ -287,22 +284,55 @@ class Session(Guarded):
         for worker in self.workers:
             worker.weights.restart(minibatches)
 
-    def refresh(self, minibatch: int) -> None:
-        """Bring tied copies up to date when the user has had the gradients in between."""
-        if not self._stale_copies:
-            return
-        self._stale_copies = False
-        self.run(refresh(self.plan), minibatch)
 
-    def clip(self, number: int, max_norm: float) -> Tensor:
-        """Scale what is in .grad by its norm over all ranks; returns the norm."""
-        firsts = [one for one in self.workers if one is next(iter(one.held.values()))]
-        for worker in firsts:
-            worker.norms.post(number, worker.of_rank(StageWeights.present_gradients))
-        totals = [worker.norms.wait(number) for worker in firsts]
-        for worker in self.workers:
-            clip(worker.weights.present_gradients().values(), totals[0], max_norm)
-        return totals[0]
+def _watched(session: Session) -> ModelWatch:
+    compiled, alone = session.compiled, session.world is None
+    stages = set(session.stages)
+    return ModelWatch(
+        session.model,
+        session.options.loss_fn,
+        compiled.capture.attributes,
+        opaque=[path for stage in stages for path in compiled.interfaces[stage].kept_whole],
+        read=compiled.capture.numbers,
+        tied=[one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)],
+        several=not alone,
+        versions=session.versions,
+    )
+
+
+def _wirings(compiled: Compiled, stages: Iterable[int]) -> dict[tuple[int, bool], Wiring]:
+    """By stage, and whether it trains."""
+    plan, found = compiled.plan, {}
+    for stage in stages:
+        one = compiled.interfaces[stage]
+        for training, signature, edges in (
+            (True, one.train, plan.edges), (False, one.eval, compiled.eval_edges),
+        ):  # fmt: skip
+            found[stage, training] = wire(stage, len(plan.stages), signature, edges, training)
+    return found
+
+
+def _worker(
+    compiled: Compiled,
+    stage: int,
+    weights: StageWeights,
+    streams: Streams,
+    norms: Norms,
+    transport: Transport,
+) -> Worker:
+    plan, train = compiled.plan, compiled.capture.train
+    return Worker(
+        stage,
+        Compute(stage, plan.tied, weights, streams, _autocast(plan)),
+        plan.tied,
+        weights,
+        norms,
+        transport,
+        loss_dtype=torch.float32
+        if train.loss is None
+        else dtype_of(train.values[train.loss].dtype),
+        max_norm=plan.training.max_grad_norm,
+    )
 
 
 def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check import check, check_evaluation, check_programs
+from pdcompile.passes.check import check, check_program, check_programs
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Phase, Schedule
@@ -49,7 +49,7 @@ def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObje
 @given(plans(), st.integers(1, 9), st.booleans())
 def test_evaluations_are_proved(plan: Plan, count: int, with_loss: bool) -> None:
     program = evaluation(plan, plan.edges, count, with_loss=with_loss)
-    check_evaluation(plan, plan.edges, program)
+    check_program(plan, program, plan.edges)
     assert (Action.LOSS in {one.action for c in program.columns for one in c}) == with_loss
 
 
@@ -95,20 +95,20 @@ def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str) -> None:
 
 def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruction:
     """Another peer, edge, microbatch, minibatch, lag or action of the same shape."""
-    choices = [replace(one, minibatch=one.minibatch + pick.choice([-1, 1]))]
+    choices = [one._replace(minibatch=one.minibatch + pick.choice([-1, 1]))]
     if one.microbatch >= 0:
-        choices.append(replace(one, microbatch=one.microbatch + pick.choice([-1, 1])))
+        choices.append(one._replace(microbatch=one.microbatch + pick.choice([-1, 1])))
     if one.peer >= 0:
         others = [rank for rank in range(plan.num_ranks) if rank != one.peer]
-        choices.append(replace(one, peer=pick.choice(others)))
+        choices.append(one._replace(peer=pick.choice(others)))
     if one.edge >= 0:
-        choices.append(replace(one, edge=one.edge + pick.choice([-1, 1])))
+        choices.append(one._replace(edge=one.edge + pick.choice([-1, 1])))
         kind = one.action.kind
         others_of = [table[kind] for table in PHASES if table[kind] is not one.action]
-        choices.append(replace(one, action=pick.choice(others_of)))
+        choices.append(one._replace(action=pick.choice(others_of)))
     if one.action in (Action.FORWARD, Action.BACKWARD):
-        choices.append(replace(one, lag=1 - one.lag))
-    choices.append(replace(one, stage=one.stage + 1))
+        choices.append(one._replace(lag=1 - one.lag))
+    choices.append(one._replace(stage=one.stage + 1))
     return pick.choice(choices)
 
 
@@ -182,9 +182,9 @@ def blocking(program: Schedule) -> Schedule:
         for one in column:
             phase, kind = one.action.phase, one.action.kind
             if phase is Phase.WAIT_RECV:
-                out += [replace(one, action=POST_RECV[kind]), one]
+                out += [one._replace(action=POST_RECV[kind]), one]
             elif phase is Phase.SEND:
-                out += [one, replace(one, action=WAIT_SEND[kind])]
+                out += [one, one._replace(action=WAIT_SEND[kind])]
             elif phase not in (Phase.POST_RECV, Phase.WAIT_SEND):
                 out.append(one)
         assert not waits & {one.action for one in column} or out

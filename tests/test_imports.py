@@ -94,8 +94,8 @@ FORBIDDEN = {
     "cli": set(),
     "front": set(),
 }
-# The runtime asks the schedules for its programs, and nothing else of the compiler.
-ALLOWED = {"runtime": "pdcompile.passes.schedules"}
+# The runtime asks for programs that were proved, and for nothing else of the compiler.
+ALLOWED = {"runtime": "pdcompile.passes.check"}
 
 
 def below(name: str, root: str) -> bool:
@@ -123,7 +123,7 @@ def test_the_layers_are_told_apart() -> None:
     assert offences("pdcompile.plan", {"pdcompile.passes.partition"})
     assert offences("pdcompile.passes.check", {"pdcompile.runtime.pipeline"})
     assert offences("pdcompile.runtime.pipeline", {"pdcompile.passes.partition"})
-    assert not offences("pdcompile.runtime.pipeline", {"pdcompile.passes.schedules"})
+    assert not offences("pdcompile.runtime.pipeline", {"pdcompile.passes.check.programs"})
     assert not offences("pdcompile.cli.plan", {"pdcompile.driver"})
 
 

@@ -93,17 +93,23 @@ def test_norms_are_posted_early_and_waited_for_late() -> None:
 def test_the_loss_goes_to_every_rank() -> None:
     plan = make_plan("1f1b", 2, 4, replicas=(1, 2))
     program, _ = make_stream(plan).step(4)
-    assert column(program, 0, Action.LOSS) == ["LOSS <1", "LOSS <2"]
-    assert column(program, 1, Action.LOSS) == ["LOSS <2", "LOSS"]
+    losses = (Action.LOSS, Action.TELL_LOSS, Action.HEAR_LOSS)
+    assert column(program, 0, *losses) == ["HEAR_LOSS <1", "HEAR_LOSS <2"]
+    assert column(program, 1, *losses) == [
+        "HEAR_LOSS <2",
+        "LOSS",
+        "TELL_LOSS >0",
+        "TELL_LOSS >2",
+    ]
     one, _ = make_stream(plan).step(1)
-    assert column(one, 2, Action.LOSS) == ["LOSS <1"]
+    assert column(one, 2, *losses) == ["HEAR_LOSS <1"]
 
 
 def test_ranks_without_a_stage_only_hear_the_loss() -> None:
     plan = make_plan("1f1b", 1, 2)
     stage = StagePlan(0, (), (), ranks=(1,))
     program, _ = make_stream(replace(plan, stages=(stage,))).step(2)
-    assert [one.text(-1) for one in program.columns[0]] == ["LOSS <1"]
+    assert [one.text(-1) for one in program.columns[0]] == ["HEAR_LOSS <1"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check.exchange import ChannelModel
-from pdcompile.passes.check.walk import Walk
-from pdcompile.passes.schedules.stream import Stream, make_stream
+from pdcompile.passes.check.walk import BROADCAST, EVALUATION, NORMS, REFRESH, Walk
+from pdcompile.passes.schedules.stream import Stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
-from pdcompile.schedule.spec import spec_of, with_edges
+from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
 
-__all__ = ["ChannelModel", "Proof", "check", "check_evaluation", "check_programs"]
+__all__ = ["ChannelModel", "Proof", "check", "check_program", "check_programs"]
 
 MAX_LISTED = 16
 MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled
@@ -48,24 +49,36 @@ class Proof:
         return "\n".join([*lines, *(f"  {statement}" for statement in self.statements)])
 
 
-def check(plan: Plan, *, channels: ChannelModel = "per_direction") -> Proof:
+def check(
+    plan: Plan, counts: Iterable[int] | None = None, *, channels: ChannelModel = "per_direction"
+) -> Proof:
     """Prove every sequence of calls: full minibatches without end, short ones, flushes.
 
     Full minibatches are walked until the stream and the token state both repeat; from there on
     every further one repeats by induction.  Then, from the repeating state: the flush, and a
     short minibatch followed by full ones until the same state is back.
 
+    Args:
+        counts: microbatches of short minibatches; None: 1 and the deepest warm-up.
+
     Raises:
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
     """
+    spec, full = spec_of(plan), plan.training.num_microbatches
+    chosen = (1, max(spec.warmup)) if counts is None else counts
+    shorts = tuple(sorted({short for short in chosen if 1 <= short < full}))
+    return _check(spec, shorts, channels)
+
+
+@lru_cache(maxsize=16)
+def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) -> Proof:
     begin = time.perf_counter()
-    full = plan.training.num_microbatches
-    walk, stream = Walk(spec_of(plan), channels), make_stream(plan)
+    full = spec.num_microbatches
+    walk, stream = Walk(spec, channels), Stream.begin(spec)
     fresh = walk.state()
     stream, calls = _repeat(walk, stream, full)
     steady = walk.state()
     walks = [walk, _flushed(walk, stream, fresh)]
-    shorts = sorted({short for short in (1, max(plan.training.warmup)) if 1 <= short < full})
     for short in shorts:
         other = walk.copy()
         program, after = stream.step(short)
@@ -99,18 +112,30 @@ def check_programs(
     return _proof([walk], f"{walk.num_programs} programs in this order", begin)
 
 
-def check_evaluation(
+def check_program(
     plan: Plan,
-    edges: tuple[Edge, ...],
     program: Schedule,
+    edges: tuple[Edge, ...] | None = None,
+    broadcasts: Sequence[Broadcast] = (),
     *,
     channels: ChannelModel = "per_direction",
 ) -> Proof:
-    """Prove a forward-only program over the given edges.  Raises as `check` does."""
+    """Prove a program that is complete in itself: nothing is in flight before it or after it.
+
+    Args:
+        edges: what crosses stages in it, where that is not what the plan says.
+        broadcasts: what it has to bring from whom to whom.
+
+    Raises:
+        DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
+    """
     begin = time.perf_counter()
-    walk = Walk(with_edges(spec_of(plan), edges), channels, forward_only=True)
-    walk.run(program)
-    return _proof([walk], "one forward-only program", begin)
+    spec = spec_of(plan) if edges is None else with_edges(spec_of(plan), edges)
+    kind = program.name.removeprefix(spec.name)
+    walk = Walk(spec, channels, forward_only=kind == EVALUATION)
+    walk.run(program, broadcasts)
+    what = {REFRESH: "tied copies", NORMS: "norms", BROADCAST: "broadcasts"}.get(kind, "minibatch")
+    return _proof([walk], f"one program, complete in itself: {what}", begin)
 
 
 def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
@@ -150,10 +175,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         for stage, ranks in enumerate(spec.ranks)
     ]
     planned = [spec.in_flight(stage) for stage in range(num_stages)]
-    pools = max(
-        (n for walk in walks for _, one in walk.each() for n in one.peak_slots.values()),
-        default=0,
-    )
+    pools = max(one.peak_slots for walk in walks for _, one in walk.each())
     forward_only = walks[0].forward_only
     lag = f"W_max(t-{spec.kind.lag},0)" if spec.kind.lag else "W_t"
     directions = "forward" if forward_only else "forward and backward"

@@ -11,18 +11,18 @@ Each program must complete without the next one having begun: in one process it 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdcompile.passes.check.tokens import Label
+from pdcompile.passes.check.transfers import Label
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import SEND
-from pdcompile.schedule.spec import PipelineSpec
+from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
+from pdcompile.schedule.spec import Broadcast, PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair"]
-_RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
+Told = tuple[int, Action, int, int, int]  # rank, action, item, microbatch, peer
 Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
 
@@ -85,14 +85,15 @@ class Exchange:
         self.model = channels
         self.channels: dict[tuple[Kind, int, int, int, int], Channel] = {}
         everybody = tuple(rank for rank, _ in spec.holders)
-        self.groups = {(Kind.NORMS, -1): Group(everybody)} if spec.clipping else {}
+        self.groups = {(Kind.NORMS, -1): Group(everybody)}
         for stage, ranks in enumerate(spec.ranks):
             if len(ranks) > 1:
                 self.groups[Kind.REDUCE, stage] = Group(ranks)
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
+        self.told: Counter[Told] = Counter()  # this program's part in broadcasts
         #: what executes an instruction: the ranks that it waits for when it cannot go on
-        self.rules: dict[Phase, Rule] = {
+        self.by_phase: dict[Phase, Rule] = {
             Phase.SEND: self._send,
             Phase.POST_RECV: self._post,
             Phase.WAIT_RECV: self._wait,
@@ -100,11 +101,18 @@ class Exchange:
             Phase.POST: self._post_all,
             Phase.WAIT: self._wait_all,
         }
+        shared = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
+        self.rules: dict[Action, Rule] = {
+            one: self._share if one.kind in shared else self.by_phase[one.phase]
+            for one in Action
+            if one.phase not in (Phase.COMPUTE, Phase.LOCAL)
+        }
         self.num_transfers = 0
 
     def run(self, program: Schedule, base: int) -> None:
         """Execute to the end.  Raises Stuck or Misfit."""
-        columns = program.columns
+        columns, rules = program.columns, self.rules
+        self.told.clear()
         positions = [0] * len(columns)
         ready = deque(rank for rank, column in enumerate(columns) if column)
         queued = set(ready)
@@ -117,10 +125,10 @@ class Exchange:
             column, position = columns[rank], positions[rank]
             while position < len(column):
                 one = column[position]
-                rule = self.rules.get(one.action.phase)
-                label = (base + one.minibatch, one.microbatch)
-                waits_for = rule(rank, position, one, label) if rule else ()
-                if waits_for:
+                rule = rules.get(one.action)
+                if rule is not None and (
+                    waits_for := rule(rank, position, one, (base + one.minibatch, one.microbatch))
+                ):
                     blocked[rank] = Blocked(rank, position, one, waits_for)
                     for other in waits_for:
                         sleeping.setdefault(other, set()).add(rank)
@@ -135,10 +143,17 @@ class Exchange:
                     ready.append(other)
         if blocked:
             raise Stuck(blocked)
-        self._losses(columns)
+
+    def _share(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
+        """A part in a broadcast; who tells or hears of a loss waits for nobody."""
+        rule = self.by_phase.get(one.action.phase)
+        waits_for = rule(rank, position, one, label) if rule else ()
+        if not waits_for:
+            self.told[rank, one.action, one.edge, one.microbatch, one.peer] += 1
+        return waits_for
 
     def _send(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one, rank, one.peer)
+        channel = self._sending(one, rank)
         channel.num_sent += 1
         channel.sent.append(label)
         if rank == one.peer:
@@ -149,7 +164,7 @@ class Exchange:
         return ()
 
     def _post(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one, one.peer, rank)
+        channel = self._channel(one, one.peer, rank, one.stage)
         channel.posted.append(label)
         channel.waits.append(label)
         self._match(channel, rank, position)
@@ -157,7 +172,7 @@ class Exchange:
         return ()
 
     def _wait(self, rank: int, position: int, one: Instruction, label: Label) -> tuple[int, ...]:
-        channel = self._channel(one, one.peer, rank)
+        channel = self._channel(one, one.peer, rank, one.stage)
         if rank == one.peer:
             if not channel.sent or channel.sent[0] != label:
                 raise Misfit(rank, position, "takes what another stage of the rank did not make")
@@ -177,7 +192,7 @@ class Exchange:
     def _wait_send(
         self, rank: int, position: int, one: Instruction, label: Label
     ) -> tuple[int, ...]:
-        channel = self._channel(one, rank, one.peer)
+        channel = self._sending(one, rank)
         if not channel.open_sends or channel.open_sends[0] != label:
             raise Misfit(rank, position, "sends of a channel are waited for out of order")
         if channel.num_reached <= channel.num_send_waited:
@@ -199,14 +214,13 @@ class Exchange:
             group.waited[rank] = count + 1
         return missing
 
-    def _channel(self, one: Instruction, sender: int, receiver: int) -> Channel:
+    def _sending(self, one: Instruction, rank: int) -> Channel:
         """By the stage that receives: where a rank holds several, a send says which."""
-        kind = one.action.kind
-        if one.action.phase in _RECEIVES:
-            stage = one.stage
-        else:
-            stage = one.target if one.target >= 0 else self.stage_of.get(receiver, -1)
-        key = (kind, one.edge, sender, receiver, stage)
+        stage = one.target if one.target >= 0 or one.stage < 0 else self.stage_of.get(one.peer, -1)
+        return self._channel(one, rank, one.peer, stage)
+
+    def _channel(self, one: Instruction, sender: int, receiver: int, stage: int) -> Channel:
+        key = (one.action.kind, one.edge, sender, receiver, stage)
         found = self.channels.get(key)
         if found is None:
             found = self.channels[key] = Channel(sender, receiver)
@@ -250,21 +264,27 @@ class Exchange:
             mine.popleft()
             other.popleft()
 
-    def _losses(self, columns: Sequence[Sequence[Instruction]]) -> None:
-        """Every rank hears of every rank that sends a loss, once."""
-        heard = [
-            sorted(one.peer for one in column if one.action is Action.LOSS) for column in columns
-        ]
-        senders = [rank for rank, peers in enumerate(heard) if -1 in peers]
-        for rank, peers in enumerate(heard):
-            expected = sorted(-1 if peer == rank else peer for peer in senders)
-            if peers != expected:
-                raise Misfit(
-                    rank,
-                    max(0, len(columns[rank]) - 1),
-                    f"takes part in the losses of ranks {peers}, sent are those of {senders} "
-                    "(−1 is its own)",
-                )
+    def expect(self, program: Schedule, broadcasts: Sequence[Broadcast]) -> None:
+        """Raise Misfit unless the program had these broadcasts, each once, and no others."""
+        due: Counter[Told] = Counter()
+        for kind, item, microbatch, root, receivers in broadcasts:
+            loss = kind is Kind.LOSS
+            for peer in receivers:
+                for table in () if loss else (SEND, WAIT_SEND):
+                    due[root, table[kind], item, microbatch, peer] += 1
+                for table in () if loss else (POST_RECV, WAIT_RECV):
+                    due[peer, table[kind], item, microbatch, root] += 1
+                if loss:
+                    due[root, Action.TELL_LOSS, item, microbatch, peer] += 1
+                    due[peer, Action.HEAR_LOSS, item, microbatch, root] += 1
+        for wrong, text in (
+            (due - self.told, "was forgotten"),
+            (self.told - due, "is not expected, or was done before"),
+        ):
+            for rank, action, item, microbatch, peer in wrong:
+                one = Instruction(action, -1, 0, microbatch, item, peer)
+                column = program.columns[rank] if rank < len(program.columns) else ()
+                raise Misfit(rank, max(0, len(column) - 1), f"{one.text(-1)} {text}")
 
     def state(self, base: int) -> tuple[object, ...]:
         """What the future depends on, relative to the next call."""
@@ -277,6 +297,7 @@ class Exchange:
         groups = tuple(
             (key, tuple(one.posted.get(m, 0) - base for m in one.members))
             for key, one in sorted(self.groups.items())
+            if self.spec.clipping or key[0] is not Kind.NORMS
         )
         return tuple(channels), groups
 

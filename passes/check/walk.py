@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 
 from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check.excerpt import excerpt
 from pdcompile.passes.check.exchange import ChannelModel, Exchange, Misfit, Stuck, shortest_cycle
-from pdcompile.passes.check.tokens import Tokens, Violation
-from pdcompile.schedule import Action, Instruction, Kind, Schedule
-from pdcompile.schedule.spec import PipelineSpec
+from pdcompile.passes.check.tokens import Tokens
+from pdcompile.passes.check.transfers import Violation
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.instruction import TRANSFERS
+from pdcompile.schedule.spec import Broadcast, PipelineSpec
+
+STEP, FLUSH, GRADIENTS, REFRESH = "", "+flush", "+gradients", "+refresh"
+EVALUATION, NORMS, BROADCAST = "+eval", "+norms", "+broadcast"
+PROGRAMS = (STEP, FLUSH, GRADIENTS, REFRESH, EVALUATION, NORMS, BROADCAST)
 
 
 class Walk:
@@ -27,7 +32,7 @@ class Walk:
         self.spec = spec
         self.forward_only = forward_only
         self.tokens = {
-            rank: {s: Tokens(spec, s, rank, forward_only=forward_only) for s in stages}
+            rank: {s: Tokens(spec, s, forward_only=forward_only) for s in stages}
             for rank, stages in spec.holders
         }
         self.exchange = Exchange(spec, channels)
@@ -37,15 +42,15 @@ class Walk:
         self.num_microbatches = 0
         self.num_minibatches = 0
 
-    def run(self, program: Schedule) -> None:
-        """Prove one program after the ones before.
+    def run(self, program: Schedule, broadcasts: Sequence[Broadcast] = ()) -> None:
+        """Prove one more program, which shares by `broadcasts` what is not computed in it.
 
         Raises:
             DeadlockError: some ranks wait for each other; carries the shortest cycle.
             ScheduleError: any other broken rule, with rank, instruction and excerpt.
         """
         kind = program.name.removeprefix(self.spec.name)
-        if kind not in ("", "+flush", "+eval") or (kind == "+eval") != self.forward_only:
+        if kind not in PROGRAMS or (kind == EVALUATION) != self.forward_only:
             raise ScheduleError(
                 f"program {program.name!r} does not belong to schedule {self.spec.name!r}"
             )
@@ -53,10 +58,17 @@ class Walk:
             raise ScheduleError(
                 f"{program.name} has {len(program.columns)} columns for {self.spec.num_ranks} ranks"
             )
+        for _, tokens in self.each():
+            if kind == REFRESH:
+                tokens.expect_refresh()
         for rank, column in enumerate(program.columns):
             self._run_column(program, rank, column)
         try:
             self.exchange.run(program, self.base)
+            count = self._coverage(program) if kind in (STEP, GRADIENTS, EVALUATION) else 0
+            tells = any(tokens.loss_after for _, tokens in self.each())
+            losses = self.spec.losses(count) if tells else []
+            self.exchange.expect(program, [*broadcasts, *losses])
         except Misfit as error:
             kind_of_error = DeadlockError if error.hangs else ScheduleError
             raise self._error(
@@ -64,30 +76,35 @@ class Walk:
             ) from None
         except Stuck as stuck:
             raise self._deadlock(program, stuck) from None
-        if kind != "+flush":
-            self._coverage(program)
-        drained = kind != "" or not self.spec.kind.stream
-        for rank, tokens in self.each():
-            try:
-                tokens.end_call(drained=drained)
-            except Violation as error:
-                message = f"at the end of the program: {error}"
-                raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
+        self._end(program, kind)
         self.num_programs += 1
         self.num_instructions += sum(map(len, program.columns))
-        if kind == "":
+        if kind == STEP:
             self.base += 1
             self.num_minibatches += 1
 
+    def _end(self, program: Schedule, kind: str) -> None:
+        drained = kind != STEP or not self.spec.kind.stream
+        for rank, tokens in self.each():
+            try:
+                tokens.end_call(drained=drained, updates=kind in (STEP, FLUSH))
+                if drained and tokens.steps != self.base + (kind == STEP):
+                    raise Violation("an update too many, or too few")
+            except Violation as error:
+                message = f"at the end of the program: {error}"
+                raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
+        if kind == NORMS:
+            norms = self.exchange.groups[Kind.NORMS, -1]
+            for rank in norms.members:
+                if (norms.posted.get(rank), norms.waited.get(rank)) != (1, 1):
+                    message = "takes part in the exchange of norms other than once"
+                    raise self._error(program, rank, len(program.columns[rank]) - 1, message)
+
     def copy(self) -> Walk:
         """The same state, to prove another continuation from it."""
-        other = Walk(self.spec, self.exchange.model, forward_only=self.forward_only)
-        other.base = self.base
-        for rank, tokens in self.each():
-            other.tokens[rank][tokens.stage].restore(tokens)
-        other.exchange.channels = deepcopy(self.exchange.channels)
-        other.exchange.groups = deepcopy(self.exchange.groups)
-        other.exchange.pairs = deepcopy(self.exchange.pairs)
+        other = deepcopy(self, {id(self.spec): self.spec})
+        other.num_programs = other.num_instructions = other.exchange.num_transfers = 0
+        other.num_microbatches = other.num_minibatches = 0
         return other
 
     def each(self) -> Iterator[tuple[int, Tokens]]:
@@ -104,17 +121,14 @@ class Walk:
         )
 
     def _run_column(self, program: Schedule, rank: int, column: tuple[Instruction, ...]) -> None:
-        held = self.tokens.get(rank)
-        if held is None:
-            if any(one.action is not Action.LOSS or one.peer < 0 for one in column):
-                raise self._error(program, rank, 0, "a rank without a stage only hears the loss")
-            return
+        held = self.tokens.get(rank, {})
         position, base = 0, self.base
         try:
             for position, one in enumerate(column):  # noqa: B007  (read in the handler)
                 tokens = held.get(one.stage)
                 if tokens is None:
-                    raise Violation(f"stage {one.stage} does not run on this rank")
+                    self._of_rank(program, one, bool(held))
+                    continue
                 tokens.do(one, base)
                 if len(held) > 1 and one.action.kind is Kind.NORMS:
                     for other in held.values():  # the norms are those of the whole rank
@@ -123,27 +137,37 @@ class Walk:
         except Violation as error:
             raise self._error(program, rank, position, str(error)) from None
 
-    def _coverage(self, program: Schedule) -> None:
+    def _of_rank(self, program: Schedule, one: Instruction, holds: bool) -> None:
+        """What is not about a stage: broadcasts, the user's norms, losses where there is none."""
+        kind = one.action.kind
+        shares = one.stage == -1 and one.action.phase is not Phase.LOCAL and kind not in TRANSFERS
+        if kind is Kind.NORMS:
+            shares = shares and program.name.endswith(NORMS)
+        elif kind is Kind.LOSS:
+            shares = shares and not holds and one.action is Action.HEAR_LOSS
+        if not shares or one.minibatch or one.target >= 0:
+            raise Violation(f"stage {one.stage} does not run on this rank")
+
+    def _coverage(self, program: Schedule) -> int:
         """Every microbatch forward once on every stage (backward: nothing is left over)."""
-        counts: list[Counter[int]] = [Counter() for _ in self.spec.ranks]
-        for column in program.columns:
-            for one in column:
-                if one.action is Action.FORWARD:
-                    counts[one.stage][one.microbatch] += 1
-        most = max((max(one, default=-1) for one in counts), default=-1) + 1
-        for stage, count in enumerate(counts):
-            wrong = [i for i in range(most) if count[i] != 1]
+        done = [
+            sorted(i for rank in ranks for i in self.tokens[rank][stage].done)
+            for stage, ranks in enumerate(self.spec.ranks)
+        ]
+        most = max((one[-1] for one in done if one), default=-1) + 1
+        for stage, one in enumerate(done):
+            wrong = [i for i in range(most) if one.count(i) != 1] if one != [*range(most)] else []
             if wrong or most == 0:
-                times = count[wrong[0]] if wrong else 0
+                times = one.count(wrong[0]) if wrong else 0
                 rank = self.spec.ranks[stage][0]
-                raise self._error(
-                    program,
+                raise Misfit(
                     rank,
                     max(0, len(program.columns[rank]) - 1),
                     f"stage {stage} runs forward of microbatch {wrong[0] if wrong else 0} "
                     f"{times} times, expected once",
                 )
         self.num_microbatches += most
+        return most
 
     def _error(
         self,

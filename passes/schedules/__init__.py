@@ -5,11 +5,29 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream, refresh
+from pdcompile.passes.schedules.stream import (
+    Stream,
+    evaluation,
+    gradients,
+    make_stream,
+    norms,
+    refresh,
+    share,
+)
 from pdcompile.problem import MemoryRule
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
-__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "refresh", "warmup"]
+__all__ = [
+    "Stream",
+    "evaluation",
+    "gradients",
+    "make_stream",
+    "memory_rule",
+    "norms",
+    "refresh",
+    "share",
+    "warmup",
+]
 
 
 def warmup(

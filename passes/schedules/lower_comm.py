@@ -17,15 +17,15 @@ what an earlier microbatch (or a later stage) does; `passes.check` proves it for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from pdcompile.plan import Edge
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import GRADIENT_SLOTS, Task
-from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops, with_edges
+from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Broadcast, Hop, PipelineSpec, hops
+
+Upto = Literal["forward", "gradients", "update"]  # how far a program takes a minibatch
 
 
 class StageState(NamedTuple):
@@ -41,40 +41,43 @@ class StageState(NamedTuple):
 class Column:
     """One rank's program, written instruction by instruction."""
 
-    def __init__(self, spec: PipelineSpec, rank: int, states: Mapping[int, StageState]):
-        self.spec, self.rank = spec, rank
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        rank: int,
+        states: Mapping[int, StageState],
+        upto: Upto = "update",
+    ):
+        self.spec, self.rank, self.upto = spec, rank, upto
         self.out: list[Instruction] = []
         self.sends: dict[tuple[Kind, int, int, int], deque[Instruction]] = {}
         self.lanes = {stage: Lane(self, stage, state) for stage, state in states.items()}
         self.awaited = -3  # the newest minibatch whose norms are known
+        self.with_loss = False
 
-    def begin(self, num_microbatches: int) -> None:
-        """Start a call that trains: it has one minibatch more."""
-        last = max(self.lanes)
-        self.out += loss_receives(self.spec, last, self.rank, num_microbatches)
+    def begin(self, num_microbatches: int, *, with_loss: bool = True) -> None:
+        """Start a call with a minibatch: post the receives for which there are slots."""
+        self.with_loss = with_loss
         for stage, lane in self.lanes.items():
-            lane.unstepped.append(0)
-            lane.unreduced.append(0)
-            replica = self.spec.ranks[stage].index(self.rank)
-            lane.begin(self.spec.share(stage, replica, num_microbatches), self.spec.pool(stage))
+            lane.begin(self.share(stage, num_microbatches))
 
-    def train(self, tasks: Iterable[Task]) -> None:
-        """Write the compute order with its communication."""
-        listed = list(tasks)
-        last = {(s, t): n for n, (s, a, t, _) in enumerate(listed) if a is Action.BACKWARD}
-        last_forward = {
-            s: n for n, (s, action, _, _) in enumerate(listed) if action is Action.FORWARD
-        }
+    def share(self, stage: int, num_microbatches: int) -> range:
+        replica = self.spec.ranks[stage].index(self.rank)
+        return self.spec.share(stage, replica, num_microbatches)
+
+    def write(self, tasks: Iterable[Task]) -> None:
+        """Write the compute order with its communication, as far as the program goes."""
+        listed = [one for one in tasks if self.upto == "update" or one.action is not Action.STEP]
+        last = {(s, action, t): n for n, (s, action, t, _) in enumerate(listed)}
         left_over = self._left_over(listed)
         for n, (stage, action, minibatch, microbatch) in enumerate(listed):
-            lane = self.lanes[stage]
+            lane, is_last = self.lanes[stage], last[stage, action, minibatch] == n
             if action is Action.FORWARD:
-                lane.forward_to_train(minibatch, microbatch)
-                if n == last_forward[stage]:
-                    lane.send_loss()
+                lane.forward(minibatch, microbatch, is_last)
             elif action is Action.BACKWARD:
-                key = (stage, minibatch)
-                lane.backward(minibatch, microbatch, last[key] == n and key not in left_over)
+                lane.backward(
+                    minibatch, microbatch, is_last and (stage, minibatch) not in left_over
+                )
             else:
                 lane.step(minibatch)
 
@@ -84,23 +87,6 @@ class Column:
         todo += [(s, t, i) for s, action, t, i in listed if action is Action.FORWARD]
         done = {(s, t, i) for s, action, t, i in listed if action is Action.BACKWARD}
         return {one[:2] for one in todo if one not in done}
-
-    def forward_only(self, num_microbatches: int, loss: bool) -> None:
-        """Each microbatch through all stages of the rank before the next one."""
-        shares = {}
-        for stage, lane in self.lanes.items():
-            replica = self.spec.ranks[stage].index(self.rank)
-            shares[stage] = self.spec.share(stage, replica, num_microbatches)
-            lane.begin(shares[stage], FORWARD_ONLY_SLOTS)
-        for microbatch in range(num_microbatches):
-            for stage, lane in self.lanes.items():
-                if microbatch in shares[stage]:
-                    lane.forward(0, microbatch, 0)
-                    lane.put(Action.FREE, 0, microbatch)
-                    lane.post_value()
-        for stage, lane in self.lanes.items():
-            if loss and shares[stage]:
-                lane.send_loss()
 
     def channel(self, send: Instruction) -> deque[Instruction]:
         """Its sends that are under way."""
@@ -118,6 +104,9 @@ class Column:
         """End a program after which nothing is in flight."""
         for lane in self.lanes.values():
             lane.receive_weights(before=1)
+            if self.upto == "gradients" and lane.replicated:
+                lane.post_collective(0)
+                lane.put(Action.WAIT_REDUCE)
         for channel in self.sends.values():
             while channel:
                 self.wait_send(channel.popleft())
@@ -142,8 +131,8 @@ class Lane:
 
     # -- writing ---------------------------------------------------------------------------
 
-    def put(self, action: Action, minibatch: int = 0, microbatch: int = -1) -> None:
-        self.column.out.append(Instruction(action, self.stage, minibatch, microbatch))
+    def put(self, action: Action, minibatch: int = 0, microbatch: int = -1, lag: int = 0) -> None:
+        self.column.out.append(Instruction(action, self.stage, minibatch, microbatch, -1, -1, lag))
 
     def post(self, hop: Hop, minibatch: int, microbatch: int) -> None:
         if not hop.local:
@@ -171,9 +160,12 @@ class Lane:
 
     # -- compute ---------------------------------------------------------------------------
 
-    def begin(self, microbatches: Iterable[int], pool: int) -> None:
-        """Start a call: post the receives for which there are slots."""
+    def begin(self, microbatches: Iterable[int]) -> None:
+        upto = self.column.upto
+        self.unstepped += [0] * (upto == "update")
+        self.unreduced += [0] * (upto != "forward")
         self.to_post = deque(microbatches)
+        pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)
         for _ in range(pool - len(self.waiting)):
             self.post_value()
 
@@ -189,43 +181,47 @@ class Lane:
             for hop in self.hops.before_backward:
                 self.post(hop, *self.waiting[place])
 
-    def forward(self, minibatch: int, microbatch: int, lag: int) -> None:
+    def forward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
+        """Without a backward to come, the microbatch is done after it."""
+        trains = self.column.upto != "forward"
+        if trains:
+            self.receive_weights(before=minibatch - 1)
         for hop in self.hops.before_forward:
             self.wait(hop, minibatch, microbatch)
-        self.column.out.append(
-            Instruction(Action.FORWARD, self.stage, minibatch, microbatch, -1, -1, lag)
-        )
+        self.put(Action.FORWARD, minibatch, microbatch, self.lag if trains else 0)
         for hop in self.hops.after_forward:
             self.send(hop, minibatch, microbatch)
-
-    def forward_to_train(self, minibatch: int, microbatch: int) -> None:
-        self.receive_weights(before=minibatch - 1)
-        self.forward(minibatch, microbatch, self.lag)
-        self.waiting.append((minibatch, microbatch))
-        if len(self.waiting) <= GRADIENT_SLOTS:
-            self.post_gradients(len(self.waiting) - 1)
+        if trains:
+            self.waiting.append((minibatch, microbatch))
+            if len(self.waiting) <= GRADIENT_SLOTS:
+                self.post_gradients(len(self.waiting) - 1)
+        else:
+            self.put(Action.FREE, minibatch, microbatch)
+            self.post_value()
+        if is_last and self.column.with_loss and self.stage == len(self.spec.ranks) - 1:
+            self.put(Action.LOSS)
+            for peer in self.spec.others(self.column.rank):
+                self.column.out.append(Instruction(Action.TELL_LOSS, self.stage, peer=peer))
 
     def backward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
         for hop in self.hops.before_backward:
             self.wait(hop, minibatch, microbatch)
         self.waiting.popleft()
-        self.column.out.append(
-            Instruction(Action.BACKWARD, self.stage, minibatch, microbatch, -1, -1, self.lag)
-        )
+        self.put(Action.BACKWARD, minibatch, microbatch, self.lag)
         for hop in self.hops.after_backward:
             self.send(hop, minibatch, microbatch)
         self.put(Action.FREE, minibatch, microbatch)
         self.post_gradients(GRADIENT_SLOTS - 1)
         self.post_value()
         if is_last:
-            self._post_collective(minibatch)
+            self.post_collective(minibatch)
 
     # -- update ----------------------------------------------------------------------------
 
     def step(self, minibatch: int) -> None:
         """Collectives, update, and the new weights of tied parameters."""
         self.receive_weights(before=minibatch)
-        self._post_collective(minibatch)
+        self.post_collective(minibatch)
         if self.replicated:
             self.put(Action.WAIT_REDUCE, minibatch)
             if self.spec.clipping:
@@ -250,7 +246,7 @@ class Lane:
         target = hop.stage if hop.ambiguous else -1
         return [self.column.sends[*key, target]] if (*key, target) in self.column.sends else []
 
-    def _post_collective(self, last: int) -> None:
+    def post_collective(self, last: int) -> None:
         """In order of minibatches, also where a replica has no microbatch of one.
 
         A rank of several stages posts their norms together, after the last of them.
@@ -259,8 +255,10 @@ class Lane:
             minibatch = self.unreduced.popleft()
             if self.replicated:
                 self.put(Action.POST_REDUCE, minibatch)
-            elif self.spec.clipping and not any(
-                minibatch in lane.unreduced for lane in self.column.lanes.values()
+            elif (
+                self.spec.clipping
+                and self.column.upto == "update"
+                and not any(minibatch in lane.unreduced for lane in self.column.lanes.values())
             ):
                 self.put(Action.POST_NORMS, minibatch)
 
@@ -270,10 +268,6 @@ class Lane:
             hop = next(hop for hop in self.hops.weights if hop.edge == edge)
             self.wait(hop, minibatch, -1)
 
-    def send_loss(self) -> None:
-        if self.stage == len(self.spec.ranks) - 1:
-            self.put(Action.LOSS)
-
     def state(self, shift: int) -> StageState:
         """What is left, seen from the next call (`shift` 1 after a step)."""
         return StageState(
@@ -281,7 +275,7 @@ class Lane:
             tuple(t - shift for t in self.unstepped),
             tuple(t - shift for t in self.unreduced),
             tuple(
-                replace(one, minibatch=one.minibatch - shift)
+                one._replace(minibatch=one.minibatch - shift)
                 for channel in self.column.sends.values()
                 for one in channel
                 if one.stage == self.stage
@@ -290,44 +284,22 @@ class Lane:
         )
 
 
-def loss_receives(
-    spec: PipelineSpec, stage: int, rank: int, num_microbatches: int
-) -> list[Instruction]:
-    """One for each rank of the last stage that has a microbatch and is another one."""
-    senders = spec.ranks[-1][:num_microbatches]
-    return [Instruction(Action.LOSS, stage, peer=peer) for peer in senders if peer != rank]
-
-
 def project(
-    spec: PipelineSpec, name: str, columns: Iterable[Column], num_microbatches: int
+    spec: PipelineSpec, name: str, columns: Iterable[Column], losses: Sequence[Broadcast] = ()
 ) -> Schedule:
-    """Put the columns at their ranks; ranks without a stage only hear the loss."""
-    placed = {column.rank: tuple(column.out) for column in columns}
-    return Schedule(
-        name,
-        tuple(
-            placed[rank]
-            if rank in placed
-            else tuple(loss_receives(spec, -1, rank, num_microbatches))
-            for rank in range(spec.num_ranks)
-        ),
-    )
-
-
-def lower_evaluation(
-    spec: PipelineSpec, edges: tuple[Edge, ...], num_microbatches: int, with_loss: bool
-) -> Schedule:
-    """Forward-only program: complete in itself, on the newest weights."""
-    spec = with_edges(spec, edges)
-    columns = []
-    for rank, stages in spec.holders:
-        column = Column(spec, rank, dict.fromkeys(stages, StageState()))
-        if with_loss:
-            column.out += loss_receives(spec, stages[-1], rank, num_microbatches)
-        column.forward_only(num_microbatches, with_loss)
-        column.finish()
-        columns.append(column)
-    return project(spec, f"{spec.name}+eval", columns, num_microbatches if with_loss else 0)
+    """Put the columns at their ranks, which first post the receives of the losses."""
+    placed = {column.rank: column for column in columns}
+    found = []
+    for rank in range(spec.num_ranks):
+        column = placed.get(rank)
+        stage = max(column.lanes) if column else -1
+        heard = [
+            Instruction(Action.HEAR_LOSS, stage, peer=one.root)
+            for one in losses
+            if rank in one.receivers
+        ]
+        found.append((*heard, *(column.out if column else ())))
+    return Schedule(name, tuple(found))
 
 
 def lower_refresh(spec: PipelineSpec) -> Schedule:
@@ -337,13 +309,34 @@ def lower_refresh(spec: PipelineSpec) -> Schedule:
         column = Column(spec, rank, dict.fromkeys(stages, StageState()))
         for lane in column.lanes.values():
             for hop in lane.hops.weights:
-                lane.post(hop, 0, -1)
+                lane.post(hop, -1, -1)
+                lane.unreceived.append((hop.edge, -1))
         for lane in column.lanes.values():
             for hop in lane.hops.after_step:
-                lane.send(hop, 0, -1)
-        for lane in column.lanes.values():
-            for hop in lane.hops.weights:
-                lane.wait(hop, 0, -1)
+                lane.send(hop, -1, -1)
         column.finish()
         columns.append(column)
-    return project(spec, f"{spec.name}+refresh", columns, 0)
+    return project(spec, f"{spec.name}+refresh", columns)
+
+
+def lower_norms(spec: PipelineSpec) -> Schedule:
+    """All ranks with stages exchange the norms of the gradients that there are now."""
+    columns = []
+    for rank, stages in spec.holders:
+        column = Column(spec, rank, dict.fromkeys(stages, StageState()))
+        column.out += [Instruction(Action.POST_NORMS, -1), Instruction(Action.WAIT_NORMS, -1)]
+        columns.append(column)
+    return project(spec, f"{spec.name}+norms", columns)
+
+
+def lower_broadcasts(spec: PipelineSpec, broadcasts: Iterable[Broadcast]) -> Schedule:
+    """One after the other, each from its root to all of its receivers."""
+    columns: list[list[Instruction]] = [[] for _ in range(spec.num_ranks)]
+    for kind, item, microbatch, root, receivers in broadcasts:
+        for table in (SEND, WAIT_SEND):
+            for peer in receivers:
+                columns[root].append(Instruction(table[kind], -1, 0, microbatch, item, peer))
+        for peer in receivers:
+            for table in (POST_RECV, WAIT_RECV):
+                columns[peer].append(Instruction(table[kind], -1, 0, microbatch, item, root))
+    return Schedule(f"{spec.name}+broadcast", tuple(map(tuple, columns)))

@@ -8,7 +8,7 @@ the program, as the same object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,14 +16,16 @@ from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.lower_comm import (
     Column,
     StageState,
-    lower_evaluation,
+    Upto,
+    lower_broadcasts,
+    lower_norms,
     lower_refresh,
     project,
 )
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
-from pdcompile.schedule.registry import StageWork, Task
-from pdcompile.schedule.spec import PipelineSpec, spec_of
+from pdcompile.schedule.registry import StageWork, Task, flush_schedules
+from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -45,12 +47,8 @@ class Stream:
 
         Raises ScheduleError when the plan has fewer microbatches.
         """
-        if not 1 <= num_microbatches <= self.spec.num_microbatches:
-            raise ScheduleError(
-                f"{num_microbatches} microbatches, planned are 1 to {self.spec.num_microbatches}",
-                remedy="split the minibatch into the planned number of microbatches",
-            )
-        return _step(self, num_microbatches)
+        _check_count(self.spec, num_microbatches)
+        return _step(self, num_microbatches, "update")
 
     def flush(self) -> tuple[Schedule, Stream]:
         """The program that drains what is in flight, and the stream after it."""
@@ -62,14 +60,29 @@ def make_stream(plan: Plan) -> Stream:
     return Stream.begin(spec_of(plan))
 
 
+def gradients(plan: Plan, num_microbatches: int) -> Schedule:
+    """Forward and backward of one minibatch without its update, complete in itself.
+
+    Raises ScheduleError for a stream, whose gradients belong to older weights.
+    """
+    spec = spec_of(plan)
+    if spec.kind.stream:
+        raise ScheduleError(
+            f"schedule {spec.name!r} has no gradients without updates",
+            remedy=f"a flush schedule ({flush_schedules()})",
+        )
+    _check_count(spec, num_microbatches)
+    return _step(Stream.begin(spec), num_microbatches, "gradients")[0]
+
+
 def evaluation(
     plan: Plan, edges: tuple[Edge, ...], num_microbatches: int, *, with_loss: bool = False
 ) -> Schedule:
     """Forward-only program over the given edges, replicas round-robin, complete in itself.
 
-    With `with_loss` the last stage sends the loss of minibatch 0 to every rank.
+    With `with_loss` the last stage tells the loss of minibatch 0 to every rank.
     """
-    return _evaluation(spec_of(plan), edges, num_microbatches, with_loss)
+    return _evaluation(with_edges(spec_of(plan), edges), num_microbatches, with_loss)
 
 
 def refresh(plan: Plan) -> Schedule:
@@ -77,39 +90,77 @@ def refresh(plan: Plan) -> Schedule:
     return lower_refresh(spec_of(plan))
 
 
-_evaluation = lru_cache(maxsize=32)(lower_evaluation)
+def norms(plan: Plan) -> Schedule:
+    """The program in which all ranks exchange the norms of the gradients that there are."""
+    return lower_norms(spec_of(plan))
+
+
+def share(plan: Plan, broadcasts: Iterable[Broadcast]) -> Schedule:
+    """The program that brings what one rank has to those that need it."""
+    return lower_broadcasts(spec_of(plan), broadcasts)
+
+
+def _check_count(spec: PipelineSpec, num_microbatches: int) -> None:
+    if not 1 <= num_microbatches <= spec.num_microbatches:
+        raise ScheduleError(
+            f"got {num_microbatches} microbatches; this plan supports 1 to {spec.num_microbatches}",
+            remedy="split the minibatch into the planned number of microbatches",
+        )
 
 
 @lru_cache(maxsize=64)
-def _step(stream: Stream, num_microbatches: int) -> tuple[Schedule, Stream]:
+def _step(stream: Stream, num_microbatches: int, upto: Upto) -> tuple[Schedule, Stream]:
     spec = stream.spec
-    columns: list[Column] = []
     limits: dict[int, Limits] = {}  # by stage
-    for (rank, stages), states in zip(spec.holders, stream.states, strict=True):
-        column = Column(spec, rank, dict(zip(stages, states, strict=True)))
+    columns = _columns(stream, upto)
+    for column, states in zip(columns, stream.states, strict=True):
+        first = min(column.lanes)
         column.begin(num_microbatches)
-        tasks = _tasks(column, states, limits.get(stages[0], {}), num_microbatches)
-        column.train(tasks)
+        tasks = _tasks(column, states, limits.get(first, {}), num_microbatches)
+        column.write(tasks)
         if not spec.kind.stream:
             column.finish()
         else:
-            found = _limits_for_the_next(tasks, limits.get(stages[0], {}), num_microbatches)
-            limits.setdefault(stages[0] + 1, {}).update(found)
-        columns.append(column)
-    return project(spec, spec.name, columns, num_microbatches), _after(stream, columns, 1)
+            found = _limits_for_the_next(tasks, limits.get(first, {}), num_microbatches)
+            limits.setdefault(first + 1, {}).update(found)
+    name = spec.name if upto == "update" else f"{spec.name}+{upto}"
+    program = project(spec, name, columns, spec.losses(num_microbatches))
+    return program, _after(stream, columns, 1)
 
 
 @lru_cache(maxsize=64)
 def _flush(stream: Stream) -> tuple[Schedule, Stream]:
-    spec = stream.spec
-    columns = []
-    for (rank, stages), states in zip(spec.holders, stream.states, strict=True):
-        column = Column(spec, rank, dict(zip(stages, states, strict=True)))
+    spec, columns = stream.spec, _columns(stream)
+    for column, states in zip(columns, stream.states, strict=True):
         if spec.kind.stream:
-            column.train(_tasks(column, states, {}, None))
+            column.write(_tasks(column, states, {}, None))
         column.finish()
-        columns.append(column)
-    return project(spec, f"{spec.name}+flush", columns, 0), _after(stream, columns, 0)
+    return project(spec, f"{spec.name}+flush", columns), _after(stream, columns, 0)
+
+
+@lru_cache(maxsize=32)
+def _evaluation(spec: PipelineSpec, num_microbatches: int, with_loss: bool) -> Schedule:
+    """Each microbatch through all stages of a rank before the next one."""
+    columns = _columns(Stream.begin(spec), "forward")
+    for column in columns:
+        column.begin(num_microbatches, with_loss=with_loss)
+        column.write(
+            Task(stage, Action.FORWARD, 0, microbatch)
+            for microbatch in range(num_microbatches)
+            for stage in column.lanes
+            if microbatch in column.share(stage, num_microbatches)
+        )
+        column.finish()
+    losses = spec.losses(num_microbatches) if with_loss else ()
+    return project(spec, f"{spec.name}+eval", columns, losses)
+
+
+def _columns(stream: Stream, upto: Upto = "update") -> list[Column]:
+    """One for each rank that holds stages, with what earlier calls left."""
+    return [
+        Column(stream.spec, rank, dict(zip(stages, states, strict=True)), upto)
+        for (rank, stages), states in zip(stream.spec.holders, stream.states, strict=True)
+    ]
 
 
 def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
@@ -123,12 +174,10 @@ def _tasks(
     """What a rank computes in one call; None: nothing more comes."""
     spec, works = column.spec, []
     for stage, state in zip(column.lanes, states, strict=True):
-        replica = spec.ranks[stage].index(column.rank)
-        share = () if num_microbatches is None else spec.share(stage, replica, num_microbatches)
         works.append(
             StageWork(
                 stage,
-                share,
+                () if num_microbatches is None else column.share(stage, num_microbatches),
                 spec.warmup[stage],
                 state.pending,
                 state.unstepped,

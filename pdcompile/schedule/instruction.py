@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum, StrEnum, auto
+from typing import NamedTuple
 
 
 class Phase(IntEnum):
@@ -16,8 +16,9 @@ class Phase(IntEnum):
     WAIT_SEND = auto()
     POST = auto()  # this rank's part of a collective
     WAIT = auto()
-    FREE = auto()
-    TELL = auto()  # send to every other rank, or post the receive
+    LOCAL = auto()  # neither computes nor communicates
+    TELL = auto()  # send, and do not wait: the call after next does
+    HEAR = auto()  # post the receive: whoever reads what comes waits for it
 
 
 class Kind(IntEnum):
@@ -52,10 +53,12 @@ class Action(StrEnum):
     minibatch from the owner to one other stage.
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
-    minibatch over the replicas of the stage), LOSS (the loss of one minibatch from a rank of
-    the last stage to every other rank; peer −1: send, else post of the receive from `peer`;
-    waited for lazily by the user.  Replicas of the last stage send one part each; the loss is
-    the sum).
+    minibatch over the replicas of the stage).
+    LOSS sums what the microbatches of a minibatch lost on a rank of the last stage; TELL_LOSS
+    sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
+    Replicas of the last stage send one part each; the loss is the sum.
+    Broadcasts between calls, from the rank that has something to one that needs it: *_OUTPUT (an
+    output of the last stage; edge field: its number), *_STATE (a tensor of the model).
     """
 
     phase: Phase
@@ -72,7 +75,7 @@ class Action(StrEnum):
     WAIT_RECV_GRADIENT = "WAIT_RECV_GRADIENT", Phase.WAIT_RECV, Kind.GRADIENT
     SEND_GRADIENT = "SEND_GRADIENT", Phase.SEND, Kind.GRADIENT
     WAIT_SEND_GRADIENT = "WAIT_SEND_GRADIENT", Phase.WAIT_SEND, Kind.GRADIENT
-    FREE = "FREE", Phase.FREE, Kind.VALUE
+    FREE = "FREE", Phase.LOCAL, Kind.VALUE
     SEND_TIED = "SEND_TIED", Phase.SEND, Kind.TIED
     WAIT_SEND_TIED = "WAIT_SEND_TIED", Phase.WAIT_SEND, Kind.TIED
     POST_RECV_TIED = "POST_RECV_TIED", Phase.POST_RECV, Kind.TIED
@@ -85,7 +88,17 @@ class Action(StrEnum):
     WAIT_NORMS = "WAIT_NORMS", Phase.WAIT, Kind.NORMS
     POST_REDUCE = "POST_REDUCE", Phase.POST, Kind.REDUCE
     WAIT_REDUCE = "WAIT_REDUCE", Phase.WAIT, Kind.REDUCE
-    LOSS = "LOSS", Phase.TELL, Kind.LOSS
+    LOSS = "LOSS", Phase.LOCAL, Kind.LOSS
+    TELL_LOSS = "TELL_LOSS", Phase.TELL, Kind.LOSS
+    HEAR_LOSS = "HEAR_LOSS", Phase.HEAR, Kind.LOSS
+    SEND_OUTPUT = "SEND_OUTPUT", Phase.SEND, Kind.OUTPUT
+    WAIT_SEND_OUTPUT = "WAIT_SEND_OUTPUT", Phase.WAIT_SEND, Kind.OUTPUT
+    POST_RECV_OUTPUT = "POST_RECV_OUTPUT", Phase.POST_RECV, Kind.OUTPUT
+    WAIT_RECV_OUTPUT = "WAIT_RECV_OUTPUT", Phase.WAIT_RECV, Kind.OUTPUT
+    SEND_STATE = "SEND_STATE", Phase.SEND, Kind.STATE
+    WAIT_SEND_STATE = "WAIT_SEND_STATE", Phase.WAIT_SEND, Kind.STATE
+    POST_RECV_STATE = "POST_RECV_STATE", Phase.POST_RECV, Kind.STATE
+    WAIT_RECV_STATE = "WAIT_RECV_STATE", Phase.WAIT_RECV, Kind.STATE
 
     def __new__(cls, text: str, phase: Phase, kind: Kind) -> Action:
         made = str.__new__(cls, text)
@@ -95,22 +108,25 @@ class Action(StrEnum):
     __hash__ = str.__hash__  # Enum's own is written in Python and slows every lookup
 
 
-#: the four phases of a transfer: of which action, by what is transferred
+#: what stages send each other: the edge field counts edges or tied parameters of the plan
 TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
+#: what the edge field counts, as a letter: edges, tied parameters, outputs, names of tensors
+LETTERS = {Kind.TIED: "t", Kind.WEIGHT: "t", Kind.OUTPUT: "o", Kind.STATE: "n"}
+#: the four phases of a transfer: of which action, by what is transferred
 POST_RECV, WAIT_RECV, SEND, WAIT_SEND = (
     {action.kind: action for action in Action if action.phase is phase}
     for phase in (Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND)
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):  # a dataclass takes four times as long to make
     """One instruction of one rank.
 
     `minibatch` is relative to the call (0: this call's, −1: the one before, …), so that the
     steady-state program is one object however long the training runs.  In a flush program −1
     is the last minibatch that was started.  `microbatch` is an index inside its minibatch, −1
     where the action is about a whole minibatch.
+    `stage` is −1 where it is about the whole rank.
     `edge` indexes plan.edges (values) or plan.tied (tied and weight actions), −1 elsewhere.
     `peer` is the rank at the other end of a send or receive, −1 elsewhere.
     `lag`: FORWARD and BACKWARD of minibatch t run on weights W_max(t − lag, 0); a forward-only
@@ -138,10 +154,9 @@ class Instruction:
         if where:
             words.append(where)
         if self.edge >= 0:
-            tied = self.action.kind in (Kind.TIED, Kind.WEIGHT)
-            words.append(f"{'t' if tied else 'e'}{self.edge}")
+            words.append(f"{LETTERS.get(self.action.kind, 'e')}{self.edge}")
         if self.peer >= 0:
-            sends = self.action.phase in (Phase.SEND, Phase.WAIT_SEND)
+            sends = self.action.phase in (Phase.SEND, Phase.WAIT_SEND, Phase.TELL)
             target = f"/{self.target}" if self.target >= 0 else ""
             words.append(f"{'>' if sends else '<'}{self.peer}{target}")
         if self.lag:

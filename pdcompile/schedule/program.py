@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from pdcompile.errors import ScheduleError
-from pdcompile.schedule.instruction import Action, Instruction
+from pdcompile.schedule.instruction import Action, Instruction, Kind
 
-SCHEMA = "pdcompile.schedule/1"
+SCHEMA = "pdcompile.schedule/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,11 @@ class Schedule:
         ]
         widths = [max(map(len, column)) for column in cells]
         lines = [f"schedule {self.name}", *LEGEND]
-        if any(one.target >= 0 for column in self.columns for one in column):
+        written = [one for column in self.columns for one in column]
+        if any(one.target >= 0 for one in written):
             lines.append("#   >R/K to stage K on rank R, which holds several")
+        if any(one.action.kind in (Kind.OUTPUT, Kind.STATE) for one in written):
+            lines.append("#   oK output K, nK tensor K of the model")
         for row in zip_longest(*cells, fillvalue=""):
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("| " + " | ".join(padded) + " |")
@@ -121,7 +124,7 @@ LEGEND = (
 _ACTIONS = {action.value: action for action in Action}
 _CELL = re.compile(
     r"(?P<action>[A-Z_]+)(?: (?:(?P<minibatch>-?\d+):)?(?P<microbatch>\d+)?)?"
-    r"(?: (?P<kind>[et])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+)(?:/(?P<target>\d+))?)?"
+    r"(?: (?P<kind>[eton])(?P<edge>\d+))?(?: (?P<side>[<>])(?P<peer>\d+)(?:/(?P<target>\d+))?)?"
     r"(?: W-(?P<lag>\d+))?(?: s(?P<stage>-?\d+))?"
 )
 
@@ -167,7 +170,7 @@ def _entry(entry: Any, where: str) -> Instruction:
 
 
 def _numbers(one: Instruction) -> list[Any]:
-    written = list(astuple(one))
+    written = list(one)
     return written if one.target >= 0 else written[:-1]
 
 

@@ -43,6 +43,16 @@ class Hops(NamedTuple):
     weights: tuple[Hop, ...] = ()  # received from owners
 
 
+class Broadcast(NamedTuple):
+    """A tensor that one rank has and others need: a loss, an output, a part of the state."""
+
+    kind: Kind
+    item: int  # which output, or which tensor of the model
+    microbatch: int
+    root: int
+    receivers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What the schedule functions read of a plan.  `ranks[s][q]`: replica q of stage s."""
@@ -79,6 +89,14 @@ class PipelineSpec:
 
     def share(self, stage: int, replica: int, num_microbatches: int) -> range:
         return range(replica, num_microbatches, len(self.ranks[stage]))
+
+    def losses(self, num_microbatches: int) -> list[Broadcast]:
+        """From every rank of the last stage that has a microbatch to all others."""
+        roots = self.ranks[-1][:num_microbatches]
+        return [Broadcast(Kind.LOSS, -1, -1, root, self.others(root)) for root in roots]
+
+    def others(self, rank: int) -> tuple[int, ...]:
+        return tuple(one for one in range(self.num_ranks) if one != rank)
 
     def late(self, stage: int) -> bool:
         """Does STEP wait for other ranks?  Then a stream places it as late as legal."""

@@ -53,9 +53,8 @@ def place(rank: int, error: BaseException, ins: Instruction | None, base: int) -
     """Where it happened, as far as it is known."""
     parts = [f"rank {rank}"]
     if ins is not None:
-        parts.append(
-            f"stage {ins.stage}, {ins.action.name.lower()} of minibatch {base + ins.minibatch}"
-        )
+        parts += [f"stage {ins.stage}"] if ins.stage >= 0 else []
+        parts.append(f"{ins.action.name.lower()} of minibatch {base + ins.minibatch}")
         if ins.microbatch >= 0:
             parts.append(f"microbatch {ins.microbatch}")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
+from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.state.given_state import check_state
-from pdcompile.runtime.transport.contract import Channel, Expected
-from pdcompile.runtime.transport.point_to_point import Transport
+from pdcompile.runtime.transport.contract import Expected
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.schedule import Kind
+from pdcompile.schedule.spec import Broadcast
 from pdcompile.weights import set_tensor
 
 
@@ -105,23 +106,29 @@ class State:
             if not mine.isdisjoint(self._holders[fqn])
         }
 
-    def gather(self, transport: Transport) -> dict[str, Tensor]:
-        """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}."""
-        found: dict[str, Tensor] = {}
-        for number, (fqn, info) in enumerate(self._infos.items()):
+    def gather(self, share: Callable[[tuple[Broadcast, ...], Box], None]) -> dict[str, Tensor]:
+        """All of the state with the model's keys, copied to the CPU, on rank 0; elsewhere {}.
+
+        `share` runs broadcasts, each from the owner of a tensor in another process.
+        """
+        box, broadcasts = Box({}, {}), []
+        infos = [(fqn, info) for fqn, info in self._infos.items() if info.kind != "constant"]
+        for number, (fqn, info) in enumerate(infos):
             owner = self._holders[fqn][0]
-            if info.kind == "constant" or not {0, owner} & set(self._ranks):
-                continue
-            if {0, owner} <= set(self._ranks):
-                found[fqn] = self.tensors[fqn].detach().to("cpu", copy=True)
-            elif owner in self._ranks:
-                transport.send(Channel(Kind.STATE, number, 0), self.tensors[fqn], 0).wait()
+            if owner != 0 and len(self._ranks) == 1:  # else all of it is in this process
+                broadcasts.append(Broadcast(Kind.STATE, number, -1, owner, (0,)))
+            if owner in self._ranks:
+                box.tensors[number, -1] = self.tensors[fqn]
             else:
-                expected = Expected(info.shape, self.dtypes[fqn], 0)
-                arrived = transport.receive(Channel(Kind.STATE, number, owner), expected).wait()
-                assert arrived is not None
-                found[fqn] = arrived
-        return {key: found[self._canonical[key]] for key in self._keys} if found else {}
+                box.expected[number, -1] = Expected(info.shape, self.dtypes[fqn], 0)
+        share(tuple(broadcasts), box)
+        if 0 not in self._ranks:
+            return {}
+        found = {
+            fqn: box.tensors[number, -1].detach().to("cpu", copy=(number, -1) not in box.expected)
+            for number, (fqn, _) in enumerate(infos)
+        }
+        return {key: found[self._canonical[key]] for key in self._keys}
 
     def load(self, state: Mapping[str, Tensor], stages: list[StageWeights]) -> None:
         """Copy values into what this process holds, every version of it.

@@ -36,6 +36,7 @@ class Norms:
         self._transport = transport
         self._owned = owned
         self._dtypes = dtypes
+        self.total = torch.tensor(0.0)  # of the last exchange
         self.posted: dict[int, tuple[dict[str, Tensor], list[tuple[int, Handle]]]] = {}
 
     def post(self, minibatch: int, gradients: Mapping[str, Tensor]) -> None:
@@ -68,10 +69,10 @@ class Norms:
                     norms[fqn] = torch.tensor(norm, dtype=self._dtypes[fqn])
         del self.posted[minibatch]
         stacked = [norms[fqn] for fqn in self._dtypes if fqn in norms]
-        if not stacked:
-            return torch.tensor(0.0)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
-        return total
+        self.total = torch.tensor(0.0)
+        if stacked:
+            self.total = torch.linalg.vector_norm(torch.stack(stacked), 2.0)
+        return self.total
 
 
 def check_max_norm(max_norm: float) -> None:

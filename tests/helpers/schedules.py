@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
-from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.registry import KINDS
 
 CERTIFICATE = Certificate(1.0, 1.0, "optimal", "brute force", 0.0, "exact graph")
@@ -187,8 +187,9 @@ class Meaning:
                 if not (key[0] == "slot" and key[3] == label)
             }
         elif one.action is Action.LOSS:
-            if one.peer < 0:
-                self.losses.append((minibatch, rank, me.forwards.pop(minibatch, ())))
+            self.losses.append((minibatch, rank, me.forwards.pop(minibatch, ())))
+        elif one.action.kind is Kind.LOSS:
+            pass  # told to other ranks, which compute nothing from it
         elif "REDUCE" in one.action or "NORMS" in one.action:
             return self._collective(rank, one, minibatch)
         elif kind == "POST":

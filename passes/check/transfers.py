@@ -1,0 +1,203 @@
+"""What one stage on one rank sends and receives, walked with tokens: slots, order, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdcompile.schedule import Action, Instruction, Kind
+from pdcompile.schedule.instruction import POST_RECV, SEND, TRANSFERS, WAIT_RECV, WAIT_SEND
+from pdcompile.schedule.registry import GRADIENT_SLOTS
+from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Hop, PipelineSpec, hops
+
+Label = tuple[int, int]  # minibatch from the beginning of training, microbatch or −1
+
+
+class Violation(Exception):
+    """What is wrong with one instruction, in words."""
+
+
+@dataclass(slots=True)
+class Inlet:
+    """Where transfers of one edge arrive."""
+
+    hop: Hop
+    peers: tuple[int, ...]
+    pool: int
+    live: dict[Label, bool] = field(default_factory=dict)  # slots; True once it has arrived
+
+
+@dataclass(slots=True)
+class Outlet:
+    """Where transfers of one edge leave for one other stage."""
+
+    hop: Hop
+    made: set[Label] = field(default_factory=set)  # not yet sent
+    under_way: dict[int, list[Label]] = field(default_factory=dict)  # by rank
+
+
+class Transfers:
+    """The transfers of a stage, and what was computed as far as they depend on it."""
+
+    def __init__(self, spec: PipelineSpec, stage: int, *, forward_only: bool = False):
+        self.spec, self.stage = spec, stage
+        self.steps = 0  # updates so far
+        self.in_flight: dict[Label, None] = {}
+        self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
+        self.peak_slots = 0
+        pools = dict.fromkeys(TRANSFERS, GRADIENT_SLOTS) | {
+            Kind.VALUE: FORWARD_ONLY_SLOTS if forward_only else spec.pool(stage),
+            Kind.WEIGHT: 1,
+        }
+        self.inlets: dict[tuple[Kind, int], Inlet] = {}
+        self.outlets: dict[tuple[Kind, int, int, int], Outlet] = {}  # by peer and target
+
+        def arriving(found: Iterable[Hop]) -> list[Inlet]:
+            made = [Inlet(hop, spec.ranks[hop.stage], pools[hop.kind]) for hop in found]
+            self.inlets |= {(one.hop.kind, one.hop.edge): one for one in made}
+            return made
+
+        def leaving(found: Iterable[Hop]) -> list[Outlet]:
+            made = [Outlet(hop) for hop in found]
+            for one in made:
+                kind, edge, stage, _, _, ambiguous = one.hop
+                for peer in spec.ranks[stage]:
+                    self.outlets[kind, edge, peer, stage if ambiguous else -1] = one
+                    one.under_way[peer] = []
+            return made
+
+        all_hops = hops(spec, stage)
+        self.values_in = arriving(all_hops.before_forward)
+        self.values_out = leaving(all_hops.after_forward)
+        self.gradients_in = arriving(all_hops.before_backward)
+        self.gradients_out = leaving(all_hops.after_backward)
+        self.weights_out = leaving(all_hops.after_step)
+        self.weights_in = arriving(all_hops.weights)
+        self.all_out = [*self.values_out, *self.gradients_out, *self.weights_out]
+        self.received = {one.hop.edge: 0 for one in self.weights_in}  # version of tied copies
+        self.rules: dict[Action, Callable[[Instruction, Label], None]] = {
+            table[kind]: rule
+            for kind in TRANSFERS
+            for table, rule in (
+                (POST_RECV, self.post_receive),
+                (WAIT_RECV, self.wait_receive),
+                (SEND, self.send),
+                (WAIT_SEND, self.wait_send),
+            )
+        }
+
+    def _inlet(self, one: Instruction, label: Label) -> Inlet:
+        kind = one.action.kind
+        inlet = self.inlets.get((kind, one.edge))
+        if inlet is None or one.peer not in inlet.peers or one.target >= 0:
+            raise Violation("no such transfer arrives here")
+        if (label[1] < 0) != (kind is Kind.WEIGHT):
+            raise Violation("names a microbatch where it should not, or none")
+        return inlet
+
+    def post_receive(self, one: Instruction, label: Label) -> None:
+        inlet = self._inlet(one, label)
+        live = inlet.live
+        if inlet.hop.local:
+            raise Violation("what comes from the same rank needs no receive")
+        if label in live:
+            raise Violation("posted twice")
+        if len(live) >= inlet.pool:
+            raise Violation(f"posted into a live slot: all {inlet.pool} slots are in use")
+        if one.action is Action.POST_RECV:
+            done = self.forwards.get(label[0])
+            if label[0] < self.steps or (done and label[1] <= done[-1]):
+                raise Violation("posted for a microbatch that is already done")
+        elif one.action is Action.POST_RECV_WEIGHT:
+            if label[0] + 1 != self.steps:
+                raise Violation("posted before this stage's own update, or too late")
+        elif label not in self.in_flight:
+            raise Violation("posted for a microbatch that is already done")
+        live[label] = False
+        self.peak_slots = max(self.peak_slots, len(live))
+
+    def wait_receive(self, one: Instruction, label: Label) -> None:
+        inlet = self._inlet(one, label)
+        if inlet.live.get(label, not inlet.hop.local) is not False:
+            raise Violation("waits for what was not posted")
+        if one.action is Action.WAIT_RECV_WEIGHT:
+            self.received[one.edge] = label[0] + 1
+            inlet.live.pop(label, None)
+        else:
+            inlet.live[label] = True
+
+    def send(self, one: Instruction, label: Label) -> None:
+        outlet = self.outlets.get((one.action.kind, one.edge, one.peer, one.target))
+        if outlet is None or label not in outlet.made:
+            raise Violation("sends what was not made, was sent before or goes elsewhere")
+        if one.action is Action.SEND_WEIGHT and label[0] + 1 != self.steps:
+            raise Violation("sends weights that are no longer the newest")
+        outlet.made.remove(label)
+        if outlet.hop.local:
+            return
+        under_way = outlet.under_way[one.peer]
+        under_way.append(label)
+        if len(under_way) > outlet.hop.window:
+            window = outlet.hop.window
+            raise Violation(f"{len(under_way)} sends under way, the buffers hold {window}")
+
+    def wait_send(self, one: Instruction, label: Label) -> None:
+        outlet = self.outlets.get((one.action.kind, one.edge, one.peer, one.target))
+        if outlet is None or label not in outlet.under_way[one.peer]:
+            raise Violation("waits for what was not sent")
+        outlet.under_way[one.peer].remove(label)
+
+    # -- what compute asks of them -------------------------------------------------------------
+
+    @staticmethod
+    def arrived(needed: Iterable[Inlet], label: Label) -> None:
+        for one in needed:
+            if not one.live.get(label):
+                what = "tied parameter" if one.hop.kind is Kind.TIED else "edge"
+                raise Violation(
+                    f"{what} {one.hop.edge} from stage {one.hop.stage} was not waited for"
+                )
+
+    @staticmethod
+    def made(outlets: Iterable[Outlet], label: Label) -> None:
+        for one in outlets:
+            one.made.add(label)
+
+    @staticmethod
+    def all_sent(outlets: Iterable[Outlet], label: Label) -> None:
+        for one in outlets:
+            if label in one.made:
+                raise Violation(f"what goes to stage {one.hop.stage} was not sent before")
+
+    def release(self, label: Label) -> None:
+        """The slots of a microbatch are free."""
+        for one in (*self.values_in, *self.gradients_in):
+            one.live.pop(label, None)
+
+    def nothing_forgotten(self) -> None:
+        """Raise Violation where something was made and not sent."""
+        for one in self.all_out:
+            if one.made:
+                hop = one.hop
+                raise Violation(f"{SEND[hop.kind]} {hop.edge} to stage {hop.stage} was forgotten")
+
+    @property
+    def under_way(self) -> bool:
+        """Is anything sent and not waited for, or any slot taken?"""
+        sent = (labels for one in self.all_out for labels in one.under_way.values())
+        return any(sent) or any(one.live for one in self.inlets.values())
+
+    def links(self, base: int) -> tuple[object, ...]:
+        """What the future depends on, relative to the next call."""
+
+        def relative(labels: Iterable[Label]) -> tuple[Label, ...]:
+            return tuple((t - base, i) for t, i in labels)
+
+        return (
+            tuple((relative(one.live), *one.live.values()) for one in self.inlets.values()),
+            tuple(
+                tuple((peer, relative(labels)) for peer, labels in one.under_way.items())
+                for one in self.all_out
+            ),
+            tuple(version - base for version in self.received.values()),
+        )
