@@ -23,8 +23,8 @@ from pdcompile.batch import (
 )
 from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, InputError, PdcompileError
-from pdcompile.ir.graph import Affine, OpGraph, size_at, walk
-from pdcompile.ir.value_checks import check_inputs
+from pdcompile.ir.graph import Affine, OpGraph, walk
+from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
@@ -88,6 +88,9 @@ def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[
     return tuple(found)
 
 
+_OTHER_SHAPE = "pad or convert it to the captured shape and dtype, or make another pipeline"
+
+
 def check_call(
     compiled: Compiled, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
 ) -> int | None:
@@ -121,7 +124,7 @@ def check_call(
                 remedy="pass a tensor of the captured shape and dtype, or make another pipeline",
             )
         if item.path in tensors:
-            _check_leaf(graph, item.name, item.path, tensors[item.path], item.batch_dim)
+            check_leaf(graph, item, tensors[item.path], _OTHER_SHAPE)
     if not compiled.layout.splits:
         return compiled.layout.size
     known = {p: tensors.get(p) for p, x in flat.leaves.items() if p != "target" or x is not None}
@@ -244,23 +247,6 @@ def _check_sizes(graph: OpGraph, size: int, count: int) -> None:
         f"the captured model is right for {known.smallest}{to}: {reason}",
         where="the batch size",
         remedy=remedy,
-    )
-
-
-def _check_leaf(graph: OpGraph, name: str, path: str, leaf: Tensor, batch_dim: int | None) -> None:
-    value = graph.values[name]
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    expected = [size_at(size, graph.batch_size) for size in value.shape]
-    same = len(expected) == leaf.dim() and all(
-        dim == batch_dim or size == leaf.shape[dim] for dim, size in enumerate(expected)
-    )
-    if same and dtype == value.dtype:
-        return
-    text = ", ".join("b" if d == batch_dim else str(size) for d, size in enumerate(expected))
-    raise InputError(
-        f"this input is {dtype} {tuple(leaf.shape)}, captured was {value.dtype} ({text})",
-        where=path,
-        remedy="pad or convert it to the captured shape and dtype, or make another pipeline",
     )
 
 

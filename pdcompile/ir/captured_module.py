@@ -15,9 +15,8 @@ from pdcompile.batch import FlatCall, flatten_call, unflatten_output
 from pdcompile.eager.module_copies import twins
 from pdcompile.errors import InputError, TraceError
 from pdcompile.ir.fx_program import Program, program_of
-from pdcompile.ir.records import GraphInput, SizeRange, size_at
-from pdcompile.ir.targets import dtype_name
-from pdcompile.ir.value_checks import failed_check
+from pdcompile.ir.records import SizeRange
+from pdcompile.ir.value_checks import check_leaf, failed_check
 from pdcompile.warn import warn
 
 if TYPE_CHECKING:
@@ -185,7 +184,8 @@ def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
         leaf = flat.leaves.get(entry.path)
         if not isinstance(leaf, Tensor):
             raise InputError("an input tensor is missing", where=entry.path)
-        _check_tensor(graph, entry, leaf)
+        # Another precision is for the kernels to take or refuse: the module may be converted.
+        check_leaf(graph, entry, leaf, _OTHER, same_kind=True)
         if entry.batch_dim is not None:
             found = leaf.shape[entry.batch_dim]
             size = found if size is None else size
@@ -216,27 +216,6 @@ def _other_size(known: SizeRange, size: int) -> None:
             f"{held}, and here are {size}: {reason}", where="the batch size", remedy=_OTHER
         )
     warn(f"{held}; whether it is for {size} was not tried: an example of {size} would tell")
-
-
-def _check_tensor(graph: OpGraph, entry: GraphInput, leaf: Tensor) -> None:
-    value = graph.values[entry.name]
-    dtype = dtype_name(leaf.dtype)
-    shape = [size_at(size, graph.batch_size) for size in value.shape]
-    same = len(shape) == leaf.dim() and all(
-        dim == entry.batch_dim or size == leaf.shape[dim] for dim, size in enumerate(shape)
-    )
-    # Another precision is for the kernels to take or refuse: the module may have been converted.
-    if not (same and _kind(leaf.dtype) == _kind(getattr(torch, value.dtype))):
-        text = ", ".join("b" if d == entry.batch_dim else str(n) for d, n in enumerate(shape))
-        raise InputError(
-            f"this input is {dtype} {tuple(leaf.shape)}, captured was {value.dtype} ({text})",
-            where=entry.path,
-            remedy=_OTHER,
-        )
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 class _Call(nn.Module):

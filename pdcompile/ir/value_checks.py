@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pdcompile.errors import InputError
 from pdcompile.ir.execution import Lookup, run_op
-from pdcompile.ir.records import CHECK, Op
+from pdcompile.ir.records import CHECK, GraphInput, Op, size_at
+from pdcompile.ir.targets import dtype_name
 
 if TYPE_CHECKING:
     from pdcompile.ir.graph import OpGraph
@@ -76,6 +77,35 @@ def check_inputs(graph: OpGraph, leaves: Mapping[str, Any], b: int) -> None:
                 env[op.name] = run_op(op, env, lookup)
             elif not env[op.inputs[0]]:
                 raise refused(op)
+
+
+def check_leaf(
+    graph: OpGraph, entry: GraphInput, leaf: Tensor, remedy: str, *, same_kind: bool = False
+) -> None:
+    """Raise InputError unless a tensor has the shape and dtype that its input was captured with.
+
+    `same_kind`: another precision of the dtype will do.
+    """
+    value = graph.values[entry.name]
+    expected = [size_at(size, graph.batch_size) for size in value.shape]
+    same = len(expected) == leaf.dim() and all(
+        dim == entry.batch_dim or size == leaf.shape[dim] for dim, size in enumerate(expected)
+    )
+    captured = getattr(torch, value.dtype)
+    alike = _kind(leaf.dtype) == _kind(captured) if same_kind else leaf.dtype == captured
+    if same and alike:
+        return
+    text = ", ".join("b" if d == entry.batch_dim else str(n) for d, n in enumerate(expected))
+    raise InputError(
+        f"this input is {dtype_name(leaf.dtype)} {tuple(leaf.shape)}, captured was "
+        f"{value.dtype} ({text})",
+        where=entry.path,
+        remedy=remedy,
+    )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
