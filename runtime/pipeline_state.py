@@ -13,12 +13,12 @@ from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.calls import needed_paths
-from pdcompile.runtime.not_a_module import NotAModule
+from pdcompile.runtime.module_hints import ModuleHints
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.transport.norms import check_max_norm
 
 
-class PipelineState(NotAModule):
+class PipelineState(ModuleHints):
     """The part of a `Pipeline` that takes no minibatch."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:

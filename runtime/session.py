@@ -292,7 +292,7 @@ def _watched(session: Session) -> ModelWatch:
         session.model,
         session.options.loss_fn,
         compiled.capture.attributes,
-        opaque=[path for stage in stages for path in compiled.interfaces[stage].kept_whole],
+        opaque=[path for stage in stages for path in compiled.interfaces[stage].opaque],
         read=compiled.capture.numbers,
         tied=[one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)],
         several=not alone,

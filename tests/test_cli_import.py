@@ -18,22 +18,22 @@ import pytest
 
 from pdcompile.cli import main
 from pdcompile.cli.importing import KINDS, FileKind
-from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
+from pdcompile.problem.solution import LevelSolution, Solution, StageSolution
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
 
-PLANNED = Answer(
+PLANNED = Solution(
     "feasible", 2.0, 1.5, "CP-SAT", 0.0, "contiguous",
     (
-        StageAnswer((0, 1, 2, 5), details={"device": "accelerator", "load": 2.0}),
-        StageAnswer((3, 4), 3, {"device": "cpu", "load": 1.0}),
+        StageSolution((0, 1, 2, 5), details={"device": "accelerator", "load": 2.0}),
+        StageSolution((3, 4), 3, {"device": "cpu", "load": 1.0}),
     ),
-    (LevelAnswer((0, 1, 2, 5), 1), LevelAnswer((3, 4), 3, (LevelAnswer((3, 4), 1),))),
+    (LevelSolution((0, 1, 2, 5), 1), LevelSolution((3, 4), 3, (LevelSolution((3, 4), 1),))),
 )  # fmt: skip
-NONE = Answer("infeasible", None, math.inf, "relaxation", 0.0, "all", reason="'a' needs 3 GB")
-LATE = Answer("unknown", None, 0.25, "relaxation", 0.0, "all", reason="no plan within 0 s")
+NONE = Solution("infeasible", None, math.inf, "relaxation", 0.0, "all", reason="'a' needs 3 GB")
+LATE = Solution("unknown", None, 0.25, "relaxation", 0.0, "all", reason="no plan within 0 s")
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solution], list[dict[str, Any]]]:
     """Let device placement give this answer; the list gets the options of each call."""
 
-    def use(answer: Answer) -> list[dict[str, Any]]:
+    def use(answer: Solution) -> list[dict[str, Any]]:
         seen: list[dict[str, Any]] = []
 
         def solver(options: dict[str, Any], limits: Callable[[], dict[str, Any]]) -> Any:
@@ -90,7 +90,7 @@ def test_json_is_one_object_and_nothing_else(
 
 @pytest.mark.parametrize("answer", [NONE, LATE])
 def test_without_a_plan_the_object_is_printed_and_the_exit_code_is_three(
-    answer: Answer, call: Call, answering: Any
+    answer: Solution, call: Call, answering: Any
 ) -> None:
     answering(answer)
     code, out, _ = call(*PLACEMENT, "--json")
@@ -222,7 +222,7 @@ def test_a_plan_of_our_own_is_printed_as_the_same_object(
 
 STOPPED = """
 import sys, time
-from pdcompile.problem.answer import Answer
+from pdcompile.problem.solution import Solution
 from pdcompile.cli import importing, main
 from pdcompile.passes.partition.budget import Budget
 
@@ -232,7 +232,7 @@ def search(options, limits):
         while not budget.late:
             time.sleep(0.01)
     assert budget.stopped
-    return Answer("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous"), None
+    return Solution("feasible", 3.0, 2.0, "CP-SAT", 0.0, "contiguous"), None
 
 importing.KINDS["device-placement"] = importing.FileKind(search, "a file", "")
 main(["plan", "--import", "device-placement", "f.json", "--json"])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdcompile.cli.importing import parse_bandwidth, parse_compression, parse_levels
 from pdcompile.errors import ConfigError
-from pdcompile.problem.answer import LevelAnswer
-from pdcompile.report.answer_table import level_lines, members
+from pdcompile.problem.solution import LevelSolution
 from pdcompile.report.progress import found_text
+from pdcompile.report.solution_table import level_lines, members
 from pdcompile.units import parse_limit
 
 Call = Callable[..., tuple[int, str, str]]
@@ -73,8 +73,8 @@ def test_members_are_abbreviated(ids: tuple[int | str, ...], shown: str) -> None
 
 
 def test_levels_are_indented() -> None:
-    inner = LevelAnswer((1, 2), 4)
-    assert level_lines([LevelAnswer((1, 2), 2, (inner,)), LevelAnswer((3,), 1)]) == [
+    inner = LevelSolution((1, 2), 4)
+    assert level_lines([LevelSolution((1, 2), 2, (inner,)), LevelSolution((3,), 1)]) == [
         "  2 × 1–2",
         "    4 × 1–2",
         "  3",

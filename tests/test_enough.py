@@ -12,8 +12,8 @@ from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.planning.whatif import whatif
 from pdcompile.plan import Plan
-from pdcompile.problem.change import Change
 from pdcompile.problem.constraints import Forbid
+from pdcompile.problem.scenario import Scenario
 from pdcompile.units import parse_bytes
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
@@ -82,9 +82,9 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
 def test_what_if_names_such_a_limit_too() -> None:
     plan: Plan = planned(sized([50_000] * 4), Cluster.local(2))
     with pytest.raises(InfeasibleError) as caught:
-        whatif(plan, Change(memory_bytes=1000))
+        whatif(plan, Scenario(memory_bytes=1000))
     enough = named(caught.value)
-    after = whatif(plan, Change(memory_bytes=enough)).after
+    after = whatif(plan, Scenario(memory_bytes=enough)).after
     assert max(use.memory_bytes for use in after.uses) <= enough
 
 

@@ -22,8 +22,8 @@ from pdcompile.passes.planning.whatif import changed_problem, scaled, whatif
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
-from pdcompile.problem.change import Change, changed_cluster, parse_devices
 from pdcompile.problem.constraints import Forbid, Pin
+from pdcompile.problem.scenario import Scenario, changed_cluster, parse_devices
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 
@@ -54,26 +54,27 @@ def write(plan: Plan, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "cluster", "training"),
     [
-        (Change(), HOSTS, {}),
-        (Change(devices=(1, 3)), replace(HOSTS, devices=(Device(),) * 3, levels=(
+        (Scenario(), HOSTS, {}),
+        (Scenario(devices=(1, 3)), replace(HOSTS, devices=(Device(),) * 3, levels=(
             replace(HOSTS.levels[0], size=3), replace(HOSTS.levels[1], size=1))), {}),
-        (Change(devices=(2,)), replace(HOSTS, devices=(Device(),) * 2,
+        (Scenario(devices=(2,)), replace(HOSTS, devices=(Device(),) * 2,
             levels=(HOSTS.levels[0], replace(HOSTS.levels[1], size=1))), {}),
-        (Change(bandwidth=((None, 30.0),)), replace(HOSTS, levels=tuple(
+        (Scenario(bandwidth=((None, 30.0),)), replace(HOSTS, levels=tuple(
             replace(level, bytes_per_second=30.0) for level in HOSTS.levels)), {}),
-        (Change(bandwidth=(("inter", 20.0),), latency=(("nvlink", 0.5),)), replace(HOSTS, levels=(
+        (Scenario(bandwidth=(("inter", 20.0),), latency=(("nvlink", 0.5),)), replace(HOSTS, levels=(
             replace(HOSTS.levels[0], latency_seconds=0.5),
             replace(HOSTS.levels[1], bytes_per_second=20.0))), {}),
-        (Change(speed=((None, 2.0), (1, 0.5))), replace(HOSTS, devices=(
+        (Scenario(speed=((None, 2.0), (1, 0.5))), replace(HOSTS, devices=(
             Device(speed=2.0), Device(speed=0.5), Device(speed=2.0), Device(speed=2.0))), {}),
-        (Change(memory_bytes=10**6), replace(HOSTS, devices=(Device(memory_bytes=10**6),) * 4), {}),
-        (Change(schedule="gpipe"), HOSTS, {"schedule": "gpipe"}),
-        (Change(schedule="2bw"), HOSTS, {"schedule": "2bw"}),
-        (Change(microbatches=8, batch_size=32), HOSTS, {"microbatches": 8, "batch_size": 32}),
+        (Scenario(memory_bytes=10**6),
+         replace(HOSTS, devices=(Device(memory_bytes=10**6),) * 4), {}),
+        (Scenario(schedule="gpipe"), HOSTS, {"schedule": "gpipe"}),
+        (Scenario(schedule="2bw"), HOSTS, {"schedule": "2bw"}),
+        (Scenario(microbatches=8, batch_size=32), HOSTS, {"microbatches": 8, "batch_size": 32}),
     ],
 )  # fmt: skip
 def test_it_is_what_planning_anew_gives(
-    schedule: str, change: Change, cluster: Cluster, training: dict[str, Any]
+    schedule: str, change: Scenario, cluster: Cluster, training: dict[str, Any]
 ) -> None:
     graph = residual(2)
     found = whatif(planned(graph, HOSTS, schedule=schedule), change)
@@ -97,7 +98,9 @@ def test_any_links_are_what_planning_anew_gives(
     schedule: str, rate: float, latency: float, hosts: int
 ) -> None:
     plan = planned(residual(2), HOSTS, schedule=schedule)
-    change = Change(devices=(hosts, 2), bandwidth=((None, rate),), latency=(("ethernet", latency),))
+    change = Scenario(
+        devices=(hosts, 2), bandwidth=((None, rate),), latency=(("ethernet", latency),)
+    )
     found = whatif(plan, change)
     anew = planned(residual(2), found.after.cluster, schedule=schedule)
     assert found.after.problem == anew.problem
@@ -107,7 +110,7 @@ def test_any_links_are_what_planning_anew_gives(
 
 def test_nothing_changed_is_the_plan() -> None:
     plan = planned(residual(4), HOSTS)
-    found = whatif(plan, Change())
+    found = whatif(plan, Scenario())
     assert found.after.objective_seconds == plan.certificate.objective_seconds
     assert found.after.stage_of == found.before.stage_of == assignment(plan)
     assert found.kept_seconds == plan.certificate.objective_seconds
@@ -122,10 +125,10 @@ def test_a_plan_that_just_fits_still_fits() -> None:
     free = planned(residual(4), HOSTS)
     assert free.forecast is not None
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
-    found = whatif(free, Change(memory_bytes=most))
+    found = whatif(free, Scenario(memory_bytes=most))
     assert found.after.objective_seconds == free.certificate.objective_seconds
     assert any("% full" in note for note in found.notes)
-    less = whatif(free, Change(memory_bytes=most - 1))
+    less = whatif(free, Scenario(memory_bytes=most - 1))
     assert less.kept_seconds is None
     assert "more memory, by the ledger" in less.kept_broken[0]
     assert less.after.objective_seconds > free.certificate.objective_seconds
@@ -154,7 +157,7 @@ def test_the_ledger_without_a_graph() -> None:
 
 def test_microbatches_of_another_size_are_scaled_and_said_so() -> None:
     plan = planned(residual(4), HOSTS, microbatches=4, batch_size=16)
-    found = whatif(plan, Change(microbatches=8))
+    found = whatif(plan, Scenario(microbatches=8))
     assert "microbatches of 2 samples, and the costs are of 4" in found.notes[0]
     assert plan.problem is not None
     before, after = plan.problem.items[1], found.after.problem.items[1]
@@ -170,44 +173,48 @@ def test_pins_follow_the_last_stage() -> None:
     plan = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.0", 0),))
     assert plan.problem is not None
     loss = len(plan.problem.items) - 1
-    found = whatif(plan, Change(devices=(2,)))
+    found = whatif(plan, Scenario(devices=(2,)))
     assert dict(found.after.problem.pins) == {0: 0, loss: 1}
     assert found.after.problem.wishes[-1].pins == ((loss, 1),)
     inside = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.4", 2),))
     with pytest.raises(ConfigError, match="pinned to stage 2, and there would be 2 stages"):
-        whatif(inside, Change(devices=(2,)))
+        whatif(inside, Scenario(devices=(2,)))
     not_there = planned(chain(8), Cluster.local(4), constraints=(Forbid("layers.4", 2),))
-    assert whatif(not_there, Change(devices=(2,))).after.problem.forbidden == ()
+    assert whatif(not_there, Scenario(devices=(2,))).after.problem.forbidden == ()
 
 
 def test_what_does_not_fit_is_infeasible() -> None:
     plan = planned(residual(4), HOSTS)
     with pytest.raises(InfeasibleError):
-        whatif(plan, Change(memory_bytes=100))
+        whatif(plan, Scenario(memory_bytes=100))
     with pytest.raises(InfeasibleError, match="stages"):
-        whatif(plan, Change(devices=(10, 10)))
+        whatif(plan, Scenario(devices=(10, 10)))
 
 
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
-        (Change(bandwidth=(("eth", 1.0),)), "--bandwidth", "'nvlink', 'ethernet' (innermost first"),
-        (Change(latency=(("eth", 1.0),)), "--latency", "no level is named 'eth'"),
-        (Change(bandwidth=(("inter", 1.0), ("ethernet", 2.0))), "--bandwidth", "given twice"),
-        (Change(bandwidth=((None, 1.0), (None, 2.0))), "--bandwidth", "given 2 times"),
-        (Change(speed=((9, 1.0),)), "--speed", "no device 9: there are 4"),
-        (Change(speed=((1, 1.0), (1, 2.0))), "--speed", "twice for device 1"),
-        (Change(speed=((None, 1.0), (None, 2.0))), "--speed", "given 2 times"),
-        (Change(devices=(0,)), "--devices", "0 devices"),
-        (Change(devices=(300, 300)), "--devices", "90000 devices"),
-        (Change(devices=(2, 2, 2, 2)), "--devices", "4 levels"),
-        (Change(schedule="3bw"), "--schedule", "'3bw' is not available"),
-        (Change(microbatches=0), "--microbatches", "below 1"),
-        (Change(batch_size=0), "--batch-size", "below 1"),
-        (Change(microbatches=17), "--microbatches", "17 microbatches of a minibatch of 16"),
+        (
+            Scenario(bandwidth=(("eth", 1.0),)),
+            "--bandwidth",
+            "'nvlink', 'ethernet' (innermost first",
+        ),
+        (Scenario(latency=(("eth", 1.0),)), "--latency", "no level is named 'eth'"),
+        (Scenario(bandwidth=(("inter", 1.0), ("ethernet", 2.0))), "--bandwidth", "given twice"),
+        (Scenario(bandwidth=((None, 1.0), (None, 2.0))), "--bandwidth", "given 2 times"),
+        (Scenario(speed=((9, 1.0),)), "--speed", "no device 9: there are 4"),
+        (Scenario(speed=((1, 1.0), (1, 2.0))), "--speed", "twice for device 1"),
+        (Scenario(speed=((None, 1.0), (None, 2.0))), "--speed", "given 2 times"),
+        (Scenario(devices=(0,)), "--devices", "0 devices"),
+        (Scenario(devices=(300, 300)), "--devices", "90000 devices"),
+        (Scenario(devices=(2, 2, 2, 2)), "--devices", "4 levels"),
+        (Scenario(schedule="3bw"), "--schedule", "'3bw' is not available"),
+        (Scenario(microbatches=0), "--microbatches", "below 1"),
+        (Scenario(batch_size=0), "--batch-size", "below 1"),
+        (Scenario(microbatches=17), "--microbatches", "17 microbatches of a minibatch of 16"),
     ],
 )
-def test_wrong_changes_are_named(change: Change, where: str, message: str) -> None:
+def test_wrong_changes_are_named(change: Scenario, where: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         whatif(planned(residual(3), HOSTS), change)
     assert message in caught.value.message
@@ -218,17 +225,17 @@ def test_wrong_changes_are_named(change: Change, where: str, message: str) -> No
 def test_unlike_devices_are_not_multiplied() -> None:
     cluster = replace(HOSTS, devices=(Device(speed=2.0), *HOSTS.devices[1:]))
     with pytest.raises(ConfigError, match="unlike"):
-        changed_cluster(cluster, Change(devices=(4, 2)))
-    assert changed_cluster(cluster, Change(devices=(1, 4)))[0].devices == cluster.devices
+        changed_cluster(cluster, Scenario(devices=(4, 2)))
+    assert changed_cluster(cluster, Scenario(devices=(1, 4)))[0].devices == cluster.devices
 
 
 def test_a_new_level_is_assumed_and_said_so() -> None:
     one = Cluster((Device(),) * 2, (Level("network", 2, 1e9),))
-    cluster, notes = changed_cluster(one, Change(devices=(3, 2)))
+    cluster, notes = changed_cluster(one, Scenario(devices=(3, 2)))
     assert [level.name for level in cluster.levels] == ["network", "network'"]
     assert cluster.levels[1].bytes_per_second == 12.5e9
     assert "assumed 12.5 GB/s" in notes[0]
-    cluster, notes = changed_cluster(one, Change(devices=(3, 2), bandwidth=(("inter", 7.0),)))
+    cluster, notes = changed_cluster(one, Scenario(devices=(3, 2), bandwidth=(("inter", 7.0),)))
     assert (cluster.levels[1].bytes_per_second, notes) == (7.0, ())
     assert cluster.levels[0] == one.levels[0]
 
@@ -236,8 +243,8 @@ def test_a_new_level_is_assumed_and_said_so() -> None:
 def test_levels_of_one_name_go_by_alias() -> None:
     twins = Cluster((Device(),) * 4, (Level("link", 2, 1.0), Level("link", 2, 2.0)))
     with pytest.raises(ConfigError, match="several levels are named 'link'"):
-        changed_cluster(twins, Change(bandwidth=(("link", 5.0),)))
-    changed, _ = changed_cluster(twins, Change(bandwidth=(("intra", 5.0), ("inter", 6.0))))
+        changed_cluster(twins, Scenario(bandwidth=(("link", 5.0),)))
+    changed, _ = changed_cluster(twins, Scenario(bandwidth=(("intra", 5.0), ("inter", 6.0))))
     assert [level.bytes_per_second for level in changed.levels] == [5.0, 6.0]
 
 
@@ -255,7 +262,7 @@ def test_the_warm_up_stays_as_deep_as_it_was() -> None:
         training=replace(plan.training, warmup=(4, 2, 0)),
         problem=replace(plan.problem, memory=replace(plan.problem.memory, in_flight=(5, 3, 1))),
     )
-    problem, training, _, _ = changed_problem(deep, Change(devices=(4,)), Cluster.local(3))
+    problem, training, _, _ = changed_problem(deep, Scenario(devices=(4,)), Cluster.local(3))
     assert (training.warmup, problem.memory.in_flight) == ((6, 4, 2, 0), (7, 5, 3, 1))
 
 
@@ -263,19 +270,19 @@ def test_replicas_and_recomputation_are_refused() -> None:
     plan = planned(chain(6), Cluster.local(2))
     again = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
     with pytest.raises(PlanError, match="stage 0 recomputes"):
-        whatif(again, Change())
+        whatif(again, Scenario())
     twice = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], replicas=2)))
     with pytest.raises(PlanError, match="stage 1 is replicated"):
-        whatif(twice, Change())
+        whatif(twice, Scenario())
 
 
 def test_stages_on_other_ranks_are_not_put_on_other_machines() -> None:
     plan = planned(chain(6), Cluster.local(2))
     stages = tuple(replace(stage, ranks=(1 - stage.index,)) for stage in plan.stages)
     odd = replace(plan, stages=stages)
-    assert whatif(odd, Change(microbatches=8)).after.objective_seconds > 0
+    assert whatif(odd, Scenario(microbatches=8)).after.objective_seconds > 0
     with pytest.raises(PlanError, match="stage 0 runs on rank 1"):
-        whatif(odd, Change(bandwidth=((None, 1e9),)))
+        whatif(odd, Scenario(bandwidth=((None, 1e9),)))
 
 
 def test_the_verb(tmp_path: Path, call: Call) -> None:
@@ -383,7 +390,7 @@ def test_plans_that_cannot_be_asked(tmp_path: Path, call: Call) -> None:
 def test_an_edited_plan_is_compared_as_it_is() -> None:
     plan = planned(chain(6), Cluster.local(2))
     edited = moved(plan, (plan.stages[0].ops[-1],), 1)
-    found = whatif(edited, Change())
+    found = whatif(edited, Scenario())
     assert found.before.objective_seconds > plan.certificate.objective_seconds
     assert found.before.status == "feasible"
     assert found.after.objective_seconds == plan.certificate.objective_seconds

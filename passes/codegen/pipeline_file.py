@@ -168,7 +168,7 @@ def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
 
 def _kept(interfaces: tuple[StageInterface, ...]) -> bool:
     """Whether modules of the model are run as they are."""
-    return any(one.train.kept_whole or one.eval.kept_whole for one in interfaces)
+    return any(one.train.opaque_calls or one.eval.opaque_calls for one in interfaces)
 
 
 def _used_after(interfaces: tuple[StageInterface, ...], k: int) -> set[str]:

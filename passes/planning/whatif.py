@@ -24,7 +24,7 @@ from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
 from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
-from pdcompile.problem.change import Change, changed_cluster
+from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import KINDS, kind_of
 from pdcompile.units import format_bytes
 
@@ -89,7 +89,7 @@ class Whatif:
 
 def whatif(
     plan: Plan,
-    change: Change,
+    change: Scenario,
     *,
     time_limit: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -215,7 +215,7 @@ def _same_memory(
 
 
 def changed_problem(
-    plan: Plan, change: Change, cluster: Cluster
+    plan: Plan, change: Scenario, cluster: Cluster
 ) -> tuple[PartitionProblem, Training, Cluster, tuple[str, ...]]:
     """The problem under the change, what is then trained on what, and what was assumed."""
     assert plan.problem is not None
@@ -303,7 +303,7 @@ def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
     )
 
 
-def _training(training: Training, change: Change) -> Training:
+def _training(training: Training, change: Scenario) -> Training:
     name = change.schedule or training.schedule
     if name not in KINDS:
         raise ConfigError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pdcompile.errors import ConfigError, CostError, PlanError
 from pdcompile.passes.published.reading import content, refuse_cycles
-from pdcompile.problem.answer import LevelAnswer
+from pdcompile.problem.solution import LevelSolution
 
 LARGEST = 1e18  # milliseconds or bytes: sums and products stay finite and exact enough
 MAX_CHARACTERS = 64_000_000
@@ -275,7 +275,7 @@ class PipedreamCost:
         return sum(leaf.replicas for leaf in self.leaves)
 
 
-def evaluate(problem: HierarchyProblem, stages: Sequence[LevelAnswer]) -> PipedreamCost:
+def evaluate(problem: HierarchyProblem, stages: Sequence[LevelSolution]) -> PipedreamCost:
     """Price nested stages, outermost first, over all levels (with one level: without `inner`).
 
     Raises:
@@ -297,7 +297,7 @@ class _PlanCheck:
             self.consumers[nodes[source].id].add(nodes[target].id)
             self.producers[nodes[target].id].add(nodes[source].id)
 
-    def plan(self, stages: tuple[LevelAnswer, ...]) -> PipedreamCost:
+    def plan(self, stages: tuple[LevelSolution, ...]) -> PipedreamCost:
         top = len(self.problem.levels) - 1
         objective = self._pipeline(stages, set(), set(self.node), top)
         flat: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
@@ -327,7 +327,7 @@ class _PlanCheck:
         return PipedreamCost(objective, tuple(leaves))
 
     def _pipeline(
-        self, stages: tuple[LevelAnswer, ...], before: set[str], inside: set[str], depth: int
+        self, stages: tuple[LevelSolution, ...], before: set[str], inside: set[str], depth: int
     ) -> float:
         """Seconds of one component of level `depth` that runs `inside` after `before`."""
         count, bandwidth = self.problem.levels[depth]
@@ -396,7 +396,7 @@ class _PlanCheck:
 
     def _flatten(
         self,
-        stages: tuple[LevelAnswer, ...],
+        stages: tuple[LevelSolution, ...],
         above: tuple[int, ...],
         found: list[tuple[tuple[str, ...], tuple[int, ...]]],
     ) -> None:

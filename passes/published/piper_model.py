@@ -31,7 +31,7 @@ from typing import Any
 from pdcompile import jsonio
 from pdcompile.errors import ConfigError, CostError, PlanError
 from pdcompile.passes.published.reading import MAX_DEVICES, Place, content, numbered, refuse_cycles
-from pdcompile.problem.answer import StageAnswer
+from pdcompile.problem.solution import StageSolution
 
 MAX_BATCH = 2**40
 LARGEST = 1e30  # sums and products with it stay finite
@@ -251,7 +251,7 @@ class PiperCost:
     in_flight: tuple[int, ...]
 
 
-def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> PiperCost:
+def evaluate(problem: MenuProblem, stages: Sequence[StageSolution]) -> PiperCost:
     """The exact objective of Piper's model (see `piper_model`) for stages in pipeline order.
 
     Every stage has its data-parallel degree in `replicas`, and ``"tensor_parallel"`` and
@@ -305,7 +305,7 @@ def evaluate(problem: MenuProblem, stages: Sequence[StageAnswer]) -> PiperCost:
     )
 
 
-def _stage_of(problem: MenuProblem, stages: Sequence[StageAnswer]) -> dict[int, int]:
+def _stage_of(problem: MenuProblem, stages: Sequence[StageSolution]) -> dict[int, int]:
     index = {node.id: i for i, node in enumerate(problem.nodes)}
     stage_of: dict[int, int] = {}
     for s, stage in enumerate(stages):
@@ -333,7 +333,7 @@ def allowed(problem: MenuProblem) -> float:
     return problem.memory_bytes if whole else problem.memory_bytes * (1 + SLACK)
 
 
-def _degree(stage: StageAnswer) -> int:
+def _degree(stage: StageSolution) -> int:
     return int(stage.details["tensor_parallel"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Affine, GraphInput, Op, OpGraph, Ref, Size, walk
-from pdcompile.ir.stage_interface import Expected, Place, Port, Signature
+from pdcompile.ir.stage_interface import OpaqueCall, Place, Port, Signature
 from pdcompile.passes.stages.naming import unique, wishes
 from pdcompile.plan import Edge
 
@@ -72,7 +72,7 @@ def signature(mode: Mode, k: int) -> Signature:
         loss_inputs=tuple(_port(mode, v, loss_names[v], False) for v in loss_inputs),
         loss=mode.graph.loss if k == mode.last else None,
         draws=draws,
-        kept_whole=_expectations(mode.graph, ops),
+        opaque_calls=_expectations(mode.graph, ops),
     )
 
 
@@ -161,9 +161,9 @@ def _port(mode: Mode, value: str, name: str, mutated: bool) -> Port:
     )
 
 
-def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[Expected, ...]]:
+def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[OpaqueCall, ...]]:
     """For each module among `ops` that is kept whole, what its calls take and give, in order."""
-    found: dict[str, tuple[Expected, ...]] = {}
+    found: dict[str, tuple[OpaqueCall, ...]] = {}
     for op in ops:
         if not op.opaque:
             continue
@@ -173,7 +173,7 @@ def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[Expected, ..
             for key, given in given_at
             if isinstance(given, Ref) and graph.values[given.name].is_tensor
         )
-        expected = Expected(takes, tuple(_gives(graph, op.name, ())), op.returns)
+        expected = OpaqueCall(takes, tuple(_gives(graph, op.name, ())), op.returns)
         found[op.module_path] = (*found.get(op.module_path, ()), expected)
     return found
 

@@ -54,20 +54,20 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class Constant:
     """An object without leaves, given back as it is; `known` if there are no tensors in it."""
 
     value: Any
     known: bool
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and type(other.value) is type(self.value)
+        return isinstance(other, Constant) and type(other.value) is type(self.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
 
 
-Part: TypeAlias = Instance | Again | Kept
+Part: TypeAlias = Instance | Again | Constant
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def unknown_in(structure: Tree) -> Any:
     """The first object that may hide tensors; None if there is none."""
     for part in structure.parts:
-        if isinstance(part, Kept) and not part.known:
+        if isinstance(part, Constant) and not part.known:
             return part.value
         if isinstance(part, Instance):
             found = unknown_in(part.content)
@@ -140,13 +140,13 @@ def _part(item: Any, taken: _Taken) -> Part | None:
             raise ValueError(f"the output has more than {MAX_LEAVES:,} leaves")
         return None
     if isinstance(item, _KEPT):
-        return Kept(item, known=True)
+        return Constant(item, known=True)
     if id(item) in taken.numbers:
         return Again(taken.numbers[id(item)])
     cls: Any = type(item)
     base = _base(cls)
     if base is None:
-        return Kept(item, known=_atomic(item))
+        return Constant(item, known=_atomic(item))
     number = taken.numbers[id(item)] = len(taken.numbers)
     names = tuple(_attributes(item))
     items: list[Any] = []
@@ -220,7 +220,7 @@ def _put_together(leaves: Iterator[Any], structure: Tree, made: dict[int, Any]) 
 
 
 def _make(leaves: Iterator[Any], part: Part, made: dict[int, Any]) -> Any:
-    if isinstance(part, Kept):
+    if isinstance(part, Constant):
         return part.value
     if isinstance(part, Again):
         return made[part.number]

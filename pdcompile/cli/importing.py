@@ -19,13 +19,13 @@ import typer
 
 from pdcompile.cli.output import EXIT_INFEASIBLE
 from pdcompile.errors import ConfigError, PdcompileError
-from pdcompile.problem.answer import Answer
+from pdcompile.problem.solution import Solution
 from pdcompile.units import parse_limit, parse_rate
 
 MOST = 65_536  # devices, microbatches
 COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
 Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
-Solved = tuple[Answer, float | None]  # and the memory limit of a device, in the file's unit
+Solved = tuple[Solution, float | None]  # and the memory limit of a device, in the file's unit
 Raw = TypeVar("Raw")
 Read = TypeVar("Read")
 _option = partial(typer.Option, rich_help_panel="Imported problems")
@@ -118,9 +118,9 @@ def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: boo
     if as_json:
         emit_json(document)
     else:
-        from pdcompile.report.answer_table import answer_report
+        from pdcompile.report.solution_table import solution_report
 
-        stdout().print(answer_report(answer, unit=KINDS[kind].unit, limit=limit))
+        stdout().print(solution_report(answer, unit=KINDS[kind].unit, limit=limit))
         if output is not None:
             stderr().print(f"written: {output}", soft_wrap=True)
     if answer.objective is None:

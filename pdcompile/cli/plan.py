@@ -59,8 +59,8 @@ def plan(
         return
     from pdcompile.cli.compiling import compiled, write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
-    from pdcompile.report.answer_table import answer_of
     from pdcompile.report.plan_table import plan_report
+    from pdcompile.report.solution_table import solution_of
 
     _, result = compiled(target, flags)
     if output is not None:
@@ -68,7 +68,7 @@ def plan(
     if as_json:
         verification = result.verification and json.loads(result.verification.to_json())
         with collecting_seldom():
-            answer = answer_of(result.plan).to_json()
+            answer = solution_of(result.plan).to_json()
             plan_json = json.loads(result.plan.to_json())
             emit_json(answer | {"plan": plan_json, "verification": verification})
         return

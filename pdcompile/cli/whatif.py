@@ -14,7 +14,7 @@ from pdcompile.cli.app import app
 from pdcompile.cli.options import AsJson, PlanFile, machines, search, takes_flags, training
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
-from pdcompile.problem.change import Change, parse_devices, parse_named
+from pdcompile.problem.scenario import Scenario, parse_devices, parse_named
 from pdcompile.schedule.registry import KINDS
 from pdcompile.units import parse_bytes, parse_rate, parse_seconds
 
@@ -74,9 +74,9 @@ class WhatifFlags:
         ),
     ] = None
 
-    def change(self) -> Change:
+    def scenario(self) -> Scenario:
         """What they ask to be different.  Raises ConfigError for a text that means nothing."""
-        return Change(
+        return Scenario(
             devices=None if self.devices is None else parse_devices(self.devices),
             memory_bytes=_memory(self.memory),
             bandwidth=_named(self.bandwidth, "--bandwidth", _rate),
@@ -113,7 +113,7 @@ def whatif(
 
       pdcompile whatif plan.json --schedule 2bw --json
     """  # fmt: skip
-    change = flags.change()
+    scenario = flags.scenario()
     from pdcompile.cli.compiling import write_text
     from pdcompile.cli.output import emit_json, stderr, stdout
     from pdcompile.passes.planning.whatif import whatif as answered
@@ -124,7 +124,7 @@ def whatif(
     with compiling(lines=not as_json, title="solving") as listener:
         listener.starts("again")
         found = answered(
-            loaded, change, time_limit=flags.time_limit, progress=listener.found, where=str(plan)
+            loaded, scenario, time_limit=flags.time_limit, progress=listener.found, where=str(plan)
         )
     if write_cluster is not None:
         write_text(write_cluster, found.after.cluster.to_toml())

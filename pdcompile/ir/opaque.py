@@ -19,7 +19,7 @@ from pdcompile.eager.modes import modes_in
 from pdcompile.eager.module_copies import twins
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.ir.graph import Affine, size_at
-from pdcompile.ir.stage_interface import Expected, Place, StageInterface
+from pdcompile.ir.stage_interface import OpaqueCall, Place, StageInterface
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -54,14 +54,14 @@ def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tens
             yield from tensors_at(item, (*path, key))
 
 
-class Kept:
+class OpaqueState:
     """What a twin knows besides being the user's module."""
 
     def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
         self.path = path
         self.modes = modes  # of its modules, in training (True) and in evaluation
         self.around: Around = nullcontext
-        self.expected: dict[bool, tuple[Expected, ...]] = {}
+        self.expected: dict[bool, tuple[OpaqueCall, ...]] = {}
 
     def check(self, training: bool, args: Any, kwargs: Any, result: Any) -> None:
         """Raise ContractError unless the result is one that was captured."""
@@ -76,7 +76,7 @@ class Kept:
             )
 
 
-def _problem(expected: Expected, args: Any, kwargs: Any, result: Any) -> str:
+def _problem(expected: OpaqueCall, args: Any, kwargs: Any, result: Any) -> str:
     form = describe(result)
     if expected.form and form != expected.form:
         return f"{form}, and {expected.form} when it was captured"
@@ -107,27 +107,27 @@ def twin_of(model: nn.Module, path: str) -> nn.Module:
         for training in (True, False)
         for of_model in (modes_in(model, training),)
     }
-    kept = Kept(path, modes)
+    state = OpaqueState(path, modes)
     twin = copies[id(original)]
     cls: Any = type(original)
     twin.__class__ = _class_of(cls)
-    twin.__dict__["_pdcompile"] = kept
+    twin.__dict__["_pdcompile"] = state
     return twin
 
 
 @functools.cache
 def _class_of(cls: Any) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept: Kept = self.__dict__["_pdcompile"]
-        with kept.around():
+        state: OpaqueState = self.__dict__["_pdcompile"]
+        with state.around():
             result = cls.__call__(self, *args, **kwargs)
-        kept.check(self.training, args, kwargs, result)
+        state.check(self.training, args, kwargs, result)
         return result
 
     def train(self: Any, mode: bool = True) -> Any:
-        kept: Kept = self.__dict__["_pdcompile"]
+        state: OpaqueState = self.__dict__["_pdcompile"]
         for module in self.modules():
-            module.training = kept.modes[mode].get(module, mode)
+            module.training = state.modes[mode].get(module, mode)
         return self
 
     return type(cls.__name__, (cls,), {
@@ -142,16 +142,16 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
     Raises:
         SourceError: there is no model to take them from.
     """
-    for path in interface.kept_whole:
+    for path in interface.opaque:
         if model is None:
             raise SourceError(
                 f"stage {interface.index} needs the model's own module {path!r}",
                 remedy="run the stages through pdcompile, with the model",
             )
         twin = twin_of(model, path)
-        kept: Kept = twin.__dict__["_pdcompile"]
+        state: OpaqueState = twin.__dict__["_pdcompile"]
         for training, signature in ((True, interface.train), (False, interface.eval)):
-            kept.expected[training] = signature.kept_whole.get(path, ())
+            state.expected[training] = signature.opaque_calls.get(path, ())
         owner, _, name = path.rpartition(".")
         stage.get_submodule(owner)._modules[name] = twin
         twin.train(stage.training)
@@ -159,5 +159,5 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
 
 def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:
     """Have the modules that are kept whole run inside ``around()``."""
-    for path in interface.kept_whole:
+    for path in interface.opaque:
         stage.get_submodule(path).__dict__["_pdcompile"].around = around

@@ -33,7 +33,7 @@ Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class OpaqueCall:
     """What one call of a module that is kept whole takes and gives, by place in its arguments
     and in its result; `form` is the nesting of the result (`pdcompile.ir.opaque.describe`)."""
 
@@ -50,8 +50,8 @@ class Signature:
     loss_fn, ``loss(*loss_inputs) -> scalar``, whose inputs are outputs of forward and target
     leaves.  `loss` is the value name of the loss (an output of forward when the model returns
     it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
-    draws in order of execution (a module may be called on several stages).  `kept_whole`: for each
-    module of the model that runs as one op, what its calls take and give.
+    draws in order of execution (a module may be called on several stages).  `opaque_calls`: for
+    each opaque module, what its calls take and give.
     `outputs` are what later stages and (last stage) the model's own output need.
     """
 
@@ -60,7 +60,7 @@ class Signature:
     loss_inputs: tuple[Port, ...] = ()
     loss: str | None = None
     draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    kept_whole: dict[str, tuple[Expected, ...]] = field(default_factory=dict)
+    opaque_calls: dict[str, tuple[OpaqueCall, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class StageInterface:
     aliases: dict[str, str] = field(default_factory=dict)  # other name in the stage -> canonical
 
     @property
-    def kept_whole(self) -> tuple[str, ...]:
-        """Paths of the model's own modules that this stage runs."""
-        return tuple(dict.fromkeys((*self.train.kept_whole, *self.eval.kept_whole)))
+    def opaque(self) -> tuple[str, ...]:
+        """Paths of the opaque modules, the model's own, that this stage runs."""
+        return tuple(dict.fromkeys((*self.train.opaque_calls, *self.eval.opaque_calls)))
 
 
 @dataclass(frozen=True, slots=True)

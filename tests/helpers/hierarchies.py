@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from pdcompile.passes.published.pipedream_model import HierarchyProblem, ProfileGraph, ProfileNode
-from pdcompile.problem.answer import LevelAnswer
+from pdcompile.problem.solution import LevelSolution
 
 
 def random_graph(seed: int, size: int, *, zeros: float = 0.3) -> ProfileGraph:
@@ -47,16 +47,16 @@ def down_sets(graph: ProfileGraph) -> list[frozenset[int]]:
     return sorted(found, key=lambda s: (len(s), sorted(s)))
 
 
-def plans(problem: HierarchyProblem) -> Iterator[tuple[LevelAnswer, ...]]:
+def plans(problem: HierarchyProblem) -> Iterator[tuple[LevelSolution, ...]]:
     """Every nested plan: chains of down-closed sets, replicas, and insides of each stage."""
     sets = down_sets(problem.graph)
     everything = sets[-1]
     names = [node.id for node in problem.graph.nodes]
-    cache: dict[tuple[frozenset[int], frozenset[int], int], list[tuple[LevelAnswer, ...]]] = {}
+    cache: dict[tuple[frozenset[int], frozenset[int], int], list[tuple[LevelSolution, ...]]] = {}
 
     def inside(
         start: frozenset[int], end: frozenset[int], depth: int
-    ) -> list[tuple[LevelAnswer, ...]]:
+    ) -> list[tuple[LevelSolution, ...]]:
         if depth < 0:
             return [()]
         key = (start, end, depth)
@@ -66,7 +66,7 @@ def plans(problem: HierarchyProblem) -> Iterator[tuple[LevelAnswer, ...]]:
 
     def chains(
         start: frozenset[int], end: frozenset[int], depth: int, count: int
-    ) -> Iterator[tuple[LevelAnswer, ...]]:
+    ) -> Iterator[tuple[LevelSolution, ...]]:
         if start == end:
             yield ()
             return
@@ -79,7 +79,7 @@ def plans(problem: HierarchyProblem) -> Iterator[tuple[LevelAnswer, ...]]:
                     break
                 for rest in chains(middle, end, depth, count - m):
                     for inner in inside(start, middle, depth - 1):
-                        yield (LevelAnswer(members, m, inner), *rest)
+                        yield (LevelSolution(members, m, inner), *rest)
 
     yield from chains(sets[0], everything, len(problem.levels) - 1, problem.levels[-1][0])
 

@@ -15,7 +15,7 @@ from pdcompile.passes.published.pipedream_model import (
     ProfileNode,
     evaluate,
 )
-from pdcompile.problem.answer import LevelAnswer
+from pdcompile.problem.solution import LevelSolution
 from tests.helpers import profiles
 
 
@@ -33,8 +33,8 @@ def test_terms_by_hand() -> None:
     graph = chain((4, 6, 8), (2, 10, 4))
     problem = HierarchyProblem(graph, ((2, 4.0), (3, 1.0)))
     plan = (
-        LevelAnswer(("n0",), 2, (LevelAnswer(("n0",), 2),)),
-        LevelAnswer(("n1",), 1, (LevelAnswer(("n1",), 1),)),
+        LevelSolution(("n0",), 2, (LevelSolution(("n0",), 2),)),
+        LevelSolution(("n1",), 1, (LevelSolution(("n1",), 1),)),
     )
     found = evaluate(problem, plan)
     inner = (4 + 4 * 8 / (4 * 2)) / 2
@@ -52,17 +52,17 @@ def test_terms_by_hand() -> None:
 
 def test_tampered_plans_are_refused() -> None:
     problem = HierarchyProblem(chain((1, 1, 1), (1, 1, 1)), ((2, 1.0),), memory_bytes=4.0)
-    whole = LevelAnswer(("n0", "n1"), 1)
+    whole = LevelSolution(("n0", "n1"), 1)
     assert evaluate(problem, (whole,)).objective == 2.0
     for plan, message in [
         ((), "no stage"),
-        ((LevelAnswer(("n0",), 1),), "every node once"),
-        ((whole, LevelAnswer(("n1",), 1)), "every node once"),
-        ((LevelAnswer(("n1",), 1), LevelAnswer(("n0",), 1)), "before its inputs"),
+        ((LevelSolution(("n0",), 1),), "every node once"),
+        ((whole, LevelSolution(("n1",), 1)), "every node once"),
+        ((LevelSolution(("n1",), 1), LevelSolution(("n0",), 1)), "before its inputs"),
         ((replace(whole, replicas=3),), "more than 2"),
         ((replace(whole, replicas=0),), "no replica"),
         ((replace(whole, inner=(whole,)),), "more levels"),
-        ((LevelAnswer(("n0", "n1", "x"), 1),), "every node once"),
+        ((LevelSolution(("n0", "n1", "x"), 1),), "every node once"),
     ]:
         with pytest.raises(PlanError, match=message):
             evaluate(problem, plan)

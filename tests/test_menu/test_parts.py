@@ -37,7 +37,7 @@ from pdcompile.passes.published.piper_model import (
     NodeVariant,
     evaluate,
 )
-from pdcompile.problem.answer import StageAnswer
+from pdcompile.problem.solution import StageSolution
 from tests.helpers.menus import brute_force, random_menu
 
 
@@ -220,9 +220,9 @@ def pair() -> MenuProblem:
     return MenuProblem((first, second), (MenuEdge(0, 1, 10.0),), 3, 11.0, 4, 2.0)
 
 
-def stage(name: int, replicas: int, chosen: str = "a", degree: int = 1) -> StageAnswer:
+def stage(name: int, replicas: int, chosen: str = "a", degree: int = 1) -> StageSolution:
     details = {"tensor_parallel": degree, "variants": {str(name): chosen}}
-    return StageAnswer((name,), replicas, details)
+    return StageSolution((name,), replicas, details)
 
 
 def test_the_evaluator_by_hand() -> None:
@@ -246,10 +246,10 @@ def test_the_evaluator_by_hand() -> None:
         ([stage(0, 1, "b"), stage(1, 1)], "no variant 'b'"),
         ([stage(0, 1, "a", 2), stage(1, 1)], "no variant 'a' on 2"),
         ([stage(0, 0), stage(1, 1)], "do not divide"),
-        ([stage(0, 1), StageAnswer((), 1, {"tensor_parallel": 1}), stage(1, 1)], "empty"),
+        ([stage(0, 1), StageSolution((), 1, {"tensor_parallel": 1}), stage(1, 1)], "empty"),
     ],
 )
-def test_the_evaluator_refuses(stages: list[StageAnswer], message: str) -> None:
+def test_the_evaluator_refuses(stages: list[StageSolution], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         evaluate(pair(), stages)
 

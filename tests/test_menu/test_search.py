@@ -16,11 +16,11 @@ from pdcompile.passes.published.piper_model import (
     NodeVariant,
     evaluate,
 )
-from pdcompile.problem.answer import Answer
+from pdcompile.problem.solution import Solution
 from tests.helpers.menus import brute_force, random_menu
 
 
-def agrees(problem: MenuProblem, answer: Answer) -> None:
+def agrees(problem: MenuProblem, answer: Solution) -> None:
     best = brute_force(problem)
     if math.isinf(best):
         assert answer.status == "infeasible"

@@ -30,7 +30,13 @@ from pdcompile.passes.published.pipedream.profile_cuts import (
     undominated,
 )
 from pdcompile.passes.published.pipedream_model import HierarchyProblem, PipedreamCost, evaluate
-from pdcompile.problem.answer import Answer, LevelAnswer, Progress, StageAnswer, relative_gap
+from pdcompile.problem.solution import (
+    LevelSolution,
+    Progress,
+    Solution,
+    StageSolution,
+    relative_gap,
+)
 
 __all__ = ["solve"]
 
@@ -46,7 +52,7 @@ def solve(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Answer:
+) -> Solution:
     """The plan with the smallest bottleneck, in seconds per minibatch.
 
     `time_limit` in wall seconds.  With few down-closed sets, all of them are states of the
@@ -77,12 +83,12 @@ class _Solver:
         self.progress = progress
         self.levels = levels_of(problem)
         self.dag: Dag = dag_of(problem.graph)
-        self.best: tuple[PipedreamCost, tuple[LevelAnswer, ...]] | None = None
+        self.best: tuple[PipedreamCost, tuple[LevelSolution, ...]] | None = None
         self.bound = 0.0
         self.provers: list[str] = []
         self._relaxed: CutSegments | None = None
 
-    def solve(self) -> Answer:
+    def solve(self) -> Solution:
         family = self._all_states(memory=False)
         limit = self.problem.memory_bytes
         if limit is None:
@@ -234,9 +240,11 @@ class _Solver:
         self._tell()
         return True
 
-    def _named(self, parts: Sequence[NestedStage], sets: Sequence[int]) -> tuple[LevelAnswer, ...]:
+    def _named(
+        self, parts: Sequence[NestedStage], sets: Sequence[int]
+    ) -> tuple[LevelSolution, ...]:
         return tuple(
-            LevelAnswer(
+            LevelSolution(
                 members=self._ids(sets[part.j] & ~sets[part.i]),
                 replicas=part.replicas,
                 inner=self._named(part.inner, sets),
@@ -276,8 +284,8 @@ class _Solver:
             text += f"; left out, without cost: {', '.join(self.problem.graph.dropped)}"
         return text
 
-    def _without_plan(self, reason: str, *, proved: bool) -> Answer:
-        return Answer(
+    def _without_plan(self, reason: str, *, proved: bool) -> Solution:
+        return Solution(
             status="infeasible" if proved else "unknown",
             objective=None,
             bound=math.inf if proved else self.bound,
@@ -287,11 +295,11 @@ class _Solver:
             reason=reason,
         )
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> Solution:
         assert self.best is not None
         found, levels = self.best
         bound = min(self.bound, found.objective)
-        return Answer(
+        return Solution(
             status="optimal" if relative_gap(found.objective, bound) == 0 else "feasible",
             objective=found.objective,
             bound=bound,
@@ -299,7 +307,7 @@ class _Solver:
             seconds=self.budget.spent,
             scope=self._scope(),
             stages=tuple(
-                StageAnswer(
+                StageSolution(
                     members=leaf.members,
                     replicas=leaf.replicas,
                     details={

@@ -26,7 +26,7 @@ from pdcompile.passes.published.piper.stage_tables import (
 )
 from pdcompile.passes.published.piper.table_search import EXACT, LeastMemory, PiperPlan, TableSearch
 from pdcompile.passes.published.piper_model import MenuProblem
-from pdcompile.problem.answer import ROUNDING, Answer, Progress
+from pdcompile.problem.solution import ROUNDING, Progress, Solution
 from pdcompile.units import format_bytes
 
 __all__ = ["solve"]
@@ -54,7 +54,7 @@ def solve(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Answer:
+) -> Solution:
     """The best plan found within `time_limit` seconds, re-evaluated, and a bound.
 
     With all ideals of the graph as states the bound is exact ('Piper: Multidimensional Planner
@@ -78,7 +78,7 @@ class _Solve:
         self.prover = "device-seconds"
         self.best: PiperPlan | None = None
 
-    def run(self) -> Answer:
+    def run(self) -> Solution:
         problem = self.problem
         self.menus = menus(problem)
         for node in problem.nodes:
@@ -234,12 +234,12 @@ class _Solve:
         """There is a plan, and there may be a better one."""
         return self.best is not None and self.lower < self.best.objective * (1 - EXACT)
 
-    def _answer(self, complete: bool) -> Answer:
+    def _answer(self, complete: bool) -> Solution:
         if self.best is None:
             return self._nothing(complete)
         objective = self.best.objective
         bound = min(self.lower, objective)
-        return Answer(
+        return Solution(
             "optimal" if objective - bound <= ROUNDING * objective else "feasible",
             objective,
             bound,
@@ -249,7 +249,7 @@ class _Solve:
             self.best.stages,
         )
 
-    def _nothing(self, complete: bool) -> Answer:
+    def _nothing(self, complete: bool) -> Solution:
         problem = self.problem
         limit = format_bytes(problem.memory_bytes)
         node = heaviest_alone(problem)
@@ -288,9 +288,9 @@ class _Solve:
         chain = LeastMemory(space, self._all(space)).chain(math.inf)
         return most if chain is None else sum(w * menu.degree for _, _, menu, w in chain[0])
 
-    def _without(self, status: Status, reason: str) -> Answer:
+    def _without(self, status: Status, reason: str) -> Solution:
         proved = status == "infeasible"
-        return Answer(
+        return Solution(
             status,
             None,
             math.inf if proved else self.lower,

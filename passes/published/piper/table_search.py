@@ -34,7 +34,7 @@ from pdcompile.passes.published.piper.stage_tables import (
     options_of,
 )
 from pdcompile.passes.published.piper_model import evaluate
-from pdcompile.problem.answer import Progress, StageAnswer
+from pdcompile.problem.solution import Progress, StageSolution
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this
 PAIRS = 20_000  # of (seconds, bytes), when the variants of a plan's stage are picked
@@ -45,7 +45,7 @@ class PiperPlan:
     """The best plan so far and what is known of all plans."""
 
     objective: float
-    stages: tuple[StageAnswer, ...]
+    stages: tuple[StageSolution, ...]
     masks: tuple[int, ...]  # states between the stages
 
 
@@ -167,7 +167,7 @@ class TableSearch:
                 "tensor_parallel": menu.degree,
                 "variants": variants,
             }
-            stages.append(StageAnswer(names, width, details))
+            stages.append(StageSolution(names, width, details))
         result = evaluate(problem, stages)
         found = zip(stages, result.seconds, result.memory_bytes, result.in_flight, strict=True)
         done = tuple(

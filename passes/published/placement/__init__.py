@@ -27,7 +27,7 @@ from pdcompile.passes.published.placement_model import (
     memories,
     violations,
 )
-from pdcompile.problem.answer import Answer, Progress, StageAnswer, relative_gap
+from pdcompile.problem.solution import Progress, Solution, StageSolution, relative_gap
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 MOST_GROUPS = 1_500
@@ -40,7 +40,7 @@ def place(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Answer:
+) -> Solution:
     """The best contiguous placement, in the units of the problem.
 
     Args:
@@ -99,14 +99,14 @@ def devices_of(
 
 def _answer(
     problem: PlacementProblem, groups: LoadProblem, found: PlacementFound, why: str, seconds: float
-) -> Answer:
+) -> Solution:
     scope = "all contiguous placements on " + " and ".join(
         f"{kind.count} {kind.name}{'' if kind.count == 1 else 's'}" for kind in problem.classes
     )
     if found.placement is None:
         none = math.isinf(found.bound)
         status: Status = "infeasible" if none else "unknown"
-        return Answer(status, None, found.bound, found.prover, seconds, scope, reason=why)
+        return Solution(status, None, found.bound, found.prover, seconds, scope, reason=why)
     devices = devices_of(problem, groups, found.placement)
     if broken := violations(problem, devices):
         raise PlanError(
@@ -117,7 +117,7 @@ def _answer(
     value = max(loads)
     bound = min(found.bound, value)
     stages = tuple(
-        StageAnswer(
+        StageSolution(
             tuple(problem.nodes[v].id for v in device.nodes),
             details={
                 "device": problem.classes[device.kind].name,
@@ -128,7 +128,7 @@ def _answer(
         for device, load, memory in zip(devices, loads, memories(problem, devices), strict=True)
     )
     status = "optimal" if relative_gap(value, bound) == 0 else "feasible"
-    return Answer(status, value, bound, found.prover, seconds, scope, stages)
+    return Solution(status, value, bound, found.prover, seconds, scope, stages)
 
 
 def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:

@@ -1,4 +1,4 @@
-"""Answer: what the planner says of a problem that came from a file of somebody else's.
+"""Solution: what the planner says of a problem that came from a file of somebody else's.
 
 One form for all of them, printed as one JSON object by ``pdcompile plan --import … --json``.
 """
@@ -17,7 +17,7 @@ ROUNDING = 1e-5  # a relative gap up to this is integer rounding, and counts as 
 
 
 @dataclass(frozen=True, slots=True)
-class StageAnswer:
+class StageSolution:
     """One stage: ids as in the file, and what its family of problems says besides.
 
     `details` holds JSON values under the names of the answer's format: ``"device"``,
@@ -30,16 +30,16 @@ class StageAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class LevelAnswer:
+class LevelSolution:
     """A stage of one level of a hierarchy, and the pipeline inside each of its replicas."""
 
     members: tuple[int | str, ...]
     replicas: int
-    inner: tuple[LevelAnswer, ...] = ()
+    inner: tuple[LevelSolution, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Solution:
     """The best plan found, a proven lower bound, who proved it, and inside which scope.
 
     `objective` is None when there is no plan: then `status` says whether that is proved
@@ -53,8 +53,8 @@ class Answer:
     prover: str
     seconds: float  # wall time of reading, search and proof
     scope: str
-    stages: tuple[StageAnswer, ...] = ()
-    levels: tuple[LevelAnswer, ...] = ()  # outermost first; empty where there is one level
+    stages: tuple[StageSolution, ...] = ()
+    levels: tuple[LevelSolution, ...] = ()  # outermost first; empty where there is one level
     reason: str = ""
 
     @property
@@ -94,7 +94,7 @@ def relative_gap(objective: float, bound: float) -> float:
     return gap if gap > ROUNDING else 0.0
 
 
-def _level(level: LevelAnswer) -> dict[str, Any]:
+def _level(level: LevelSolution) -> dict[str, Any]:
     return {
         "members": list(level.members),
         "replicas": level.replicas,

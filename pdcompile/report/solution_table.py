@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcompile.plan import Plan
-from pdcompile.problem.answer import Answer, LevelAnswer, StageAnswer
+from pdcompile.problem.solution import LevelSolution, Solution, StageSolution
 from pdcompile.report import labels
 from pdcompile.report.labels import ranges
 from pdcompile.units import format_bytes, format_seconds
@@ -37,7 +37,7 @@ HEADINGS = {
 }
 
 
-def answer_report(answer: Answer, *, unit: str, limit: float | None = None) -> Group:
+def solution_report(answer: Solution, *, unit: str, limit: float | None = None) -> Group:
     """Stages, levels and certificate.
 
     `unit` is ``s``, or empty where the file has none; then the memory `limit` of a device, which
@@ -55,7 +55,7 @@ def answer_report(answer: Answer, *, unit: str, limit: float | None = None) -> G
     return Group(*parts, verdict(answer, unit))
 
 
-def stage_table(stages: Sequence[StageAnswer], unit: str) -> Table:
+def stage_table(stages: Sequence[StageSolution], unit: str) -> Table:
     """One row a stage, one column for each detail that is a number or a word."""
     rows = [_shown(stage) for stage in stages]
     used = {name for row in rows for name in row}
@@ -98,7 +98,7 @@ def members(ids: Sequence[int | str], width: int = WIDTH) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def level_lines(levels: Sequence[LevelAnswer], depth: int = 1) -> list[str]:
+def level_lines(levels: Sequence[LevelSolution], depth: int = 1) -> list[str]:
     """The nested pipelines, two columns of indentation a level."""
     lines: list[str] = []
     for level in levels:
@@ -108,7 +108,7 @@ def level_lines(levels: Sequence[LevelAnswer], depth: int = 1) -> list[str]:
     return lines
 
 
-def verdict(answer: Answer, unit: str) -> Text:
+def verdict(answer: Solution, unit: str) -> Text:
     """Status, objective, bound, gap, prover, scope and seconds, as one sentence."""
     text = Text()
     text.append(answer.status, style=STYLES.get(answer.status, "bold red"))
@@ -122,7 +122,7 @@ def verdict(answer: Answer, unit: str) -> Text:
     return text
 
 
-def _shown(stage: StageAnswer) -> Mapping[str, Any]:
+def _shown(stage: StageSolution) -> Mapping[str, Any]:
     """What has a cell: a count of the variants other than the usual one stands for them all."""
     row: dict[str, Any] = {"replicas": stage.replicas}
     for name, value in stage.details.items():
@@ -151,7 +151,7 @@ def _number(value: float, unit: str) -> str:
     return format_seconds(value) if unit == "s" else f"{value:.8g}"
 
 
-def answer_of(plan: Plan) -> Answer:
+def solution_of(plan: Plan) -> Solution:
     """The certificate and the stages; members are op names, in topological order.
 
     The objective is in seconds, of a step for schedules that flush and of a microbatch
@@ -159,7 +159,7 @@ def answer_of(plan: Plan) -> Answer:
     """
     certificate = plan.certificate
     memory = plan.forecast.ledgers if plan.forecast is not None else ()
-    return Answer(
+    return Solution(
         status=certificate.status,
         objective=certificate.objective_seconds,
         bound=certificate.bound_seconds,
@@ -167,7 +167,7 @@ def answer_of(plan: Plan) -> Answer:
         seconds=certificate.seconds,
         scope=certificate.scope,
         stages=tuple(
-            StageAnswer(
+            StageSolution(
                 stage.ops,
                 stage.replicas,
                 {

@@ -29,7 +29,7 @@ _HINTS = {
 }
 
 
-class NotAModule:
+class ModuleHints:
     """Says what to call instead."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

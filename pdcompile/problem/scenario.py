@@ -1,4 +1,4 @@
-"""Change: what a person wants to be different about machines and schedule, and the new cluster."""
+"""Scenario: other machines and another schedule for a plan's problem, and the new cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Named = tuple[tuple[str | None, float], ...]  # (level, its new number); None: e
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Scenario:
     """What is left out stays as it is.
 
     `devices` are the sizes of the levels, outermost first (hosts x devices).  `memory_bytes` is
@@ -45,18 +45,18 @@ class Change:
         return self.devices is not None or self.memory_bytes is not None or any(limits)
 
 
-def changed_cluster(cluster: Cluster, change: Change) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster after the change, and what had to be assumed.
+def changed_cluster(cluster: Cluster, scenario: Scenario) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster of the scenario, and what had to be assumed.
 
     Raises:
         ConfigError: a level or device is not there or named twice, or devices that are unlike
             would have to be made more or fewer.
     """
     notes: tuple[str, ...] = ()
-    if change.devices is not None:
-        cluster, notes = _resized(cluster, change.devices)
-    rates = _by_level(cluster.levels, change.bandwidth, "--bandwidth", "12.5GB/s")
-    times = _by_level(cluster.levels, change.latency, "--latency", "5us")
+    if scenario.devices is not None:
+        cluster, notes = _resized(cluster, scenario.devices)
+    rates = _by_level(cluster.levels, scenario.bandwidth, "--bandwidth", "12.5GB/s")
+    times = _by_level(cluster.levels, scenario.latency, "--latency", "5us")
     if notes and len(cluster.levels) - 1 in rates:
         notes = ()
     levels = tuple(
@@ -67,9 +67,9 @@ def changed_cluster(cluster: Cluster, change: Change) -> tuple[Cluster, tuple[st
         )
         for i, level in enumerate(cluster.levels)
     )
-    devices = _sped(cluster.devices, change.speed)
-    if change.memory_bytes is not None:
-        limit = None if change.memory_bytes == "none" else change.memory_bytes
+    devices = _sped(cluster.devices, scenario.speed)
+    if scenario.memory_bytes is not None:
+        limit = None if scenario.memory_bytes == "none" else scenario.memory_bytes
         devices = tuple(replace(device, memory_bytes=limit) for device in devices)
     return replace(cluster, levels=levels, devices=devices), notes
 
