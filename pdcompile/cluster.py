@@ -23,9 +23,9 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -269,9 +269,12 @@ class Cluster:
 
 
 def stage_limits(
-    cluster: Cluster, num_stages: int, memory: int | str | None = None
+    cluster: Cluster,
+    num_stages: int,
+    memory: int | str | None = None,
+    ranks: Sequence[int] = (),
 ) -> tuple[StageLimits, ...]:
-    """What each pipeline position offers when stage s runs on device s.
+    """What each pipeline position offers when stage s runs on device s, or on `ranks`[s].
 
     `memory` lowers every device's limit.  The last position has no next: it repeats the link
     before it.
@@ -285,10 +288,12 @@ def stage_limits(
             remedy=f"ask for 1 to {len(cluster.devices)} stages",
         )
     cap = None if memory is None else parse_bytes(memory, what="memory")
-    links = [cluster.level_between(s, s + 1) for s in range(num_stages - 1)]
+    at = ranks or range(num_stages)
+    links = [cluster.level_between(a, b) for a, b in pairwise(at)]
     links = links + links[-1:] or [cluster.levels[0]]
     limits = []
-    for s, (device, link) in enumerate(zip(cluster.devices, links, strict=False)):
+    for s, (rank, link) in enumerate(zip(at, links, strict=True)):
+        device = cluster.devices[rank]
         known = [limit for limit in (device.memory_bytes, cap) if limit is not None]
         limits.append(
             StageLimits(

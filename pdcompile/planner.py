@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.cluster import stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture, OpGraph
@@ -21,16 +21,15 @@ from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.planning.draft import straight_plan
-from pdcompile.passes.planning.explore import explore
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
-from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan import check as check_plan
-from pdcompile.schedule.registry import kind_of
+from pdcompile.problem import PartitionProblem, StageLimits
+from pdcompile.problem.space import SearchSpace
 from pdcompile.steps import Steps
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ def make_plan(
         chosen = replace(chosen, cluster=cluster)
     takes, assumed = optimizer_memory(options.optimizer)
     training = replace(chosen.training, optimizer_factor=takes.factor, step=takes.step)
-    space = search_space(options, chosen, captured.train.sizes) if options.searches else None
-    counts = (training.num_microbatches,) if space is None else space.microbatches
+    space = search_space(options, chosen, captured.train.sizes)
+    counts = space.microbatches
     said = [assumed] if assumed else []
     sizes = Sizes(
         captured.train,
@@ -87,29 +86,30 @@ def make_plan(
             graph_at(m)
         return graph_at(counts[0])
 
-    planned = partial(_cut, options, chosen, training, said)
+    def planned(graph_at: Callable[[int], OpGraph], step: Steps) -> Plan:
+        found = _planned(options, chosen.cluster, space, training, graph_at, step)
+        return replace(found, notes=(*found.notes, *chosen.cluster.notes, *said))
+
     graph = step("costs", costs)
-    if space is not None:
-        search = partial(
-            explore, graph_at, chosen.cluster, space, training,
-            constraints=options.constraints, time_limit=options.time_limit, seed=options.seed,
-            progress=step.listener.found,
-        )  # fmt: skip
-        plan = step("plan", lambda: search().plan)
-        check_plan(plan, graph_at(plan.training.num_microbatches), chosen.cluster)
-        if options.refine is True:  # of one schedule and size
-            settled = replace(chosen, training=replace(plan.training, warmup=()))
-            options = replace(options, schedule=plan.training.schedule, replicas=None)
-            return make_plan(model, captured, options, settled, microbatch, step)
-        return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
+    if options.searches:
+        plan = planned(graph_at, step)
+        if options.refine is not True:
+            return plan
+        # of one schedule and size
+        settled = replace(chosen, training=replace(plan.training, warmup=()))
+        options = replace(options, schedule=plan.training.schedule, replicas=None)
+        return make_plan(model, captured, options, settled, microbatch, step)
     if options.costs == "measured":
         refuse_mostly_estimated(graph, model)
-    plan = planned(graph, step)
+    plan = planned(graph_at, step)
     reason = why_not(plan, options, model)
     if reason is not None:
         note = (f"stages not timed: {reason}; refine=True (--refine on) does it",) if reason else ()
         return replace(plan, notes=(*plan.notes, *note))
-    again = partial(planned, step=Steps(folder=""))
+
+    def again(mended: OpGraph) -> Plan:
+        return planned(lambda _: mended, Steps(folder=""))
+
     leaves = microbatch(chosen.microbatch_size).leaves
     return step(
         "refined",
@@ -117,45 +117,29 @@ def make_plan(
     )
 
 
-def _cut(
+def _planned(
     options: Options,
-    chosen: Configuration,
+    cluster: Cluster,
+    space: SearchSpace,
     training: Training,
-    said: list[str],
-    graph: OpGraph,
+    graph_at: Callable[[int], OpGraph],
     step: Steps,
 ) -> Plan:
-    """One stage a device, schedule and microbatches given: only the cut is open."""
-    schedule, m = training.schedule, training.num_microbatches
-    depths = warmup(schedule, chosen.num_stages, m)
-    clips = training.max_grad_norm is not None
-    problem = step(
-        "problem",
-        lambda: coarsen(
-            graph,
-            stage_limits(chosen.cluster, chosen.num_stages),
-            num_microbatches=m,
-            objective=kind_of(schedule).objective,
-            memory=memory_rule(
-                schedule, depths, m,
-                clipping=clips, optimizer_factor=training.optimizer_factor,
-            ),
-            constraints=options.constraints,
-        ),
+    """The best plan of the space, checked."""
+    free = (StageLimits(),) * (space.stages or len(cluster.devices))
+
+    @cache
+    def problem_at(m: int) -> PartitionProblem:
+        return coarsen(graph_at(m), free, num_microbatches=m, constraints=options.constraints)
+
+    step("problem", lambda: problem_at(space.microbatches[0]))
+    search = partial(
+        best_plan, graph_at, problem_at, cluster, space, training,
+        time_limit=options.time_limit, seed=options.seed, progress=step.listener.found,
     )  # fmt: skip
-    plan = step(
-        "plan",
-        lambda: straight_plan(
-            graph,
-            problem,
-            replace(training, warmup=depths),
-            chosen.cluster,
-            time_limit=options.time_limit,
-            progress=step.listener.found,
-        ),
-    )
-    check_plan(plan, graph, chosen.cluster)
-    return replace(plan, notes=(*plan.notes, *chosen.cluster.notes, *said))
+    plan = step("plan", lambda: search().plan)
+    check_plan(plan, graph_at(plan.training.num_microbatches), cluster)
+    return plan
 
 
 def check_refine(options: Options) -> None:

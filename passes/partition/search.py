@@ -136,24 +136,40 @@ def partition(
     validate(problem)
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         try:
-            model = build(problem)
+            search = solve(problem, budget, seed, progress or (lambda _: None))
         except InfeasibleError as contradiction:
             raise explain(problem, budget, seed, contradiction) from None
-        search = Search(problem, model, budget, seed, progress or (lambda _: None))
-        search.prove(simple_bound(model), "relaxation")
-        segments = cut(search)
-        if search.best is None:
-            find(search)
         if search.best is None:
             if search.impossible:
                 raise explain(problem, budget, seed)
             if budget.stopped:
                 raise KeyboardInterrupt
-            raise unknown(model)
-        for step in (_improve, _look, _bound, _prove):
-            if not search.proved and not search.late:
-                step(search, segments)
+            raise unknown(search.model)
         return _answer(search, scope)
+
+
+def solve(
+    problem: PartitionProblem,
+    budget: Budget,
+    seed: int = 0,
+    progress: Progress = lambda _: None,
+    *,
+    thorough: bool = True,
+) -> Search:
+    """The best assignment that is found and the best bound; without `thorough` quick steps only.
+
+    Raises InfeasibleError: constraints contradict each other.
+    """
+    model = build(problem)
+    search = Search(problem, model, budget, seed, progress)
+    search.prove(simple_bound(model), "relaxation")
+    segments = cut(search)
+    if search.best is None and thorough:
+        find(search)
+    for step in (_improve, _look, _bound, *((_prove,) if thorough else ())):
+        if search.best is not None and not search.proved and not search.late:
+            step(search, segments)
+    return search
 
 
 def cut(search: Search) -> Segments:

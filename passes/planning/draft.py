@@ -10,9 +10,6 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.search import Progress
-from pdcompile.passes.planning.memory_limits import fit
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble
 from pdcompile.plan import Certificate, Plan, Training
@@ -53,28 +50,3 @@ def draft(
     )
     plan = replace(plan, stages=stages)
     return replace(plan, forecast=simulate(plan, timeline=False).forecast)
-
-
-def straight_plan(
-    graph: OpGraph,
-    problem: PartitionProblem,
-    training: Training,
-    cluster: Cluster,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """The best plan of one rank a stage that is found, with its problem.  Raises what `fit` does.
-
-    Args:
-        graph: `problem` is its coarse form.
-    """
-
-    def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
-        answer, certificate = partition(
-            limited, time_limit=time_limit, seed=training.seed, progress=progress
-        )
-        plan = assemble(graph, limited, answer, certificate, training, cluster)
-        return replace(plan, forecast=simulate(plan, timeline=False).forecast), answer
-
-    return replace(fit(problem, solve), problem=problem)

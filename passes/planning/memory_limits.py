@@ -102,7 +102,7 @@ SCOPE = "memory by formula and by the ledger of the schedule"
 LOOSER = "the bound is by the formula"
 
 
-def fit(
+def within_ledgers(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
     """The best plan found whose ledgers keep every stage's memory limit.
@@ -117,7 +117,7 @@ def fit(
             and what its schedule needs.  Both name a limit under which a plan was found.
     """
     try:
-        plan = _fit(problem, solve)
+        plan = _within(problem, solve)
         if all(stage.memory_bytes is None for stage in problem.stages):
             return plan
         return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
@@ -133,7 +133,7 @@ def advised(
     """The refusal, with a limit on memory that was tried, where one would do."""
 
     def trial(changed: PartitionProblem) -> tuple[int, bool]:
-        plan = _fit(changed, solve)
+        plan = _within(changed, solve)
         if plan.forecast is None:  # too long a schedule for a ledger
             raise error
         held = [plan.forecast.ledgers[rank].total_bytes for s in plan.stages for rank in s.ranks]
@@ -143,7 +143,7 @@ def advised(
     return error if found is None else with_remedy(error, found)
 
 
-def _fit(
+def _within(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
     first, partition = solve(problem)

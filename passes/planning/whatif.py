@@ -18,7 +18,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.planning.memory_limits import advised, excess, fit
+from pdcompile.passes.planning.memory_limits import advised, excess, within_ledgers
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
@@ -144,7 +144,7 @@ def whatif(
 def _fitted(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
-    """`fit`, where there are ledgers; a schedule too long to walk keeps the planner's formula."""
+    """`within_ledgers`; where a schedule is too long for ledgers the formula alone is kept."""
     try:
         plan, partition = solve(problem)
     except InfeasibleError as error:
@@ -152,7 +152,7 @@ def _fitted(
     if plan.forecast is None:
         return plan
     first = iter([(plan, partition)])
-    return fit(problem, lambda one: next(first, None) or solve(one))
+    return within_ledgers(problem, lambda one: next(first, None) or solve(one))
 
 
 def _own_cut(

@@ -193,7 +193,7 @@ def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
 
 
 def search_space(options: Options, configuration: Configuration, sizes: SizeRange) -> SearchSpace:
-    """What the planner may choose besides the cut, for one model on one cluster.
+    """What the planner may choose, for one model on one cluster: often the cut alone.
 
     Args:
         sizes: microbatch sizes for which the capture is the model.
@@ -202,6 +202,9 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         ConfigError: no number of microbatches that is asked for can be had.
     """
     schedules: tuple[str, ...] = (configuration.training.schedule,)
+    if not options.searches:
+        counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
+        return SearchSpace("1", (False,), schedules, counts, stages=stages, in_order=True)
     if options.schedule == "auto":
         schedules = allowed(options.max_staleness)
     return SearchSpace(

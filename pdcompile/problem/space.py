@@ -41,6 +41,7 @@ class SearchSpace:
         extra_warmup: e puts 1 + e microbatches between neighbours in flight (`extra` of
             `pdcompile.passes.schedules.warmup`); more hides transfers and costs memory.
         stages: how many; None: any number.
+        in_order: stage s runs on rank s; else devices take the positions that suit them best.
     """
 
     replicas: Literal["1", "equal", "any"] = "1"
@@ -49,6 +50,7 @@ class SearchSpace:
     microbatches: tuple[int, ...] = (1,)
     extra_warmup: tuple[int, ...] = (0,)
     stages: int | None = None
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -59,6 +61,7 @@ class SearchSpace:
             ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),
+            ("in_order", not self.in_order or (self.stages is not None and self.replicas == "1")),
         )
         for name, holds in checks:
             if not holds:

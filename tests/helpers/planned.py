@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.planning.draft import straight_plan
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.plan import Plan, Training
+from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Constraint
-from pdcompile.schedule.registry import kind_of
+from pdcompile.problem.space import SearchSpace
 
 
 def planned(
@@ -25,19 +25,18 @@ def planned(
     constraints: Sequence[Constraint] = (),
 ) -> Plan:
     """One stage a device, the problem inside."""
-    num_stages = len(cluster.devices)
-    depths = warmup(schedule, num_stages, microbatches)
+    stages = len(cluster.devices)
     problem = coarsen(
         graph,
-        stage_limits(cluster, num_stages),
+        (StageLimits(),) * stages,
         num_microbatches=microbatches,
-        objective=kind_of(schedule).objective,
-        memory=memory_rule(schedule, depths, microbatches),
         constraints=constraints,
     )
-    training = Training(schedule, microbatches, batch_size, depths)
-
-    return straight_plan(graph, problem, training, cluster)
+    space = SearchSpace(
+        schedules=(schedule,), microbatches=(microbatches,), stages=stages, in_order=True
+    )
+    training = Training(batch_size=batch_size)
+    return best_plan(lambda _: graph, lambda _: problem, cluster, space, training).plan
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:

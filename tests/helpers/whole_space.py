@@ -14,8 +14,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure, violations
 from pdcompile.passes.partition.space.pipelines import seconds_of
+from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
 from pdcompile.passes.planning.draft import draft
-from pdcompile.passes.planning.explore import SearchResult, explore
 from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -156,7 +156,7 @@ def _near(r: random.Random, held: list[int]) -> int:
 
 
 def explored(case: WholeSpace) -> SearchResult:
-    return explore(case.graph_at, case.cluster, case.space, case.training)
+    return best_plan(case.graph_at, case.problem, case.cluster, case.space, case.training)
 
 
 def verdict(case: WholeSpace) -> str:

@@ -12,7 +12,7 @@ import pytest
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.space.pipelines import timed
-from pdcompile.passes.planning import explore as explore_module
+from pdcompile.passes.planning import branch_and_bound
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.graphs import chain
 from tests.helpers.whole_space import WholeSpace, at, explored, random_space, verdict
@@ -39,9 +39,9 @@ def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubted(*case: Any) -> tuple[float, bool]:
         return timed(*case)[0], False
 
-    monkeypatch.setattr(explore_module, "timed", doubted)
+    monkeypatch.setattr(branch_and_bound, "timed", doubted)
     assert {verdict(random_space(seed)) for seed in range(20)} == {"optimal", "infeasible"}
-    monkeypatch.setattr(explore_module, "SETTLING", 0.0)
+    monkeypatch.setattr(branch_and_bound, "SETTLING", 0.0)
     devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
     assert verdict(case) == "unknown"
@@ -68,7 +68,7 @@ def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.Monk
     """By the formula the best plans fit; the search ends before it has seen one that does."""
     devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
-    monkeypatch.setattr(explore_module, "MAX_TRIED", 0)
+    monkeypatch.setattr(branch_and_bound, "MAX_TRIED", 0)
     with pytest.raises(NotFoundError, match="0 plans were tried") as caught:
         explored(case)
     assert "not proved" in str(caught.value)

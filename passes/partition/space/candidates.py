@@ -28,6 +28,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         [_holding(candidate, s) for s in range(len(candidate.options))],
         [option.recompute for option in candidate.options],
         cluster.level_between,
+        problem.allow_empty,
         clips=setting.clipping and not candidate.straight,
     )
     return Evaluation(problem, candidate.stage_of, deployment)

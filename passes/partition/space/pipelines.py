@@ -37,24 +37,20 @@ MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 @dataclass
 class Ground:
-    """A problem prepared for the search: its coarse graph, and the ideals of that.
+    """A problem prepared for the search: its coarse graph, and the ideals of that, on first use.
 
     `complete`: these are all ideals of the whole graph, so that what is bounded is bounded.
     """
 
     problem: PartitionProblem
-    segments: Segments
-    complete: bool
-    last: int | None  # group of the items that are pinned to the last stage
+    tables: int  # how many menus' rows there are in all
+    stages: int | None = None  # where pins have numbers
+    seed: int = 0
 
-    @staticmethod
-    def of(
-        problem: PartitionProblem, tables: int, *, stages: int | None = None, seed: int = 0
-    ) -> Ground:
-        """`tables`: how many menus' rows there are in all; `stages`: where pins have numbers.
-
-        Raises InfeasibleError: constraints contradict each other.
-        """
+    @cached_property
+    def segments(self) -> Segments:
+        """Raises InfeasibleError: constraints contradict each other."""
+        problem, stages = self.problem, self.stages
         free = replace(
             problem,
             stages=(StageLimits(),) * (stages or 1),
@@ -65,29 +61,39 @@ class Ground:
             wishes=(),
             memory=MemoryRule(1, 0, 0.0, (1,) * (stages or 1)),
         )
-        most = max(20, min(MAX_IDEALS, int((MAX_CELLS / max(tables, 1)) ** 0.5)))
+        most = max(20, min(MAX_IDEALS, int((MAX_CELLS / max(self.tables, 1)) ** 0.5)))
         model = build(free)
         small = contracted(model, most - 1, most - 1)
         ideals = all_ideals(small, most)
         complete = ideals is not None and small is model
-        segments = Segments.build(small, ideals or prefixes(small, most, seed))
-        final = [item for item, s in problem.pins if s == len(problem.stages) - 1]
-        group_of = {i: g for g, members in enumerate(small.members) for i in members}
-        return Ground(problem, segments, complete, group_of[final[0]] if final else None)
+        chosen = ideals or prefixes(small, most, self.seed)
+        return Segments.build(small, chosen, complete=complete)
+
+    @property
+    def complete(self) -> bool:
+        return self.segments.complete
 
     @property
     def model(self) -> Model:
         return self.segments.model
 
     @cached_property
+    def last(self) -> int | None:
+        """The group of the items that are pinned to the last stage."""
+        final = [item for item, s in self.problem.pins if s == len(self.problem.stages) - 1]
+        return next(
+            (g for g, items in enumerate(self.model.members) if final and final[0] in items), None
+        )
+
+    @cached_property
     def work(self) -> float:
         """Seconds of one microbatch on one device of speed 1, without recomputing."""
-        return sum(self.model.forward) + sum(self.model.backward)
+        return sum(item.forward_seconds + item.backward_seconds for item in self.problem.items)
 
     @cached_property
     def largest(self) -> float:
-        """Seconds of the largest group, which no cut divides."""
-        return max(f + w for f, w in zip(self.model.forward, self.model.backward, strict=True))
+        """Seconds of the largest item, which no cut divides."""
+        return max(item.forward_seconds + item.backward_seconds for item in self.problem.items)
 
 
 def simple_bound(ground: Ground, space: SearchSpace, setting: Setting, seats: Seats) -> float:
@@ -288,7 +294,7 @@ def best(
     fits.
     """
     seats = Seats(cluster, ranks)
-    ground = Ground.of(problem, len(ranks) * len(counts) * len(set(space.recompute)))
+    ground = Ground(problem, len(ranks) * len(counts) * len(set(space.recompute)))
     pipelines = Pipelines(ground, space, setting, seats, counts, stages=space.stages)
     if pipelines.bound() == float("inf"):
         return None

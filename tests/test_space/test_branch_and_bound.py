@@ -16,10 +16,10 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space import measure
 from pdcompile.passes.partition.space.pipelines import seconds_of
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.explore import SearchResult, explore
+from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check
-from pdcompile.problem import StageLimits
+from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import MaxStages, Pin
 from pdcompile.problem.space import SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
@@ -29,7 +29,13 @@ from tests.helpers.whole_space import BATCH, at
 
 def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> SearchResult:
     training = Training(batch_size=BATCH, **more.pop("training", {}))
-    return explore(at(graph), cluster, space, training, **more)
+    free = (StageLimits(),) * (space.stages or len(cluster.devices))
+    wishes = more.pop("constraints", ())
+
+    def problem_at(m: int) -> PartitionProblem:
+        return coarsen(at(graph)(m), free, num_microbatches=m, constraints=wishes)
+
+    return best_plan(at(graph), problem_at, cluster, space, training, **more)
 
 
 def cluster_of(*devices: Device, rate: float = 1e3, latency: float = 0.0) -> Cluster:
@@ -85,6 +91,20 @@ def test_nothing_of_the_space_is_better() -> None:
                     best = min(best, seconds_of(problem, cluster, one) * every)
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
     assert step_seconds(plan) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
+    """Where only the cut is open, stage s is on rank s and the answer that of the whole search."""
+    graph, cluster = residual(3), cluster_of(*(Device(),) * 3, rate=1e2)
+    cut = SearchSpace(schedules=(schedule,), microbatches=(4,), stages=3, in_order=True)
+    alone = explored(graph, cluster, cut).plan
+    every = explored(graph, cluster, replace(cut, in_order=False)).plan
+    assert [stage.ranks for stage in alone.stages] == [(0,), (1,), (2,)]
+    assert alone.problem is not None
+    assert alone.certificate.status == every.certificate.status == "optimal"
+    seconds = alone.certificate.objective_seconds
+    assert every.certificate.objective_seconds == pytest.approx(seconds)
 
 
 def test_unlike_devices_take_the_positions_that_suit_them() -> None:

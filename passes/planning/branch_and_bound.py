@@ -1,13 +1,15 @@
-"""Explore: the best plan over depth, replicas, microbatches, warm-up, schedule, recomputation.
+"""The best plan over cut, depth, replicas, microbatches, warm-up, schedule and recomputation.
 
 Branch and bound.  A *branch* is a setting (schedule, microbatches, warm-up) on some of the
 cluster's ranks with some replica counts; the branch of the least bound goes first.  Its bound is
 all work on all devices, then that of the dynamic program over ideals and replicas, then that of
-the candidate which comes next.  A candidate counts with the objective of `space.search`; where
-memory has limits it is drawn as the plan that would be returned, and dropped where a ledger of
-that plan exceeds them.  That takes long: those that do not fit as far as rules tell are drawn last,
-and only if they are faster than what was found.  The search ends when no branch is left whose
-bound is below the best, or with what there is when its budget is spent.
+the candidate which comes next.  A branch of one rank a stage first has the sharper bounds and the
+candidate of `passes.partition.search`; where only the cut is open, this is the only branch, and
+that search goes on until its proof.  Where memory has limits a candidate is drawn as the plan that
+would be returned, and dropped where a ledger of that plan exceeds them.  That takes long: those
+that do not fit as far as rules tell are drawn last, and only if they are faster than what was
+found.  The search ends when no branch is left whose bound is below the best, or with what there is
+when its budget is spent.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -38,9 +40,10 @@ from pdcompile.passes.partition.space.pipelines import (
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.shortage import does_not_fit
 from pdcompile.passes.planning.draft import draft
+from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
-from pdcompile.problem import PartitionProblem, StageLimits
-from pdcompile.problem.constraints import Constraint
+from pdcompile.plan.embedded import assignment
+from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace
 from pdcompile.schedule.registry import kind_of
 
@@ -53,6 +56,7 @@ CHEAP = 0.05  # what one that is dropped before counts
 SEARCHING = 0.8  # of the time; then what was put off is settled
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
+QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 RULES = (
@@ -71,17 +75,19 @@ class SearchResult:
 
 
 @dataclass
-class Explorer:
+class PlanSearch:
     """One search: the best candidate so far and what is left."""
 
     graph_at: Callable[[int], OpGraph]
+    problem_at: Callable[[int], PartitionProblem]
     cluster: Cluster
     space: SearchSpace
     training: Training
-    constraints: Sequence[Constraint]
+    time_limit: float | None
     seed: int
     progress: Progress
     budget: Budget
+    proved: SearchResult | None = None  # where only the cut is open
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
     unproved: list[str] = field(default_factory=list)  # why something was
@@ -97,7 +103,8 @@ class Explorer:
 
     def _branch_and_bound(self) -> None:
         ticket = count()
-        heap = [(branch.bound, next(ticket), branch) for branch in self._branches()]
+        every = branches(self.cluster, self.space, self.training, self._ground)
+        heap = [(branch.bound, next(ticket), branch) for branch in every]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
             if self.tried >= MAX_TRIED or self._spent(SEARCHING):
@@ -129,7 +136,7 @@ class Explorer:
     def improve(self) -> None:
         """Move single groups of the best candidate over a boundary as long as that helps."""
         left, moved = MAX_MOVES, True
-        while self.found and moved and self.floor < self._below():
+        while self.found and moved and self.floor < self._below() * (1 - EQUAL):
             moved, best = False, self.found[-1][1]
             ground = self._ground(best.setting.num_microbatches)
             ranks = tuple(rank for ranks in best.ranks for rank in ranks)
@@ -153,40 +160,26 @@ class Explorer:
     def _below(self) -> float:
         return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
 
-    def _branches(self) -> Iterator[Branch]:
-        return branches(self.cluster, self.space, self.training, self._ground)
-
     # -- problems ----------------------------------------------------------------------------
 
     def _ground(self, m: int) -> Ground:
         if m not in self.grounds:
             most, wanted = len(self.cluster.devices), self.space.stages
-            problem = coarsen(
-                self.graph_at(m),
-                (StageLimits(),) * (wanted or most),
-                num_microbatches=m,
-                constraints=self.constraints,
-            )
-            self._refuse_numbers(problem)
+            problem = self.problem_at(m)
+            _refuse_numbers(self.space, problem)
             tables = most * len(self.space.menu(most)) * (wanted or 1)
-            self.grounds[m] = Ground.of(problem, tables, stages=wanted, seed=self.seed)
+            self.grounds[m] = Ground(problem, tables, wanted, self.seed)
         return self.grounds[m]
-
-    def _refuse_numbers(self, problem: PartitionProblem) -> None:
-        last = len(problem.stages) - 1
-        if self.space.stages is None and (
-            problem.forbidden or any(s != last for _, s in problem.pins)
-        ):
-            raise ConfigError(
-                "constraints name stages by number, and the number of stages is open",
-                remedy="say how many stages there are to be: stages=4",
-            )
 
     # -- candidates --------------------------------------------------------------------------
 
     def _open(self, branch: Branch) -> None:
         """Solve the branch, and try its most promising candidates."""
-        pipelines = self._pipelines(branch)
+        problem = branch.straight_problem(self.space)
+        if problem is not None and self._settled(branch, problem):
+            branch.bound = math.inf
+            return
+        pipelines = branch.pipelines(self.space)
         bound = pipelines.bound() * branch.scale
         if branch.ground.complete:
             branch.bound = max(branch.bound, bound)
@@ -197,18 +190,40 @@ class Explorer:
             branch.bound = math.inf
             return
         if bound < self._below():
-            self._probe(branch, self._pipelines(branch, likely=True))
+            self._probe(branch, branch.pipelines(self.space, likely=True))
 
-    def _pipelines(self, branch: Branch, *, likely: bool = False) -> Pipelines:
-        return Pipelines(
-            branch.ground,
-            self.space,
-            branch.setting,
-            branch.seats,
-            branch.counts,
-            stages=branch.stages,
-            likely=likely,
-        )
+    def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
+        """Whether the search of one rank a stage leaves nothing of the branch; bounds it too."""
+        if self.space.in_order:
+            self.proved = self._within_ledgers(branch, problem)
+            return True
+        budget = Budget(self.budget.left * QUICK, within=self.budget)
+        try:
+            search = solve(problem, budget, self.seed, thorough=False)
+        except InfeasibleError:
+            return True
+        if search.best is None:
+            return search.impossible
+        bound = search.bound * (1 - 1e-12) * branch.scale
+        branch.bound = max(branch.bound, bound)
+        fits = self._try(branch, branch.straight(search.best.stage_of))
+        if search.proved and fits:
+            self.floor = min(self.floor, bound)
+        return search.proved and fits
+
+    def _within_ledgers(self, branch: Branch, problem: PartitionProblem) -> SearchResult:
+        """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
+
+        def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
+            found, certificate = partition(
+                limited, time_limit=self.time_limit, seed=self.seed, progress=self.progress
+            )
+            plan = self._plan(problem, branch.straight(found.stage_of))
+            return replace(plan, certificate=certificate), found
+
+        plan = replace(within_ledgers(problem, planned), problem=problem)
+        stage_of = assignment(plan)
+        return SearchResult(plan, problem, branch.straight(stage_of))
 
     def _probe(self, branch: Branch, likely: Pipelines) -> None:
         for _ in range(PROBES):
@@ -226,31 +241,32 @@ class Explorer:
             branch.bound = max(branch.bound, bound * branch.scale)
         self._try(branch, candidate)
 
-    def _try(self, branch: Branch, candidate: Candidate | None) -> None:
-        """Make it the best if it is."""
+    def _try(self, branch: Branch, candidate: Candidate | None) -> bool:
+        """Make it the best if it is; False where a better one lacks memory, or may lack it."""
         self.tried += CHEAP
         if candidate is None or candidate in self.seen:
-            return
+            return candidate is not None
         self.seen.add(candidate)
         problem = branch.ground.problem
         limit = self._below() / branch.scale
         seconds, fits = timed(problem, self.cluster, candidate, limit, self._ruled)
         if seconds >= limit:
-            return
+            return True
         self.tried += 1
         if fits:
-            self._judge(seconds * branch.scale, candidate)
-        else:
-            self.doubtful.append((seconds * branch.scale, candidate))
+            return self._judge(seconds * branch.scale, candidate)
+        self.doubtful.append((seconds * branch.scale, candidate))
+        return False
 
-    def _judge(self, seconds: float, candidate: Candidate) -> None:
-        """Make it the best if it is: drawn as a plan, it keeps the limits."""
+    def _judge(self, seconds: float, candidate: Candidate) -> bool:
+        """Make it the best if it is: drawn as a plan, it keeps the limits, else False."""
         if seconds >= self._below():
-            return
+            return True
         if limited(self.cluster) and exceeds(self._held(candidate), self.cluster):
-            return
+            return False
         self.found.append((seconds, candidate))
         self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
+        return True
 
     # -- plans -------------------------------------------------------------------------------
 
@@ -275,12 +291,10 @@ class Explorer:
         graph = self.graph_at(candidate.setting.num_microbatches)
         return draft(graph, problem, candidate, self.training, self.cluster)
 
-    def _fits(self, plan: Plan) -> bool:
-        assert plan.forecast is not None
-        return not exceeds(plan.forecast.ledgers, self.cluster)
-
     def result(self) -> SearchResult:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
+        if self.proved is not None:
+            return self.proved
         if not self.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
@@ -293,7 +307,8 @@ class Explorer:
         problem = self.grounds[setting.num_microbatches].problem
         plan = self._plan(problem, candidate)
         broken = violations(problem, self.cluster, candidate)
-        if broken or not self._fits(plan):
+        assert plan.forecast is not None
+        if broken or exceeds(plan.forecast.ledgers, self.cluster):
             what = broken[0] if broken else "a ledger exceeds its device"
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
         every = setting.num_microbatches if kind_of(setting.schedule).stream else 1
@@ -309,6 +324,15 @@ class Explorer:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
         return SearchResult(replace(plan, certificate=certificate, notes=notes), problem, candidate)
+
+
+def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
+    last = len(problem.stages) - 1
+    if space.stages is None and (problem.forbidden or any(s != last for _, s in problem.pins)):
+        raise ConfigError(
+            "constraints name stages by number, and the number of stages is open",
+            remedy="say how many stages there are to be: stages=4",
+        )
 
 
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
@@ -341,13 +365,13 @@ def idle_ranks(cluster: Cluster, candidate: Candidate, certificate: Certificate)
         yield f"ranks {', '.join(map(str, idle))} stay idle: {why} faster"
 
 
-def explore(
+def best_plan(
     graph_at: Callable[[int], OpGraph],
+    problem_at: Callable[[int], PartitionProblem],
     cluster: Cluster,
     space: SearchSpace,
     training: Training,
     *,
-    constraints: Sequence[Constraint] = (),
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -356,6 +380,8 @@ def explore(
 
     Args:
         graph_at: the graph with costs of one microbatch, for a number of microbatches.
+        problem_at: its coarse form, of `space.stages` stages, or of as many as there are devices,
+            which offer everything.
         training: what every plan of the space has in common; schedule, microbatches and warm-up
             are chosen.
         time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
@@ -369,8 +395,8 @@ def explore(
     import torch  # noqa: F401  (ledgers are rehearsed with it; the search's time is not for this)
 
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
-        search = Explorer(
-            graph_at, cluster, space, training, constraints, seed,
+        search = PlanSearch(
+            graph_at, problem_at, cluster, space, training, time_limit, seed,
             progress or (lambda _: None), budget,
         )  # fmt: skip
         search.run()
