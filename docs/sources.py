@@ -58,9 +58,9 @@ what pdcompile would have written; `pdcompile verify TARGET --sources folder --a
 where an edited one differs from the model. Keep the class names `Stage0`, `Stage1`, …, what
 `forward` takes and returns, and the names of parameters.
 
-A module that decides by the values of tensors is not written out: `KeptWhole` stands in its place,
-and pdcompile puts the model's own module there. `python pipeline.py` then ends with a line that
-names it; `pipeline.main(model)` runs.
+A module that decides by the values of tensors is not written out: `OpaqueModule` stands in its
+place, and pdcompile puts the model's own module there. `python pipeline.py` then ends with a line
+that names it; `pipeline.main(model)` runs.
 """
 
 

@@ -96,7 +96,7 @@ class Constructors:
         target, given = node.leaf.target, dict(node.leaf.constructor)
         if node.leaf.opaque:
             self.imports.opaque.add(target)
-            return f"KeptWhole({quote(target)})", True
+            return f"OpaqueModule({quote(target)})", True
         name = target.rpartition(".")[2]
         cls = getattr(nn, name, None)
         if not target.startswith("torch.nn.") or not _is_module_class(cls) or cls is None:

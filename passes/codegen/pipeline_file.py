@@ -31,12 +31,12 @@ def show(k, results):
 '''
 
 
-_KEPT = '''\
+_FILL = '''\
 def fill(stages, model):
     """Put the model's own modules where the sources only name them."""
     for stage in stages:
         for path, module in list(stage.named_modules()):
-            if type(module).__name__ == "KeptWhole":
+            if type(module).__name__ == "OpaqueModule":
                 if model is None:
                     what = f"{path} ({module.name}) is the model's own and not in these files"
                     raise SystemExit(f"{what}: call main(model) of pipeline.py with the model")
@@ -62,7 +62,7 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
         "",
         "One microbatch of made-up inputs: right shapes and dtypes, integers in the range that the",
         "model accepts.  Weights are fresh.  It needs torch and the files beside it"
-        + (", and main(model) the model." if _kept(interfaces) else "."),
+        + (", and main(model) the model." if _has_opaque(interfaces) else "."),
         '"""',
         "",
         "from pathlib import Path",
@@ -76,7 +76,7 @@ def pipeline_file(capture: Capture, plan: Plan, interfaces: tuple[StageInterface
         "\n".join(top),
         _inputs(graph, interfaces),
         _HELPERS,
-        *([_KEPT] if _kept(interfaces) else []),
+        *([_FILL] if _has_opaque(interfaces) else []),
         render(_main(plan, interfaces)),
         'if __name__ == "__main__":\n    main()',
     ]
@@ -129,7 +129,7 @@ def _made_up(graph: OpGraph, item: GraphInput) -> str:
 def _main(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     count = len(interfaces)
     made = ", ".join(f"Stage{k}()" for k in range(count))
-    kept = _kept(interfaces)
+    kept = _has_opaque(interfaces)
     lines = [
         Line("def main(model=None):" if kept else "def main():"),
         *_inside("torch.manual_seed(0)", f"stages = [{made}]"),
@@ -166,7 +166,7 @@ def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
     ]
 
 
-def _kept(interfaces: tuple[StageInterface, ...]) -> bool:
+def _has_opaque(interfaces: tuple[StageInterface, ...]) -> bool:
     """Whether modules of the model are run as they are."""
     return any(one.train.opaque_calls or one.eval.opaque_calls for one in interfaces)
 

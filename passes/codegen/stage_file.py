@@ -37,8 +37,8 @@ def draw(where, index):
     """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
 '''
 
-KEPT_WHOLE = '''\
-class KeptWhole(nn.Module):
+OPAQUE = '''\
+class OpaqueModule(nn.Module):
     """Stands for a module of the model that runs as it is; pdcompile puts the model's own here.
 
     By hand: ``stage.path.to.it = model.path.to.it``, where `model` is the original.
@@ -52,7 +52,7 @@ class KeptWhole(nn.Module):
         raise NotImplementedError(f"put the model's own {self.name} in this place")
 '''
 
-KEPT_SHORT = 'class KeptWhole(nn.Module):\n    """See above."""\n'
+OPAQUE_SHORT = 'class OpaqueModule(nn.Module):\n    """See above."""\n'
 
 
 def layout_of(on_stages: Staged, k: int) -> tuple[CodeLayout, dict[str, str] | None]:
@@ -85,7 +85,7 @@ def stage_file(on_stages: Staged, k: int) -> str:
     context = FileContext(layout, on_stages.names[k], classes)
     text = _Writer(interface, (on_stages.train, on_stages.eval), context, twin).write()
     draws = f"{DRAW}\n\n" if "draw(" in text else ""
-    opaque = f"{KEPT_WHOLE}\n\n" if context.imports.opaque else ""
+    opaque = f"{OPAQUE}\n\n" if context.imports.opaque else ""
     header = docstring(on_stages, interface, context)
     imports = "\n".join(context.imports.lines(torch_used="torch." in text))
     text = f"{header}\n{imports}\n\n\n{draws}{opaque}{text}"
@@ -96,7 +96,7 @@ def stage_file(on_stages: Staged, k: int) -> str:
         if op.kind == "function"
     }
     # What is fixed text needs no second look, and may do what generated text may not.
-    fixed = text.replace(KEPT_WHOLE, KEPT_SHORT)
+    fixed = text.replace(OPAQUE, OPAQUE_SHORT)
     check(fixed, context.imports, targets, f"stage_{k}.py")
     return text
 
@@ -117,7 +117,7 @@ class _Writer:
         return "\n\n".join(render(part) for part in [*parts, self._stage()])
 
     def _name_classes(self) -> None:
-        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "KeptWhole", "i", "_"}
+        taken = {f"Stage{self.interface.index}", "torch", "nn", "F", "OpaqueModule", "i", "_"}
         for mode in (self.interface.train, self.interface.eval):
             taken.update(port.name for port in (*mode.inputs, *mode.outputs, *mode.loss_inputs))
         for block in self.context.layout.blocks:

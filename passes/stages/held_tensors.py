@@ -36,10 +36,10 @@ def held_tensors(
     A stage holds what its ops use in either mode.  A tensor that no op uses goes where the plan
     says, else to the first stage of the module that it lies in.  Raises PlanError when a mode
     reads, on one stage, what training changes on another only: the two would drift apart; and
-    when calls of a module that is kept whole are on several stages.
+    when calls of an opaque module are on several stages.
     """
     for graph, stage_of in ((capture.train, train_stage_of), (capture.eval, eval_stage_of)):
-        _check_kept_whole(graph, stage_of)
+        _check_opaque(graph, stage_of)
     tensors = all_tensors(capture)
     train = _users(capture.train, train_stage_of)
     evaluation = _users(capture.eval, eval_stage_of)
@@ -110,12 +110,12 @@ def _inside(name: str, modules: set[str]) -> bool:
     return any(".".join(parts[:n]) in modules for n in range(len(parts)))
 
 
-def _check_kept_whole(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
+def _check_opaque(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
     home: dict[str, int] = {}
     for op in graph.ops:
         if op.opaque and home.setdefault(op.module_path, stage_of[op.name]) != stage_of[op.name]:
             raise PlanError(
-                f"{op.module_path!r} is kept whole, and its calls are on stages "
+                f"{op.module_path!r} is opaque, and its calls are on stages "
                 f"{home[op.module_path]} and {stage_of[op.name]}",
                 where="plan: stages",
                 remedy="keep all calls of one module on one stage",

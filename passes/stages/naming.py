@@ -22,7 +22,7 @@ _WORDS = {
 }  # fmt: skip
 
 # Three letters that look like numbers (linters refuse them), and classes that a file defines.
-_TAKEN = re.compile(r"[lOI]|Stage\d+|KeptWhole")
+_TAKEN = re.compile(r"[lOI]|Stage\d+|OpaqueModule")
 
 
 def identifier(text: str, fallback: str = "value") -> str:

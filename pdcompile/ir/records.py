@@ -133,7 +133,7 @@ class Op(Remembered):
     kind and target: ``function`` (target ``torch.nn.functional.linear``, ``operator.add``),
     ``method`` (target ``view``: args[0] is the tensor), ``getattr`` (args[0] is the tensor,
     target the property), ``module`` (a torch.nn leaf; target is the qualified class name and
-    `module_path` the leaf's FQN), ``opaque`` (a module kept whole, same fields).
+    `module_path` the leaf's FQN), ``opaque`` (a module of the user, run as it is).
 
     An op has exactly one output value, named like the op; a container (tuple of torch.split,
     of an LSTM) is a value too, taken apart by ``operator.getitem`` ops on the same stage.
@@ -168,7 +168,7 @@ class Op(Remembered):
 
     @property
     def opaque(self) -> bool:
-        """Whether it is a module of the user's that was kept whole."""
+        """Whether it is a module of the user that runs as it is."""
         return self.kind == "opaque"
 
     @property

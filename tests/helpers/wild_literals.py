@@ -14,7 +14,7 @@ NAMES = [
     "12", "007", 'a"b', "a'b", 'a"b\'c', "back\\slash", "new\nline", "cr\rlf", "tab\t", "\u2028",
     "\x00", "'''", '"""', "{x}", "{", "%s", "# comment", "é", "ﬁ", "ｘ", "х", "𝐱", "\u200b", " ",
     "x y", "__import__('os')", "loss", "draw", "torch", "nn", "F", "x", "b", "super", "range",
-    "Stage0", "KeptWhole", "inputs", "results", "keys", "items", "values", "pop", "a" * 120,
+    "Stage0", "OpaqueModule", "inputs", "results", "keys", "items", "values", "pop", "a" * 120,
     "x = 0); import os; (y", "\ud800",
 ]  # fmt: skip
 
