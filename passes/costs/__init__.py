@@ -16,8 +16,9 @@ from pdcompile.passes.costs.costed_op import (
     structural_key,
 )
 from pdcompile.passes.costs.flops import forward_flops
-from pdcompile.passes.costs.forecast import Resident, forecast, rough_forecast
+from pdcompile.passes.costs.forecast import forecast, rough_forecast
 from pdcompile.passes.costs.machines import REFERENCE, Machine, calibrate, seconds
+from pdcompile.passes.costs.stage_ports import Resident
 
 __all__ = [
     "REFERENCE",

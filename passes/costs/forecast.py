@@ -11,37 +11,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from pdcompile.ir.graph import Attr, OpGraph, Ref, walk
+from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
+from pdcompile.passes.costs.stage_ports import Ports, Resident, ports_of
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
-from pdcompile.passes.stages.boundaries import tied
-
-if TYPE_CHECKING:
-    from pdcompile.passes.costs.rehearse import Ports, Rehearsal
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """Bytes of one microbatch on one stage.
-
-    `workspace_bytes`: how far the live gradients and transients of the backward exceed what it
-    has already released of `saved_bytes`.  `first_peak_bytes` is known of a stage that was
-    `rehearsed`: forward and backward of the first microbatch, whose gradients of parameters stay.
-    """
-
-    saved_bytes: int
-    workspace_bytes: int
-    first_peak_bytes: int | None = None
-    rehearsed: bool = False
-
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 512
-_known: dict[str, Rehearsal | None] = {}  # by structure; None: cannot be rehearsed
+_known: dict[str, Resident | None] = {}  # by structure; None: cannot be rehearsed
 
 
 def forecast(
@@ -55,62 +33,13 @@ def forecast(
     """Forecasts what each stage holds, given the stage of each op, at microbatch size b.
 
     `keeps_outputs`: what the last stage makes for the caller outlives its forward.
-
-    `saved_bytes` is what is alive when the forward of a microbatch has returned, its results
-    among it; `workspace_bytes` how far forward and backward exceed that, beside gradients of
-    parameters that have memory already; `first_peak_bytes` the peak of both together for the
-    first microbatch, gradients of parameters among it.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     lifetimes = Lifetimes.of(graph)
     members = _members(graph, stage_of, num_stages, b)
     found = [_rehearsed(lifetimes, *each) for each in zip(members, ports, strict=True)]
     rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
-    return tuple(
-        rough[s]
-        if one is None
-        else Resident(
-            one.resident_bytes,
-            max(0, one.peak_bytes - one.resident_bytes),
-            one.first_peak_bytes,
-            rehearsed=True,
-        )
-        for s, one in enumerate(found)
-    )
-
-
-def ports_of(
-    graph: OpGraph, stage_of: Sequence[int], num_stages: int, *, keeps_outputs: bool = True
-) -> list[Ports]:
-    """What each stage takes and gives; ops of the loss are on the last one."""
-    from pdcompile.passes.costs.rehearse import Ports
-
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    returned = {ref.name for ref in walk(graph.output, Ref)} | {graph.loss}
-    last = num_stages - 1
-    ports = [Ports() for _ in range(num_stages)]
-    for i, op in enumerate(graph.ops):
-        value = graph.values[op.name]
-        home = stage_of[i]
-        readers = {stage_of[position[name]] for name in value.consumers if name in position}
-        readers.discard(home)
-        targets = readers | ({last} if op.name in returned and home != last else set())
-        if targets or op.name == graph.loss or (op.name in returned and keeps_outputs):
-            ports[home].results.append(op.name)
-        for target in targets:
-            ports[target].received.append(op.name)
-        # Only stages that compute with a value send a gradient for it.
-        for target in sorted(readers) if value.needs_gradient else ():
-            ports[target].entered.append(op.name)
-            if target != max(readers):
-                ports[target].chained.append(op.name)
-        if readers and value.needs_gradient:
-            ports[home].roots.append(op.name)
-    for one in tied(graph, {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}):
-        for earlier, later in pairwise(one.stages):
-            ports[earlier].summed.append(one.fqn)
-            ports[later].passed.append(one.fqn)
-    return ports
+    return tuple(rough[s] if one is None else one for s, one in enumerate(found))
 
 
 def rough_forecast(
@@ -174,7 +103,7 @@ def _members(
     return found
 
 
-def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) -> Rehearsal | None:
+def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) -> Resident | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
     if not calls:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
@@ -122,8 +123,7 @@ REACHED_BANDWIDTH = 0.8  # by element-wise kernels on large tensors
 LAUNCH_SECONDS = 5e-6  # from one short kernel to the next, launched one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
+class Sheet(NamedTuple):
     """A device by its data sheet; a rate of 0: the device computes that dtype as float32."""
 
     float32_tera: float
@@ -134,18 +134,12 @@ class Sheet:
 
     def machine(self) -> Machine:
         """The roofline of what kernels reach."""
-        rates = {
-            "float16": self.float16_tera,
-            "bfloat16": self.bfloat16_tera,
-            "float64": self.float64_tera,
-        }
+        rates = zip(("float16", "bfloat16", "float64"), self[1:4], strict=True)
         return Machine(
             flops_per_second=self.float32_tera * TERA * REACHED_FLOPS,
             bytes_per_second=self.memory_gigabytes_per_second * GIGA * REACHED_BANDWIDTH,
             call_seconds=LAUNCH_SECONDS,
-            by_dtype=tuple(
-                (dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates.items() if tera
-            ),
+            by_dtype=tuple((dtype, tera * TERA * REACHED_FLOPS) for dtype, tera in rates if tera),
         )
 
 

@@ -27,45 +27,11 @@ from pdcompile.ir.graph import Op, OpGraph, TensorInfo, fingerprint, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
 from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_running, guessed, play
+from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.form.lifetimes import Step
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
-
-
-@dataclass(slots=True)
-class Ports:
-    """Names of what a stage takes and gives, by how autograd sees it.
-
-    `received`: values of earlier stages; `entered`: those of them whose gradients go back;
-    `chained`: those of these that bring the sum of later readers; `results`: values that leave
-    the stage or the model; `roots`: those of them that get a gradient from outside.
-    Tied parameters: `summed` bring the gradient of later holders, `passed` go to an earlier one,
-    and leave none here.
-    """
-
-    received: list[str] = field(default_factory=list)
-    entered: list[str] = field(default_factory=list)
-    chained: list[str] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)
-    roots: list[str] = field(default_factory=list)
-    summed: list[str] = field(default_factory=list)
-    passed: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """Bytes of one microbatch on one stage.
-
-    `resident_bytes`: alive when the forward has returned, results among it, without parameters,
-    what was received and the caller's inputs.  `peak_bytes`: the most that was alive until the
-    backward is done, beside gradients of parameters that earlier microbatches have made.
-    `first_peak_bytes`: the same for the first microbatch, with the gradients that it makes.
-    """
-
-    resident_bytes: int
-    peak_bytes: int
-    first_peak_bytes: int
 
 
 @dataclass
@@ -113,7 +79,7 @@ class Fakes:
                             setattr(part, name, self.tensor(prefix + name))
 
 
-def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Rehearsal:
+def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Resident:
     """Runs the steps of a stage, forward and backward, at the index's microbatch size.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
@@ -265,7 +231,7 @@ class _Stage:
     meter: _Meter
     roles: Mapping[str, Role]
 
-    def run(self, arguments: Mapping[str, Tensor]) -> Rehearsal:
+    def run(self, arguments: Mapping[str, Tensor]) -> Resident:
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
             results = self._forward(arguments, entered)
@@ -273,7 +239,8 @@ class _Stage:
         self._backward(entered, results)
         # What is still held here is alive until the end, as it is for whoever calls a stage.
         del entered, results
-        return Rehearsal(resident, self.meter.peak_bytes, self.meter.first_peak_bytes)
+        peak, first = self.meter.peak_bytes, self.meter.first_peak_bytes
+        return Resident(resident, max(0, peak - resident), first, rehearsed=True)
 
     def kept(self, arguments: Mapping[str, Tensor]) -> Kept:
         env: dict[str, Any] = dict(arguments)

@@ -7,7 +7,6 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile import jsonio
@@ -19,7 +18,7 @@ from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.passes.coarsen.items import held_by
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
-from pdcompile.plan import Certificate, Plan, StagePlan, TiedParameter, Training
+from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
@@ -53,11 +52,13 @@ def assemble(
     return Plan(
         fingerprint=fingerprint(graph, cluster),
         stages=tuple(
-            _of_minibatches(
-                _stage(graph, s, ops[s], problem.stages[s], resident[s]),
+            _stage(
                 graph,
+                s,
                 ops[s],
-                tied,
+                problem.stages[s],
+                resident[s],
+                {one.fqn for one in tied if s in one.stages[1:]},
                 training,
                 b if s == num_stages - 1 else 0,
             )
@@ -128,52 +129,45 @@ def _stage_of_ops(
 
 
 def _stage(
-    graph: OpGraph, index: int, ops: list[Op], limits: StageLimits, resident: Resident
+    graph: OpGraph,
+    index: int,
+    ops: list[Op],
+    limits: StageLimits,
+    resident: Resident,
+    copies: set[str],
+    training: Training,
+    b: int,
 ) -> StagePlan:
+    """One stage.
+
+    Args:
+        copies: tied parameters that an earlier stage updates.
+        b: the size of a microbatch on the last stage, which has the outputs; 0 on others.
+    """
     costs = [op.cost or OpCost() for op in ops]
     held = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
-    parameters = [info for info in held if info.kind == "parameter"]
+    parameters = {info.fqn: info for info in held if info.kind == "parameter"}
+    trained = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
+    read = {name for op in ops for name in op.inputs}
+    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
+    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
+    made = outputs & {op.name for op in ops} if b else ()
     return StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),
-        parameters=tuple(info.fqn for info in parameters),
+        parameters=tuple(parameters),
         ranks=(index,),
         forward_seconds=sum(cost.forward_seconds for cost in costs) / limits.speed,
         backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
         parameter_bytes=sum(info.bytes for info in held),
-        trainable_bytes=sum(info.bytes for info in parameters if info.requires_grad),
+        trainable_bytes=sum(info.bytes for info in trained.values()),
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
-    )
-
-
-def _of_minibatches(
-    stage: StagePlan,
-    graph: OpGraph,
-    ops: Sequence[Op],
-    tied: Sequence[TiedParameter],
-    training: Training,
-    b: int,
-) -> StagePlan:
-    """The stage with what an update needs, and what belongs to the caller.
-
-    `b`: the size of a microbatch on the last stage, which has the outputs; 0 on others.
-    """
-    copies = {one.fqn for one in tied if stage.index in one.stages[1:]}
-    sizes = [
-        info.bytes
-        for fqn, info in graph.tensors.items()  # in the order in which the optimizer gets them
-        if info.requires_grad and fqn in stage.parameters and fqn not in copies
-    ]
-    read = {name for op in ops for name in op.inputs}
-    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
-    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
-    made = outputs & set(stage.ops)
-    return replace(
-        stage,
-        step_bytes=training.step_bytes(sizes),
+        step_bytes=training.step_bytes(  # in the order in which the optimizer gets them
+            [trained[fqn].bytes for fqn in graph.tensors if fqn in trained and fqn not in copies]
+        ),
         input_bytes=sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
-        output_bytes=sum(graph.values[name].bytes(b) for name in made) if b else 0,
+        output_bytes=sum(graph.values[name].bytes(b) for name in made),
     )
 
 

@@ -1,0 +1,79 @@
+"""What a stage of a cut takes and gives, and what one microbatch holds on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pdcompile.ir.graph import OpGraph, Ref, walk
+from pdcompile.passes.stages.boundaries import tied
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes of one microbatch on one stage.
+
+    `saved_bytes`: alive when the forward has returned, results among it, without parameters, what
+    was received and the caller's inputs.  `workspace_bytes`: how far forward and backward exceed
+    that, beside gradients of parameters that have memory already.  `first_peak_bytes` is known of
+    a stage that was `rehearsed`: the peak of both together for the first microbatch, gradients
+    of parameters among it.
+    """
+
+    saved_bytes: int
+    workspace_bytes: int
+    first_peak_bytes: int | None = None
+    rehearsed: bool = False
+
+
+@dataclass(slots=True)
+class Ports:
+    """Names of what a stage takes and gives, by how autograd sees it.
+
+    `received`: values of earlier stages; `entered`: those of them whose gradients go back;
+    `chained`: those of these that bring the sum of later readers; `results`: values that leave
+    the stage or the model; `roots`: those of them that get a gradient from outside.
+    Tied parameters: `summed` bring the gradient of later holders, `passed` go to an earlier one,
+    and leave none here.
+    """
+
+    received: list[str] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+    chained: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    roots: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+
+
+def ports_of(
+    graph: OpGraph, stage_of: Sequence[int], num_stages: int, *, keeps_outputs: bool = True
+) -> list[Ports]:
+    """What each stage takes and gives; ops of the loss are on the last one."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    returned = {ref.name for ref in walk(graph.output, Ref)} | {graph.loss}
+    last = num_stages - 1
+    ports = [Ports() for _ in range(num_stages)]
+    for i, op in enumerate(graph.ops):
+        value = graph.values[op.name]
+        home = stage_of[i]
+        readers = {stage_of[position[name]] for name in value.consumers if name in position}
+        readers.discard(home)
+        targets = readers | ({last} if op.name in returned and home != last else set())
+        if targets or op.name == graph.loss or (op.name in returned and keeps_outputs):
+            ports[home].results.append(op.name)
+        for target in targets:
+            ports[target].received.append(op.name)
+        # Only stages that compute with a value send a gradient for it.
+        for target in sorted(readers) if value.needs_gradient else ():
+            ports[target].entered.append(op.name)
+            if target != max(readers):
+                ports[target].chained.append(op.name)
+        if readers and value.needs_gradient:
+            ports[home].roots.append(op.name)
+    for one in tied(graph, {op.name: stage for op, stage in zip(graph.ops, stage_of, strict=True)}):
+        for earlier, later in pairwise(one.stages):
+            ports[earlier].summed.append(one.fqn)
+            ports[later].passed.append(one.fqn)
+    return ports
