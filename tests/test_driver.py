@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import pdcompile
+from pdcompile import driver
 from pdcompile.batch import example_call
 from pdcompile.driver import run_passes
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.steps import Listener, Steps
-from tests.helpers import models
+from tests.helpers import casts, models
+from tests.helpers.casts import without_casts
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
@@ -174,3 +178,42 @@ def test_optimizer_state_is_asked_of_the_optimizer() -> None:
     plain = compiled("mlp", optimizer=partial(torch.optim.SGD, lr=0.1)).plan
     momentum = compiled("mlp", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)).plan
     assert [p.training.optimizer_factor for p in (plain, momentum, adam)] == [0, 1, 2]
+
+
+class Casting(nn.Module):
+    """Casts what is float32 already, as code for mixed precision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.float()).float().tanh_()
+        return x.double()
+
+
+def test_a_pass_is_one_function_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass of docs/architecture.md: verified, and trained bit for bit as the reference."""
+    capture = driver.capture
+    monkeypatch.setattr(driver, "capture", lambda *a, **k: without_casts(capture(*a, **k)))
+    torch.manual_seed(0)
+    model, x, y = Casting(), torch.randn(8, 8), torch.randn(8, 8).double()
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "microbatches": 4}
+    expected = pdcompile.reference(copy.deepcopy(model), **options)
+    pipe = pdcompile.compile(
+        model, x, example_target=y, stages=2, costs="estimated", verify="full", **options
+    )
+    ops = [op for stage in pipe.plan.stages for op in stage.ops]
+    assert [op for op in ops if "float" in op or "double" in op] == ["double"]
+    for _ in range(3):
+        assert pipe.step(x, target=y).loss == expected.step(x, target=y).loss
+
+
+def test_the_page_shows_that_pass() -> None:
+    page = Path(__file__).parent.parent / "docs" / "architecture.md"
+    code = Path(casts.__file__).read_text().partition("CASTS = ")[2]
+    shown = page.read_text().partition("   CASTS = ")[2].partition("   ```")[0]
+    assert [line.strip() for line in shown.splitlines()] == [
+        line.strip() for line in code.splitlines()
+    ]
