@@ -79,7 +79,7 @@ class Level:
 
 
 class Link(Protocol):
-    """What a message travels on: a `Level`, or a `StageLimits`, the link to the next stage."""
+    """A link that messages travel on: a `Level`, or a `StageLimits` (to the next stage)."""
 
     @property
     def bytes_per_second(self) -> float: ...
@@ -169,7 +169,7 @@ class Cluster:
 
     @staticmethod
     def auto(environ: Mapping[str, str] = os.environ) -> Cluster:
-        """What torchrun started (WORLD_SIZE, LOCAL_WORLD_SIZE), else two stages in this process.
+        """torchrun's processes (WORLD_SIZE, LOCAL_WORLD_SIZE), else two stages in this process.
 
         Raises:
             ClusterError: the variables are not positive numbers that divide.
@@ -326,7 +326,7 @@ class _LevelRow:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What a cluster.toml may hold."""
+    """The contents of a cluster.toml."""
 
     devices: tuple[_DeviceRow, ...] = ()
     levels: tuple[_LevelRow, ...] = ()

@@ -41,7 +41,7 @@ class Compiled:
 
     @property
     def interfaces(self) -> tuple[StageInterface, ...]:
-        """What goes into each stage and what comes out."""
+        """Inputs and outputs of each stage."""
         return self.sources.interfaces
 
     @cached_property
@@ -56,7 +56,7 @@ class Compiled:
 
     @property
     def num_versions(self) -> int:
-        """How many versions of its weights every stage holds."""
+        """Versions of its weights that every stage holds."""
         return self.stream.spec.kind.versions
 
     @property

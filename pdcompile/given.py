@@ -1,4 +1,4 @@
-"""What the user gives in place of a pass: a plan, a folder of sources, a checkpoint."""
+"""Plans and sources that the user gives in place of the passes that would make them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ALLOCATIONS = 50_000  # objects made and still there, after which the newest are
 
 
 class Listener:
-    """Told of a compilation's progress; this one says nothing."""
+    """Receives the progress of a compilation; this one ignores it."""
 
     def starts(self, name: str) -> None:
         """A pass starts."""

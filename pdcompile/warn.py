@@ -1,4 +1,4 @@
-"""Warnings as the user wants them: at a line of theirs, and each once."""
+"""Warnings at a line of the user's code, each shown once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDERS = _folders()
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning at the innermost line that is neither ours nor torch's."""
+    """Warn at the innermost line that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
         frame = frame.f_back
@@ -43,7 +43,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 @contextmanager
 def each_once() -> Iterator[None]:
-    """Inside, what is warned of again at the same place is not shown again.
+    """Shows a warning once for each place, while the context lasts.
 
     Python itself forgets what it has shown whenever filters change, which torch does on many
     calls, and a model is called many times before it is captured.

@@ -195,8 +195,7 @@ def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, int | None]:
 
 
 def _argument_prefix(argument: Argument, spec: CallSpec, args: Any, kwargs: Any) -> Any:
-    """What (args, kwargs) of batch_dims says of one argument: the more specific one counts,
-    so that passing it by position or by keyword makes no difference."""
+    """The batch_dims of one argument, whether it was passed by position or by keyword."""
     name = argument.parameter if argument.key is None else argument.key
     if isinstance(kwargs, Mapping) and name in kwargs:
         return kwargs[name]

@@ -78,7 +78,7 @@ def weights(
     layout: BatchLayout,
     num_microbatches: int,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied by, before its backward.
+    """The factor of each microbatch's loss, applied before its backward.
 
     ``mean``: n_i/N by samples; ``sum``: 1; a callable (args, kwargs, target) -> number of items:
     items_i / Σ items.  Python floats, computed in this order on every rank.

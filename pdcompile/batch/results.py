@@ -1,4 +1,4 @@
-"""What a training call returns: a loss that waits only when it is looked at, and the outputs.
+"""Results of a training call: a loss that waits only when it is read, and the outputs.
 
 A float at once would drain the pipeline at every step.
 """
@@ -105,7 +105,7 @@ class LazyLoss:
 
 
 class StepResult:
-    """What `step`, `forward_backward` and `eval_step` return.
+    """The result of `step`, `forward_backward` and `eval_step`.
 
     Args:
         loss: the minibatch's loss, or None when there is none (evaluation without a loss).

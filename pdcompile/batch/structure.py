@@ -1,4 +1,4 @@
-"""What a model returns, taken apart into leaves and put together again, whatever its class.
+"""Flattens outputs of any class into leaves, and rebuilds them.
 
 Pytrees know tuples, lists, dicts and registered classes.  Any other object (an unregistered
 dataclass, a cache of keys and values, a distribution) is taken apart by its attributes and built

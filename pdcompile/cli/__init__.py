@@ -8,7 +8,7 @@ import warnings
 # Each verb adds itself to the application.
 from pdcompile.cli import costs, diff, dump, explain, plan, run, simulate, verify, whatif  # noqa: F401
 from pdcompile.cli.app import app, reflow_help
-from pdcompile.cli.output import fail, told
+from pdcompile.cli.output import fail, show_warning
 from pdcompile.errors import PdcompileError
 
 __all__ = ["app", "main"]
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = told
+            warnings.showwarning = show_warning
             app(given, prog_name="pdcompile")
     except PdcompileError as error:
         sys.exit(fail(error, as_json="--json" in given))

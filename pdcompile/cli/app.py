@@ -22,9 +22,9 @@ class Verbs(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:  # a UsageError of click, or of the one inside typer
-            said = getattr(error, "message", "")
-            if said.startswith("No such command") and "Did you mean" not in said:
-                error.message = f"{said} There are {', '.join(self.list_commands(ctx))}."  # type: ignore[attr-defined]
+            message = getattr(error, "message", "")
+            if message.startswith("No such command") and "Did you mean" not in message:
+                error.message = f"{message} There are {', '.join(self.list_commands(ctx))}."  # type: ignore[attr-defined]
             raise
 
 

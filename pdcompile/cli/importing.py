@@ -302,7 +302,7 @@ def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
 
 
 def parse_compression(text: str | None) -> float | None:
-    """What boundary traffic is divided by, 1 when not given; None for ``none``: it is ignored.
+    """The divisor of boundary traffic, 1 when not given; None for ``none``: traffic is ignored.
 
     Raises:
         ConfigError: neither a positive number nor ``none``.

@@ -135,7 +135,7 @@ class Flags:
         )
 
     def check(self) -> None:
-        """What can be told before the target is imported, which takes seconds.
+        """Checks the values before the target is imported, which takes seconds.
 
         Raises:
             ConfigError: an option has a value that means nothing.
@@ -192,7 +192,7 @@ class GivenPlan:
 
 @dataclass(frozen=True, slots=True)
 class GivenSources(GivenPlan):
-    """And those of stages to use, which may have been edited."""
+    """The flags of a plan and of stages to use, which may have been edited."""
 
     sources: Annotated[
         Path | None,
@@ -212,7 +212,7 @@ class GivenSources(GivenPlan):
 
 @dataclass(frozen=True, slots=True)
 class PlanFlags(Flags):
-    """What only `plan` may leave open."""
+    """The flags of `plan`, which may leave more open."""
 
     microbatches: Annotated[
         str,

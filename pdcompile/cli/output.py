@@ -1,4 +1,4 @@
-"""What the verbs print: results on stdout, progress and errors on stderr, JSON alone."""
+"""Output of all verbs: results on stdout, progress and errors on stderr, JSON alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def error_document(error: PdcompileError) -> dict[str, Any]:
     }
 
 
-def told(
+def show_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,

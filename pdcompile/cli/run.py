@@ -108,7 +108,7 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def items_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> tuple[int, str]:
-    """What to count for throughput: tokens where the first input is a matrix of integers."""
+    """The count and unit of throughput: tokens where the first input is a matrix of integers."""
     from torch import Tensor
 
     first = next(iter((*args, *kwargs.values())), None)

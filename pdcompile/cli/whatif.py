@@ -75,7 +75,7 @@ class WhatifFlags:
     ] = None
 
     def scenario(self) -> Scenario:
-        """What they ask to be different.  Raises ConfigError for a text that means nothing."""
+        """The scenario that the flags describe.  Raises ConfigError for a malformed value."""
         return Scenario(
             devices=None if self.devices is None else parse_devices(self.devices),
             memory_bytes=_memory(self.memory),

@@ -28,7 +28,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def written(tensor: Tensor) -> Written:
-    """What tells whether a tensor was written: counter, address, and the hash of all values."""
+    """Version counter, address and hash of all values: equal unless the tensor was written."""
     return tensor._version, address(tensor), digest(tensor)
 
 
@@ -43,5 +43,5 @@ def written_sample(tensor: Tensor) -> Written:
 
 
 def address(tensor: Tensor) -> int:
-    """Where the values lie in memory; 0 where there is no such place."""
+    """The address of the values; 0 for a tensor without memory of its own."""
     return 0 if tensor.is_meta or tensor.layout is not torch.strided else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""Where a value from another stage enters a stage's part of autograd.
+"""Entry of a value from another stage into a stage's part of autograd.
 
 A leaf's own ``.grad`` would not do for the gradient that is handed back: AccumulateGrad gives it
 the leaf's layout in memory, while eager hands on whatever layout its kernels made, and kernels

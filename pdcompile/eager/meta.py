@@ -15,7 +15,7 @@ LEAST_MEASURED = 0.5  # of the seconds of a model without memory, for costs="mea
 
 
 def unverifiable(model: nn.Module) -> str:
-    """Why the stages cannot be compared with the model; "" when they can be."""
+    """The reason why stages cannot be compared with the model; "" when they can be."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     bare = [name for name, tensor in tensors if tensor.is_meta]
     if not bare:
@@ -30,7 +30,7 @@ def unverifiable(model: nn.Module) -> str:
 
 
 def refuse_mostly_estimated(graph: OpGraph, model: nn.Module) -> None:
-    """Measured costs of a model that does not fit have to be measured, for the most part.
+    """Refuse measured costs that would be estimates for the most part.
 
     Raises CostError, with the remedy, when ops that were too large to run alone here make up
     more than half of the seconds of a model on the meta device.

@@ -66,7 +66,7 @@ def modes_after_switch(model: nn.Module, training: bool) -> Modes:
 
 
 def apply_overrides(model: nn.Module) -> None:
-    """Let a model in training mode be what its own ``train()`` makes of it.
+    """Put a model in training mode into the state that its own ``train()`` gives it.
 
     A model as constructed says that all of it trains, because nobody has called ``train()`` yet;
     a loop calls it, and a class that overrides it to freeze batch norms counts on that.  Modules
@@ -94,7 +94,7 @@ def apply_overrides(model: nn.Module) -> None:
 
 
 def _refuse_writes(model: nn.Module) -> None:
-    """Stages hold their weights in one form: no switch can merge something into them."""
+    """Refuse a switch of mode that writes tensors: stages hold weights in one form."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     before = [digest(tensor) for _, tensor in tensors]
     with in_mode(model, not model.training):

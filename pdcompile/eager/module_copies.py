@@ -16,7 +16,7 @@ _DEPTH = 3  # of containers in an attribute
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy.
+    """A deep copy of the model.
 
     A tensor in an attribute that is part of an autograd graph (the weight that an old weight_norm
     computes, an auxiliary loss of the last call), which torch refuses to copy, has its value in

@@ -32,7 +32,7 @@ class NamedParameters(list["torch.nn.Parameter"]):
 
 
 def default_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
-    """What `compile` and `reference` use when nothing is said: AdamW at 3e-4."""
+    """The default of `compile` and `reference`: AdamW at 3e-4."""
     import torch
 
     return torch.optim.AdamW(parameters, lr=3e-4)

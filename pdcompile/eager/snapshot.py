@@ -20,7 +20,7 @@ def is_array(value: Any) -> bool:
 
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """No tensor is like another one."""
+    """Whether it is the same tensor object."""
     return one is other
 
 
@@ -118,7 +118,7 @@ def _same(kept: Any, value: Any, alike: Alike) -> bool:
 
 
 def _captured(function: FunctionType) -> tuple[Any, ...]:
-    """What a function that is defined inside of another one took along."""
+    """The closure and defaults of a function."""
     cells = function.__closure__ or ()
     named = tuple((function.__kwdefaults__ or {}).items())
     try:

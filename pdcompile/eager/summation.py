@@ -1,4 +1,4 @@
-"""In which order eager sums the gradients of a value that several ops read.
+"""The order in which eager sums the gradients of a value that several ops read.
 
 Autograd runs backward in the reverse order of forward, and adds what arrives one by one.  In a
 pipeline later stages come first: the sums are the same to the last bit when no earlier reader is

@@ -1,1 +1,1 @@
-"""What the model computes: the OpGraph, its text and JSON, and the torch module made of it."""
+"""The OpGraph: what a model computes, as data, as text and JSON, and as a torch module."""

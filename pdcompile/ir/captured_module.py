@@ -27,7 +27,7 @@ _OF_THE_GRAPH = ("_graph", "_code", "_tracer_cls", "_tracer_extras")  # attribut
 
 @dataclass(slots=True)
 class Origin:
-    """What a graph was captured from: the model while it lives, loss_fn, both modes' graphs."""
+    """The origin of a capture: the model while it lives, loss_fn, the graphs of both modes."""
 
     model: Callable[[], nn.Module | None] = lambda: None
     train: OpGraph | None = None

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Where an op finds the model's modules and tensors, for one batch size and device.
+    """Finds the model's modules and tensors for an op, at one batch size and device.
 
     `model` may be any module that has the names: the model itself or a part of it.
     `constants` are tensors of kind "constant" (`OpGraph.tensor_values`).

@@ -120,7 +120,7 @@ def _plus(a: int, b: int) -> int:
 
 @functools.cache
 def _function(target: str) -> Callable[..., Any]:
-    """What an op of kind "function" calls, under a name that torch.fx does not take for torch's."""
+    """The callable of a function op, under a name that torch.fx does not take for torch's."""
     found = resolve(target)
     owner = getattr(found, "__self__", None)
     if not (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
@@ -133,7 +133,7 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What fx's call_module does, for a module whose name fx must not see."""
+    """Calls a module whose name fx must not see."""
     return module(*args, **kwargs)
 
 
@@ -169,7 +169,7 @@ def _of_target(path: str) -> bool:
 
 
 def _extras(graph: OpGraph, ops: Sequence[Op]) -> Iterator[tuple[str, str]]:
-    """What the ops need besides inputs and what source text can name."""
+    """Placeholders besides the inputs, for what source text cannot name."""
     for op in ops:
         if op.kind in ("module", "opaque") and not is_plain(op.module_path):
             yield "module", op.module_path

@@ -221,7 +221,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
 
 
 def _checked(name: str, argument: Argument, where: str) -> Argument:
-    """What stands for args, kwargs, constructor or shape has to have their form."""
+    """The argument, if it has the form of args, kwargs, constructor or shape."""
     items = argument if isinstance(argument, tuple) else None
     if name == "output" or (name == "args" and items is not None):
         return argument

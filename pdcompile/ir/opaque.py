@@ -1,4 +1,4 @@
-"""Modules that are kept whole: a twin of the user's module in the place where a stage runs it.
+"""Opaque modules: a twin of the user's module in the place where a stage runs it.
 
 A twin has the module's class, attributes and hooks, and tables of tensors of its own, so that a
 stage can put other versions of the weights in.  Its result is checked against the capture, since
@@ -55,7 +55,7 @@ def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tens
 
 
 class OpaqueState:
-    """What a twin knows besides being the user's module."""
+    """The state of a twin besides that of the user's module."""
 
     def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class OpaqueState:
         problems = [_problem(expected, args, kwargs, result) for expected in calls]
         if problems and all(problems):
             raise ContractError(
-                f"the module {self.path!r}, which is kept whole, returned {problems[0]}",
+                f"the opaque module {self.path!r} returned {problems[0]}",
                 where=self.path,
                 remedy="results of its shape are part of the plan: make them depend on the shapes "
                 "of its inputs only",
@@ -137,7 +137,7 @@ def _class_of(cls: Any) -> type[nn.Module]:
 
 
 def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -> None:
-    """Put twins of the model's modules where the stage has modules that are kept whole.
+    """Put twins of the model's modules in the places of a stage's opaque modules.
 
     Raises:
         SourceError: there is no model to take them from.
@@ -158,6 +158,6 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
 
 
 def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:
-    """Have the modules that are kept whole run inside ``around()``."""
+    """Have the opaque modules run inside ``around()``."""
     for path in interface.opaque:
         stage.get_submodule(path).__dict__["_pdcompile"].around = around

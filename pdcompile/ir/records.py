@@ -99,7 +99,7 @@ Argument: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one op costs for one microbatch of `microbatch_size` samples.
+    """The cost of one op for one microbatch of `microbatch_size` samples.
 
     Seconds are of the reference device (speed 1). `saved_bytes` is what this op newly saves
     for backward: storages that an earlier op saved already are not counted again, parameters
@@ -198,7 +198,7 @@ class Op(Remembered):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an op produces or the graph receives.
+    """A value that an op produces or the graph receives.
 
     `storage` is equal for values that share memory (views, in-place results). A container has
     ``dtype == "container"`` and shape ().

@@ -34,8 +34,10 @@ Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """What one call of a module that is kept whole takes and gives, by place in its arguments
-    and in its result; `form` is the nesting of the result (`pdcompile.ir.opaque.describe`)."""
+    """Tensors of one call of an opaque module, by place in its arguments and in its result.
+
+    `form` is the nesting of the result (`pdcompile.ir.opaque.describe`).
+    """
 
     takes: tuple[tuple[Place, tuple[Size, ...]], ...]
     gives: tuple[tuple[Place, tuple[Size, ...], str], ...]

@@ -1,4 +1,4 @@
-"""Whether a training step of a captured model would train anything."""
+"""Checks that a training step of a captured model would train something."""
 
 from __future__ import annotations
 

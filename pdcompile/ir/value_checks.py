@@ -24,7 +24,7 @@ CAPTURED = "captured for inputs with which"
 
 
 def failed_check(error: BaseException, ops: Iterable[Op]) -> InputError | None:
-    """What a failed check means, for the error that it raised; None for any other error."""
+    """The InputError for the error of a failed check; None for any other error."""
     if not isinstance(error, AssertionError):
         return None
     failed = [op for op in ops if op.target == CHECK and op.args[1] == str(error)]

@@ -23,7 +23,7 @@ SPREAD = 4  # from a quarter of the usual count to four times
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What the passes need to know, with nothing left open but warm-up and optimizer's memory.
+    """Training and machines, with nothing left open but warm-up and the optimizer's memory.
 
     One stage a device where the planner does not decide that.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with an option whatever the model and the minibatch are: refused by `compile`."""
+"""Checks of options that need neither model nor minibatch: `compile` makes them at once."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a person looks at: tables, timelines, memory, HTML, traces for Perfetto."""
+"""Reports for a person: tables, timelines, memory, HTML, traces for Perfetto."""

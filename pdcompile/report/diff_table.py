@@ -1,4 +1,4 @@
-"""What differs between two plans, as a person reads it."""
+"""Differences between two plans, as tables."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _stage(stage: int | None) -> str:
 
 
 def _reader(one: Changed) -> Callable[[Any], str]:
-    """How a fact is written: by the unit that its name ends in."""
+    """Formats a fact by the unit that its name ends in."""
     name = one.what
     formats: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("bytes_per_second", format_rate),

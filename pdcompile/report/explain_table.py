@@ -1,4 +1,4 @@
-"""Why a plan is as it is, as a person reads it: what binds, the next cuts, looser limits."""
+"""The reasons for a plan, as tables: what binds, the next-best cuts, looser limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BINDS = {
 
 
 def explain_report(found: Explanation) -> Group:
-    """What binds each stage, the next-best cuts, and what looser limits would bring."""
+    """Limits of each stage, the next-best cuts, and the gain of looser limits."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
     if found.edited:
         parts.append(

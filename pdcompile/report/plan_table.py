@@ -1,4 +1,4 @@
-"""A plan as a person reads it: stages, memory, traffic, forecast, certificate."""
+"""A plan as tables: stages, memory, traffic, forecast, certificate."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def in_flight(plan: Plan, stage: int) -> int:
 
 
 def _sends(plan: Plan, stage: int) -> str:
-    """What leaves the stage forwards and its gradients backwards, per microbatch."""
+    """Bytes that leave the stage per microbatch, values forwards and gradients backwards."""
     total = 0
     for edge in plan.edges:
         if edge.source == stage:
@@ -115,7 +115,7 @@ def limits(plan: Plan) -> dict[int, int | None]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """What each rank will hold at its peak, line by line, against its limit.
+    """The memory of each rank at its peak, line by line, against its limit.
 
     Headings fold where there are many lines, numbers do not.
     """

@@ -42,7 +42,7 @@ def compiling(*, lines: bool, quiet: bool = False, title: str = TITLE) -> Iterat
 
 @contextmanager
 def searching() -> Iterator[Reporter]:
-    """What a solver reports to: the best objective so far, and the bound."""
+    """A callback for solvers, which shows the best objective so far and the bound."""
     with compiling(lines=False, title="planning") as listener:
         yield lambda objective, bound: listener.found(found_text(objective, bound))
 

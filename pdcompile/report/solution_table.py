@@ -1,4 +1,4 @@
-"""The answer to an imported problem as a person reads it: stages, loads, memory, proof."""
+"""The solution of an imported problem as tables: stages, loads, memory, proof."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def verdict(answer: Solution, unit: str) -> Text:
 
 
 def _shown(stage: StageSolution) -> Mapping[str, Any]:
-    """What has a cell: a count of the variants other than the usual one stands for them all."""
+    """The details that get a cell; variants are counted by kind."""
     row: dict[str, Any] = {"replicas": stage.replicas}
     for name, value in stage.details.items():
         if name == "variants":

@@ -1,4 +1,4 @@
-"""What a verification compared and found, as a person reads it."""
+"""A verification as a table: what was compared, and what differs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _table(found: Verification) -> Table:
 
 
 def _share(count: int, wrong: list[Difference], kinds: tuple[str, ...]) -> str:
-    """How many of how many are equal."""
+    """``3 of 4``: how many are equal."""
     bad = sum(one.what in kinds for one in wrong)
     return f"{max(count - bad, 0)} of {count}" if bad else str(count)
 

@@ -102,7 +102,7 @@ def holds(state: State, stage: int) -> str:
 
 
 def kept_text(found: Whatif) -> str:
-    """What the present cut would be under the changed limits."""
+    """The plan's own cut under the changed limits, in a sentence."""
     after = found.after
     if len(after.uses) != len(found.before.uses):
         return f"the plan has {len(found.before.uses)} stages: every cut is new"
@@ -117,7 +117,7 @@ def kept_text(found: Whatif) -> str:
 
 
 def command(found: Whatif, written: Path | None = None) -> str:
-    """What makes a plan of it; the cluster goes in a file where no short form says it."""
+    """The command that makes such a plan; a cluster without a short form goes in a file."""
     after, before = found.after, found.before
     words = ["pdcompile plan TARGET", f"--cluster {_cluster_option(after.cluster, written)}"]
     limits = {device.memory_bytes for device in after.cluster.devices}

@@ -60,7 +60,7 @@ def _ways(model: nn.Module, path: str) -> Iterator[tuple[str, Callable[[Any], An
 def _filled(
     module: nn.Module, leaves: Sequence[str], fill: Callable[[Any], Any], before: int, seed: int
 ) -> dict[str, Tensor]:
-    """What `fill` makes of a copy of the module whose buffers hold `before` everywhere."""
+    """The buffers after `fill` ran on a copy of the module whose buffers held `before`."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad

@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where values come from: a checkpoint first, then `fill` for what it does not have.
+    """The source of values: a checkpoint first, then `fill` for names that it does not have.
 
     `fill(name, tensor)` writes one tensor of the model in place.  torch's default generator is
     seeded by `seed` and the name before each call, so that every plan gets the same values.
