@@ -56,7 +56,7 @@ def with_given_plan(options: Options) -> Options:
     for name in ("constraints", "time_limit"):
         if getattr(options, name) not in (None, (), []):
             raise ConfigError(
-                f"{name} is for the search, and a plan is given: it would have no effect",
+                f"{name} would have no effect: it is an option of the search, and a plan is given",
                 remedy=f"leave {name} out, or plan again with it",
             )
     if options.microbatches == "auto":
@@ -83,7 +83,7 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     for name, planned, asked in compared:
         if planned != asked:
             raise PlanError(
-                f"the plan was made for {name} {planned!r}, and {asked!r} is asked for",
+                f"the plan has {name}={planned!r}, but the options ask for {asked!r}",
                 where="plan",
                 remedy="plan again with these options, or give the options of the plan",
             )

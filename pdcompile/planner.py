@@ -153,7 +153,7 @@ def check_refine(options: Options) -> None:
         return
     if options.plan is not None or options.sources is not None:
         raise ConfigError(
-            "refine is for the search, and a plan is given: it would have no effect",
+            "refine would have no effect: it is an option of the search, and a plan is given",
             where="refine",
             remedy="leave refine out, or plan again with it",
         )
@@ -161,7 +161,7 @@ def check_refine(options: Options) -> None:
         _impossible(options, ESTIMATED)
     if options.replicas is not None:
         raise ConfigError(
-            "refine=True (--refine on) mends the costs of one cut, and here the planner also "
+            "refine=True (--refine on) corrects the costs of one cut, but here the planner also "
             "decides replicas, schedule or microbatches",
             where="refine",
             remedy="leave refine out; then plan again with what was chosen, and refine that",

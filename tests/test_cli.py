@@ -348,7 +348,7 @@ def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None
     # What contradicts it is refused.
     code, _, err = call("dump", target, "--plan", plan_path, "--stages", "1", "-o", folder)
     assert code == 2
-    assert "made for stages 2, and 1 is asked for" in err
+    assert "stages=2, but the options ask for 1" in err
 
     stage = next(file for file in Path(folder).glob("stage_*.py") if "nn.GELU" in file.read_text())
     text = stage.read_text(encoding="utf-8")

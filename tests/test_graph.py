@@ -188,9 +188,9 @@ def test_numbers_that_json_does_not_have() -> None:
         (lambda data: data["ops"][0].update(args={"tuple": [{"ref": "nobody"}]}), "'nobody'"),
         (lambda data: data["ops"][0].update(args={"tuple": [{"call": "f"}]}), "not an argument"),
         (lambda data: data["ops"][0].pop("name"), "incomplete"),
-        (lambda data: data["values"].pop(), "names no value"),
+        (lambda data: data["values"].pop(), "which is not a value"),
         (lambda data: data.update(batch_size="4"), "expected"),
-        (lambda data: data.update(ops={}), "a list is due"),
+        (lambda data: data.update(ops={}), "expected a list"),
     ],
 )
 def test_broken_graphs_are_refused(edit: Callable[[Any], Any], message: str) -> None:

@@ -172,7 +172,7 @@ def test_calls_that_were_not_captured_are_refused() -> None:
     with pytest.raises(InputError, match=r"captured was float32 \(b, 8\)"):
         module(rows()[:, None])
     both = trace(model, (rows(), rows()), batch_dims=0).to_module()
-    with pytest.raises(InputError, match="3 samples, and 4 in other inputs"):
+    with pytest.raises(InputError, match="has 3 samples, and others have 4"):
         both(rows(4), rows(3))
     passed = trace(model, {"x": rows(), "scale": 1.0}).to_module()
     assert torch.equal(passed(rows()), model(rows()))
@@ -206,7 +206,7 @@ def test_a_module_may_be_converted() -> None:
 def test_sizes_with_which_the_model_is_another_are_refused() -> None:
     model = make(lambda self, x: self.lin(x) * min(len(x), 20))
     module = trace(model, rows()).to_module()
-    with pytest.raises(InputError, match=r"for 1 to 17 samples, and here are 40: .*not linearly"):
+    with pytest.raises(InputError, match=r"for 1 to 17 samples, got 40: .*not linearly"):
         module(rows(40))
     model = make(lambda self, x: self.lin(x))
     with pytest.warns(UserWarning, match="for 1 to 65 samples; whether it is for 66"):

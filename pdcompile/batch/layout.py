@@ -107,7 +107,7 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
         dim = layout.dims[path]
         if dim is not None and isinstance(leaf, Tensor):
             if leaf.ndim <= dim:
-                raise InputError(f"no dimension {dim} in {_shown(leaf)}", where=path)
+                raise InputError(f"{_shown(leaf)} has no dimension {dim}", where=path)
             sizes[path] = (dim, leaf.shape[dim])
     size = _common_size(flat, sizes) if sizes else layout.size
     dims = {
@@ -161,7 +161,7 @@ def check_batch_dims(batch_dims: Any) -> None:
 
 def _no_meaning(batch_dims: Any) -> ConfigError:
     return ConfigError(
-        f"batch_dims={batch_dims!r} has no meaning",
+        f"batch_dims={batch_dims!r} is not a valid value",
         remedy="an int, None, a tuple (args, kwargs, target) of ints, Nones and containers "
         "of them, or a dict from argument names to these",
     )

@@ -94,7 +94,7 @@ def weights(
         return [n / layout.size for n in sizes] if reduction == "mean" else [1.0] * len(sizes)
     if not callable(reduction):
         raise ConfigError(
-            f"loss_reduction={reduction!r} is not known",
+            f"loss_reduction={reduction!r} is not a valid value",
             remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
         )
     parts = split(flat.leaves, layout, num_microbatches)

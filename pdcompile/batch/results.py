@@ -158,17 +158,17 @@ def check_loss(loss: Any, where: str) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"the loss is of type {type(loss).__name__}, a 0-dim tensor is needed", where=where
+            f"the loss is of type {type(loss).__name__}, expected a 0-dim tensor", where=where
         )
     if loss.ndim != 0:
         raise ConfigError(
-            f"the loss has shape {tuple(loss.shape)}, a 0-dim tensor is needed",
+            f"the loss has shape {tuple(loss.shape)}, expected a 0-dim tensor",
             where=where,
             remedy="reduce it: .mean() or .sum() (and set loss_reduction to match)",
         )
     if not loss.is_floating_point():
         raise ConfigError(
-            f"the loss is of {str(loss.dtype).removeprefix('torch.')}, floating point is needed",
+            f"the loss is of {str(loss.dtype).removeprefix('torch.')}, expected floating point",
             where=where,
         )
     return loss

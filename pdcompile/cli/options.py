@@ -365,7 +365,7 @@ def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
 def _one_of(flag: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
         raise ConfigError(
-            f"{flag} {given} is not known", where=flag, remedy=f"one of {', '.join(known)}"
+            f"{flag} {given} is not a valid value", where=flag, remedy=f"one of {', '.join(known)}"
         )
 
 

@@ -191,7 +191,7 @@ def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
             size = found if size is None else size
             if size != found:
                 raise InputError(
-                    f"{found} samples, and {size} in other inputs",
+                    f"this input has {found} samples, and others have {size}",
                     where=entry.path,
                     remedy="pass inputs of as many samples each",
                 )
@@ -212,9 +212,7 @@ def _other_size(known: SizeRange, size: int) -> None:
     )
     held = f"the captured graph is the model for {count}"
     if reason:
-        raise InputError(
-            f"{held}, and here are {size}: {reason}", where="the batch size", remedy=_OTHER
-        )
+        raise InputError(f"{held}, got {size}: {reason}", where="the batch size", remedy=_OTHER)
     warn(f"{held}; whether it is for {size} was not tried: an example of {size} would tell")
 
 

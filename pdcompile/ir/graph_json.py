@@ -87,7 +87,9 @@ def from_json(kind: type[OpGraph], text: str | bytes, *, where: str = "graph.jso
     for op in graph.ops:
         missing = [name for name in (*op.inputs, op.name) if name not in known]
         if missing:
-            raise PlanError(f"op {op.name!r} names no value: {missing[0]!r}", where=where)
+            raise PlanError(
+                f"op {op.name!r} reads {missing[0]!r}, which is not a value", where=where
+            )
     return graph
 
 
@@ -154,7 +156,7 @@ def decode(data: Any, where: str) -> Argument:
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if not isinstance(data, dict) or len(data) != 1:
-        raise PlanError("not an argument: an object with one key is due", where=where)
+        raise PlanError("not an argument: expected an object with one key", where=where)
     ((kind, content),) = data.items()
     match kind, content:
         case "float", "nan" | "inf" | "-inf":
@@ -193,7 +195,7 @@ def _is_pair(item: Any) -> bool:
 
 def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise PlanError(f"a {kind.__name__} is due", where=where)
+        raise PlanError(f"expected a {kind.__name__}", where=where)
     hints = get_type_hints(kind)
     known = {entry.name for entry in fields(kind)} - _NOT_WRITTEN
     unknown = sorted(set(data) - known)
@@ -204,7 +206,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
         place = f"{where}: {name}"
         if name in _KINDS:
             if not isinstance(part, list):
-                raise PlanError("a list is due", where=place)
+                raise PlanError("expected a list", where=place)
             items = [_rebuild(_KINDS[name], x, f"{place}[{i}]") for i, x in enumerate(part)]
             built[name] = _keyed(name, items)
         elif name in _ARGUMENT_FIELDS:
@@ -233,7 +235,7 @@ def _checked(name: str, argument: Argument, where: str) -> Argument:
         if len(pairs) == len(items) and all(isinstance(key, str) for key, _ in pairs):
             return argument
     form = {"args": "of arguments", "shape": "of sizes"}.get(name, "of (name, argument) pairs")
-    raise PlanError(f"a tuple {form} is due", where=where)
+    raise PlanError(f"expected a tuple {form}", where=where)
 
 
 def _keyed(name: str, items: list[Any]) -> Any:

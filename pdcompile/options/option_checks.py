@@ -37,7 +37,7 @@ def check_options(options: Options) -> None:
     _optimizer(options.optimizer)
     _number("seed", options.seed, integer=True, least=0)
     if options.seed is None:
-        raise ConfigError("seed=None names no seed", remedy="a number; 0 is the default")
+        raise ConfigError("seed=None is not a seed", remedy="a number; 0 is the default")
     _number("time_limit", options.time_limit, least=0)
     _number("max_grad_norm", options.max_grad_norm)
     _one_of("refine", options.refine, ("auto", True, False))
@@ -119,7 +119,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     if isinstance(loss_fn, type):
         name = loss_fn.__name__
         raise ConfigError(
-            f"loss_fn is the class {name}, and calling a class makes an instance, no loss",
+            f"loss_fn is the class {name}; calling a class makes an instance, not a loss",
             remedy=f"give an instance: loss_fn={name}()",
         )
     _takes("loss_fn", loss_fn, ("output", "target"))
@@ -132,7 +132,7 @@ def _optimizer(given: Any) -> None:
     if hasattr(given, "param_groups"):
         name = type(given).__name__
         raise ConfigError(
-            f"optimizer is an instance of {name}, and one is made for each rank's parameters",
+            f"optimizer is an instance of {name}; every rank makes one for its own parameters",
             remedy=f"give what makes it, without parameters: partial(torch.optim.{name}, lr=…)",
         )
     if not callable(given):
@@ -154,7 +154,7 @@ def _takes(name: str, function: Any, arguments: tuple[str, ...]) -> None:
     except TypeError as error:
         wanted = ", ".join(arguments)
         raise ConfigError(
-            f"{name} takes {signature}, and is called with ({wanted}): {error}",
+            f"{name} takes {signature}, but is called with ({wanted}): {error}",
             remedy=f"let it take ({wanted}), used or not: lambda {wanted}: …",
         ) from None
 
@@ -192,6 +192,6 @@ def _number(name: str, given: Any, *, integer: bool = False, least: float | None
 def _one_of(name: str, given: Any, known: tuple[Any, ...], or_else: str = "") -> None:
     if not any(given is one or (type(given) is type(one) and given == one) for one in known):
         raise ConfigError(
-            f"{name}={given!r} is not known",
+            f"{name}={given!r} is not a valid value",
             remedy=f"one of {', '.join(map(repr, known))}{or_else}",
         )

@@ -97,12 +97,12 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 is not known"),
-        (("--recompute", "some"), "--recompute some is not known"),
+        (("--replicas", "2"), "--replicas 2 is not a valid value"),
+        (("--recompute", "some"), "--recompute some is not a valid value"),
         (("--microbatches", "2,x"), "neither auto nor numbers"),
         (("--microbatches", "2,9"), "9 microbatches of a minibatch of 8"),
         (("--warmup", "-1"), "neither auto nor numbers"),
-        (("--max-staleness", "2"), "--max-staleness 2 is not known"),
+        (("--max-staleness", "2"), "--max-staleness 2 is not a valid value"),
     ],
 )
 def test_wishes_that_cannot_be(
