@@ -18,7 +18,7 @@ import pytest
 
 from pdcompile.cli import main
 from pdcompile.cli.importing import KINDS, FileKind
-from pdcompile.problem.solution import LevelSolution, Solution, StageSolution
+from pdcompile.passes.published.solution import LevelSolution, Solution, StageSolution
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
 
@@ -222,7 +222,7 @@ def test_a_plan_of_our_own_is_printed_as_the_same_object(
 
 STOPPED = """
 import sys, time
-from pdcompile.problem.solution import Solution
+from pdcompile.passes.published.solution import Solution
 from pdcompile.cli import importing, main
 from pdcompile.passes.partition.budget import Budget
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcompile.cli.importing import parse_bandwidth, parse_compression, parse_levels
 from pdcompile.errors import ConfigError
-from pdcompile.problem.solution import LevelSolution
+from pdcompile.passes.published.solution import LevelSolution
 from pdcompile.report.progress import found_text
 from pdcompile.report.solution_table import level_lines, members
 from pdcompile.units import parse_limit

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.model import Model, build, single_moves
 from pdcompile.passes.partition.search import partition
 from pdcompile.plan.evaluate import (
     Evaluation,
@@ -189,19 +189,9 @@ def _moves(
     """(groups, stage they go to): each single group that may go, and runs in the order."""
     near, far = boundary, boundary + 1
     here = {side: [v for v, s in enumerate(stages) if s == side] for side in (near, far)}
-    follows = dict.fromkeys(here[near], False)
-    precedes = dict.fromkeys(here[far], False)
-    for a, b in model.arcs:
-        if stages[a] == stages[b] == near:
-            follows[a] = True
-        if stages[a] == stages[b] == far:
-            precedes[b] = True
-    for v in here[near]:
-        if not follows[v] and model.highest[v] >= far:
-            yield (v,), far
-    for v in here[far]:
-        if not precedes[v] and model.lowest[v] <= near:
-            yield (v,), near
+    for v, s in single_moves(model.arcs, stages):
+        if {stages[v], s} == {near, far} and model.lowest[v] <= s <= model.highest[v]:
+            yield (v,), s
     for count in range(2, len(here[near])):
         if model.highest[here[near][-count]] < far:
             break

@@ -10,7 +10,7 @@ for very large problems, is not exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -242,6 +242,18 @@ def _ranges(
                 remedy="pins must not decrease along the flow of data",
             )
     return tuple(lowest), tuple(highest)
+
+
+def single_moves(
+    arcs: Iterable[tuple[int, int]], stages: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """(group, stage next to its own) for each group that no neighbour on its stage holds back."""
+    before, after = lattice.neighbours(len(stages), arcs)
+    for v, s in enumerate(stages):
+        if all(stages[u] > s for u in after[v]):
+            yield v, s + 1
+        if all(stages[u] < s for u in before[v]):
+            yield v, s - 1
 
 
 def always_linked(model: Model, kind: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,7 +22,7 @@ from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError, chains
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
-from pdcompile.passes.partition.model import Model, build, contracted
+from pdcompile.passes.partition.model import Model, build, contracted, single_moves
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation, measure, path_of, violations
@@ -281,7 +281,11 @@ def _improve(search: Search, _: Segments) -> None:
     while improved and left > 0 and not search.late:
         improved = False
         barred = _barred(search)
-        for groups in _neighbours(search.model, search.groups):
+        model, best = search.model, search.groups
+        for v, s in single_moves(model.arcs, best):
+            if not model.lowest[v] <= s <= model.highest[v]:
+                continue
+            groups = (*best[:v], s, *best[v + 1 :])
             left -= 1
             if not barred(groups) and search.offer(groups):
                 improved = True
@@ -307,19 +311,6 @@ def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
         return path.seconds(Evaluation(problem, model.items_of(groups)).times.timing) >= upper
 
     return barred
-
-
-def _neighbours(model: Model, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    before: list[list[int]] = [[] for _ in groups]
-    after: list[list[int]] = [[] for _ in groups]
-    for a, b in model.arcs:
-        before[b].append(a)
-        after[a].append(b)
-    for v, s in enumerate(groups):
-        if s < model.highest[v] and all(groups[u] > s for u in after[v]):
-            yield (*groups[:v], s + 1, *groups[v + 1 :])
-        if s > model.lowest[v] and all(groups[u] < s for u in before[v]):
-            yield (*groups[:v], s - 1, *groups[v + 1 :])
 
 
 def _prove(search: Search, _: Segments) -> None:

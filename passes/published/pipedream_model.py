@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pdcompile.errors import ConfigError, CostError, PlanError
 from pdcompile.passes.published.reading import content, refuse_cycles
-from pdcompile.problem.solution import LevelSolution
+from pdcompile.passes.published.solution import LevelSolution
 
 LARGEST = 1e18  # milliseconds or bytes: sums and products stay finite and exact enough
 MAX_CHARACTERS = 64_000_000

@@ -31,7 +31,7 @@ from typing import Any
 from pdcompile import jsonio
 from pdcompile.errors import ConfigError, CostError, PlanError
 from pdcompile.passes.published.reading import MAX_DEVICES, Place, content, numbered, refuse_cycles
-from pdcompile.problem.solution import StageSolution
+from pdcompile.passes.published.solution import StageSolution
 
 MAX_BATCH = 2**40
 LARGEST = 1e30  # sums and products with it stay finite

@@ -19,7 +19,7 @@ import typer
 
 from pdcompile.cli.output import EXIT_INFEASIBLE
 from pdcompile.errors import ConfigError, PdcompileError
-from pdcompile.problem.solution import Solution
+from pdcompile.passes.published.solution import Solution
 from pdcompile.units import parse_limit, parse_rate
 
 MOST = 65_536  # devices, microbatches

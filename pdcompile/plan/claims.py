@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, stage_limits
@@ -20,6 +19,7 @@ from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import assignment
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
 from pdcompile.schedule.registry import kind_of
@@ -256,28 +256,9 @@ def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     except PlanError as error:
         yield "stages", error.message, error.remedy or AGAIN
         return
-    name = cache(lambda i: repr(problem.items[i].name))
-    remedy = "move it back, or plan again"
-    for i, s in problem.pins:
-        if stage_of[i] != s:
-            yield "stages", f"{name(i)} is on stage {stage_of[i]}, pinned to {s}", remedy
-    for i, s in problem.forbidden:
-        if stage_of[i] == s:
-            yield "stages", f"{name(i)} is on stage {s}, where it may not be", remedy
-    for group in problem.together:
-        if len({stage_of[i] for i in group}) > 1:
-            yield "stages", f"{', '.join(map(name, group))} are not on one stage", remedy
-    for a, b in problem.apart:
-        if stage_of[a] == stage_of[b]:
-            yield "stages", f"{name(a)} and {name(b)} are on one stage", remedy
-    for a, b in problem.order:
-        if stage_of[a] > stage_of[b]:
-            yield "stages", f"{name(a)} is on a later stage than {name(b)}", remedy
-    used = len(set(stage_of))
-    if used < len(problem.stages) and not problem.allow_empty:
-        yield "stages", f"{len(problem.stages) - used} stages are empty", remedy
-    if problem.max_stages is not None and used > problem.max_stages:
-        yield "stages", f"{used} stages are used, and {problem.max_stages} may be", remedy
+    free = tuple(replace(stage, memory_bytes=None) for stage in problem.stages)
+    for message in Evaluation(replace(problem, stages=free), stage_of).violations():
+        yield "stages", message, "move it back, or plan again"
 
 
 def _replicated(plan: Plan) -> bool:

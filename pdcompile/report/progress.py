@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from pdcompile.problem.solution import Progress as Reporter
-from pdcompile.problem.solution import relative_gap
+from pdcompile.passes.published.solution import Progress as Reporter
+from pdcompile.passes.published.solution import relative_gap
 from pdcompile.steps import Listener
 
 TITLE = "compiling"

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdcompile.passes.published.solution import LevelSolution, Solution, StageSolution
 from pdcompile.plan import Plan
-from pdcompile.problem.solution import LevelSolution, Solution, StageSolution
 from pdcompile.report import labels
 from pdcompile.report.labels import ranges
 from pdcompile.units import format_bytes, format_seconds

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from pdcompile.passes.published.pipedream_model import HierarchyProblem, ProfileGraph, ProfileNode
-from pdcompile.problem.solution import LevelSolution
+from pdcompile.passes.published.solution import LevelSolution
 
 
 def random_graph(seed: int, size: int, *, zeros: float = 0.3) -> ProfileGraph:

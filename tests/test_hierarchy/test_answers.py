@@ -15,7 +15,7 @@ from pdcompile.passes.published.pipedream_model import (
     ProfileNode,
     evaluate,
 )
-from pdcompile.problem.solution import LevelSolution
+from pdcompile.passes.published.solution import LevelSolution
 from tests.helpers import profiles
 
 

@@ -37,7 +37,7 @@ from pdcompile.passes.published.piper_model import (
     NodeVariant,
     evaluate,
 )
-from pdcompile.problem.solution import StageSolution
+from pdcompile.passes.published.solution import StageSolution
 from tests.helpers.menus import brute_force, random_menu
 
 

@@ -16,7 +16,7 @@ from pdcompile.passes.published.piper_model import (
     NodeVariant,
     evaluate,
 )
-from pdcompile.problem.solution import Solution
+from pdcompile.passes.published.solution import Solution
 from tests.helpers.menus import brute_force, random_menu
 
 

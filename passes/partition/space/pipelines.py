@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pdcompile.cluster import Cluster
 from pdcompile.passes.costs import Resident
 from pdcompile.passes.partition.ideals import all_ideals, prefixes
-from pdcompile.passes.partition.model import Model, build, contracted
+from pdcompile.passes.partition.model import Model, build, contracted, single_moves
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece
@@ -339,14 +339,6 @@ def _cuts(ground: Ground, candidate: Candidate) -> Iterator[Candidate]:
     model = ground.model
     yield candidate
     stage = [candidate.stage_of[members[0]] for members in model.members]
-    before: list[list[int]] = [[] for _ in stage]
-    after: list[list[int]] = [[] for _ in stage]
-    for a, b in model.arcs:
-        before[b].append(a)
-        after[a].append(b)
-    last = len(candidate.options) - 1
-    for v, s in enumerate(stage):
-        for t, bound in ((s + 1, after), (s - 1, before)):
-            free = all((stage[u] - s) * (t - s) > 0 for u in bound[v])
-            if 0 <= t <= last and free and stage.count(s) > 1:
-                yield replace(candidate, stage_of=model.items_of((*stage[:v], t, *stage[v + 1 :])))
+    for v, t in single_moves(model.arcs, stage):
+        if 0 <= t < len(candidate.options) and stage.count(stage[v]) > 1:
+            yield replace(candidate, stage_of=model.items_of((*stage[:v], t, *stage[v + 1 :])))

@@ -30,7 +30,7 @@ from pdcompile.passes.published.pipedream.profile_cuts import (
     undominated,
 )
 from pdcompile.passes.published.pipedream_model import HierarchyProblem, PipedreamCost, evaluate
-from pdcompile.problem.solution import (
+from pdcompile.passes.published.solution import (
     LevelSolution,
     Progress,
     Solution,
@@ -285,27 +285,24 @@ class _Solver:
         return text
 
     def _without_plan(self, reason: str, *, proved: bool) -> Solution:
-        return Solution(
-            status="infeasible" if proved else "unknown",
-            objective=None,
-            bound=math.inf if proved else self.bound,
-            prover="; ".join(self.provers),
-            seconds=self.budget.spent,
-            scope=self._scope(),
+        return Solution.of(
+            None,
+            math.inf if proved else self.bound,
+            "; ".join(self.provers),
+            self.budget.spent,
+            self._scope(),
             reason=reason,
         )
 
     def _answer(self) -> Solution:
         assert self.best is not None
         found, levels = self.best
-        bound = min(self.bound, found.objective)
-        return Solution(
-            status="optimal" if relative_gap(found.objective, bound) == 0 else "feasible",
-            objective=found.objective,
-            bound=bound,
-            prover="; ".join(self.provers),
-            seconds=self.budget.spent,
-            scope=self._scope(),
+        return Solution.of(
+            found.objective,
+            self.bound,
+            "; ".join(self.provers),
+            self.budget.spent,
+            self._scope(),
             stages=tuple(
                 StageSolution(
                     members=leaf.members,

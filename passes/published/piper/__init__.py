@@ -26,7 +26,7 @@ from pdcompile.passes.published.piper.stage_tables import (
 )
 from pdcompile.passes.published.piper.table_search import EXACT, LeastMemory, PiperPlan, TableSearch
 from pdcompile.passes.published.piper_model import MenuProblem
-from pdcompile.problem.solution import ROUNDING, Progress, Solution
+from pdcompile.passes.published.solution import ROUNDING, Progress, Solution
 from pdcompile.units import format_bytes
 
 __all__ = ["solve"]
@@ -237,16 +237,13 @@ class _Solve:
     def _answer(self, complete: bool) -> Solution:
         if self.best is None:
             return self._nothing(complete)
-        objective = self.best.objective
-        bound = min(self.lower, objective)
-        return Solution(
-            "optimal" if objective - bound <= ROUNDING * objective else "feasible",
-            objective,
-            bound,
+        return Solution.of(
+            self.best.objective,
+            self.lower,
             self.prover,
             self.budget.spent,
             SCOPE,
-            self.best.stages,
+            stages=self.best.stages,
         )
 
     def _nothing(self, complete: bool) -> Solution:
@@ -290,12 +287,8 @@ class _Solve:
 
     def _without(self, status: Status, reason: str) -> Solution:
         proved = status == "infeasible"
-        return Solution(
-            status,
-            None,
-            math.inf if proved else self.lower,
-            "dynamic program over ideals" if proved else self.prover,
-            self.budget.spent,
-            SCOPE,
-            reason=reason,
+        bound = 0.0 if math.isinf(self.lower) else self.lower
+        prover = "dynamic program over ideals" if proved else self.prover
+        return Solution.of(
+            None, math.inf if proved else bound, prover, self.budget.spent, SCOPE, reason=reason
         )

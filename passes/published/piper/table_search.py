@@ -34,7 +34,7 @@ from pdcompile.passes.published.piper.stage_tables import (
     options_of,
 )
 from pdcompile.passes.published.piper_model import evaluate
-from pdcompile.problem.solution import Progress, StageSolution
+from pdcompile.passes.published.solution import Progress, StageSolution
 
 EXACT = 1e-9  # relative: no plan is better than the one found by more than this
 PAIRS = 20_000  # of (seconds, bytes), when the variants of a plan's stage are picked

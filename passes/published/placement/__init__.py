@@ -27,9 +27,8 @@ from pdcompile.passes.published.placement_model import (
     memories,
     violations,
 )
-from pdcompile.problem.solution import Progress, Solution, StageSolution, relative_gap
+from pdcompile.passes.published.solution import Progress, Solution, StageSolution
 
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 MOST_GROUPS = 1_500
 MOST_CELLS = 20_000  # groups × devices; above, the integer program is too large to build
 
@@ -104,9 +103,7 @@ def _answer(
         f"{kind.count} {kind.name}{'' if kind.count == 1 else 's'}" for kind in problem.classes
     )
     if found.placement is None:
-        none = math.isinf(found.bound)
-        status: Status = "infeasible" if none else "unknown"
-        return Solution(status, None, found.bound, found.prover, seconds, scope, reason=why)
+        return Solution.of(None, found.bound, found.prover, seconds, scope, reason=why)
     devices = devices_of(problem, groups, found.placement)
     if broken := violations(problem, devices):
         raise PlanError(
@@ -114,8 +111,6 @@ def _answer(
             remedy="report this file: the search and the check disagree",
         )
     loads = device_loads(problem, devices)
-    value = max(loads)
-    bound = min(found.bound, value)
     stages = tuple(
         StageSolution(
             tuple(problem.nodes[v].id for v in device.nodes),
@@ -127,8 +122,7 @@ def _answer(
         )
         for device, load, memory in zip(devices, loads, memories(problem, devices), strict=True)
     )
-    status = "optimal" if relative_gap(value, bound) == 0 else "feasible"
-    return Solution(status, value, bound, found.prover, seconds, scope, stages)
+    return Solution.of(max(loads), found.bound, found.prover, seconds, scope, stages=stages)
 
 
 def impossible(problem: PlacementProblem, groups: LoadProblem) -> str:

@@ -52,7 +52,7 @@ from pdcompile.passes.published.placement.series import (
 )
 from pdcompile.passes.published.placement.threshold_program import prove
 from pdcompile.passes.published.placement_model import LoadProblem
-from pdcompile.problem.solution import ROUNDING
+from pdcompile.passes.published.solution import ROUNDING
 
 IDEALS = 100_000  # down-closed sets, listed at most
 CELLS = 2e7  # of the table: down-closed sets times combinations of devices

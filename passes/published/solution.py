@@ -13,6 +13,7 @@ from typing import Any, Literal
 Progress = Callable[[float | None, float], None]
 """Called with (objective of the best plan so far or None, lower bound so far)."""
 
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 ROUNDING = 1e-5  # a relative gap up to this is integer rounding, and counts as none
 
 
@@ -47,7 +48,7 @@ class Solution:
     that of the file's objective, seconds where the file has a unit at all.
     """
 
-    status: Literal["optimal", "feasible", "infeasible", "unknown"]
+    status: Status
     objective: float | None
     bound: float
     prover: str
@@ -56,6 +57,17 @@ class Solution:
     stages: tuple[StageSolution, ...] = ()
     levels: tuple[LevelSolution, ...] = ()  # outermost first; empty where there is one level
     reason: str = ""
+
+    @staticmethod
+    def of(
+        objective: float | None, bound: float, prover: str, seconds: float, scope: str, **more: Any
+    ) -> Solution:
+        """With the status that follows: no plan and an infinite bound is a proof of none."""
+        status: Status = "infeasible" if math.isinf(bound) else "unknown"
+        if objective is not None:
+            bound = min(bound, objective)
+            status = "optimal" if relative_gap(objective, bound) == 0 else "feasible"
+        return Solution(status, objective, bound, prover, seconds, scope, **more)
 
     @property
     def gap(self) -> float | None:
