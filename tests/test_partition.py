@@ -15,8 +15,7 @@ from pdcompile.passes.partition import evaluate, partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.dynamic_program import solve
-from pdcompile.passes.partition.ideals import all_ideals, orders, prefixes
-from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.model import all_ideals, build, orders, prefixes
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (

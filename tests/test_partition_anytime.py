@@ -18,8 +18,7 @@ from pdcompile.passes.partition import evaluate, partition
 from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError, solve
-from pdcompile.passes.partition.ideals import all_ideals, prefixes
-from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.model import all_ideals, build, prefixes
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
 from tests.helpers.problems import chain_problem, gpt_problem, random_problem

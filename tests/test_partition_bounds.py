@@ -9,8 +9,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import applies, flush_bound, ramp_bound
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
-from pdcompile.passes.partition.ideals import all_ideals
-from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.problem import (
     Item,

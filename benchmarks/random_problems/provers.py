@@ -10,9 +10,8 @@ import sys
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.ideals import all_ideals
 from pdcompile.passes.partition.infeasible import validate
-from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.search import Search, find, look, prove, run
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.problem import Partition, PartitionProblem

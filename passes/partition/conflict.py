@@ -25,8 +25,7 @@ from pdcompile.passes.partition.bounds import crude_upper
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
-from pdcompile.passes.partition.ideals import all_ideals, prefixes
-from pdcompile.passes.partition.model import Model, build
+from pdcompile.passes.partition.model import Model, all_ideals, build, prefixes
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import PartitionProblem, Wish

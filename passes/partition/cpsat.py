@@ -1,8 +1,8 @@
-"""The integer program of a partition for CP-SAT: thresholds, loads, and what to minimise.
+"""The integer program of a partition for CP-SAT: loads, and what to minimise.
 
-The booleans are x[v, s] = "group v is on stage s or later".  What a stage pays follows from them;
-each expression holds at least what the assignment costs, and a solver that minimises never wants
-it higher.  For a flow e that starts at stage p and has sinks on other stages:
+What a stage pays follows from the `thresholds` of its groups; each expression holds at least what
+the assignment costs, and a solver that minimises never wants it higher.  For a flow e that starts
+at stage p and has sinks on other stages:
 
     received(e, s)   a sink is on s and s ≠ p
     leaves(e, s)     p = s and a sink is on a later stage
@@ -19,187 +19,15 @@ is a linear lower bound for all, so paths are added until the bound meets the be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeAlias
 
 from pdcompile.cluster import message_seconds, slowest
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.model import Flow, Model, always_linked
+from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
 from pdcompile.plan.makespan import Hop, Kind, Path
-
-Literal: TypeAlias = Any  # True, False or a literal of CP-SAT
-
-
-class Thresholds:
-    """Variables for stages inside each group's range; True below it, False above it.
-
-    Stages do not decrease along `arcs`.  `possible` is False where some group has no stage left:
-    then there is nothing else.
-    """
-
-    def __init__(
-        self,
-        cp: Any,
-        ranges: Sequence[tuple[int, int]],
-        arcs: Iterable[tuple[int, int]],
-        stages: int,
-    ):
-        self.cp = cp
-        self.lowest, self.highest = [low for low, _ in ranges], [high for _, high in ranges]
-        self.possible = all(low <= high for low, high in ranges)
-        if not self.possible:
-            return
-        self._x = [
-            [
-                True if s <= low else False if s > high else cp.new_bool_var(f"x{v}_{s}")
-                for s in range(stages + 1)
-            ]
-            for v, (low, high) in enumerate(ranges)
-        ]
-        for v, (low, high) in enumerate(ranges):
-            for s in range(low + 1, high):
-                self.clause([negated(self._x[v][s + 1]), self._x[v][s]])
-        for a, b in arcs:
-            for s in range(1, stages):
-                self.clause([negated(self._x[a][s]), self._x[b][s]])
-
-    @staticmethod
-    def of(cp: Any, model: Model, upper: float) -> Thresholds:
-        """Those of a problem's model, with all that its constraints say."""
-        stages, groups = range(model.num_stages), range(model.num_groups)
-        x = Thresholds(
-            cp, list(zip(*tightened(model, upper), strict=True)), model.arcs, model.num_stages
-        )
-        if not x.possible:
-            return x
-        for a, b in model.apart:
-            for s in stages:
-                x.clause([*x.elsewhere(a, s), *x.elsewhere(b, s)])
-        for v, s in model.forbidden:
-            x.clause(x.elsewhere(v, s))
-        if model.most_used < model.num_stages:
-            used = [cp.new_bool_var(f"used{s}") for s in stages]
-            for s, literal in enumerate(used):
-                for v in groups:
-                    x.clause([*x.elsewhere(v, s), literal])
-            cp.add(sum(used) <= model.most_used)
-        if not model.problem.allow_empty:
-            for s in stages:
-                cp.add(sum(x.at(v, s) for v in groups) >= 1)
-        return x
-
-    def from_stage(self, group: int, stage: int) -> Literal:
-        """The group is on this stage or later."""
-        return self._x[group][stage]
-
-    def elsewhere(self, group: int, stage: int) -> list[Literal]:
-        """Literals of which one holds unless the group is on the stage."""
-        return [negated(self._x[group][stage]), self._x[group][stage + 1]]
-
-    def at(self, group: int, stage: int) -> Any:
-        """1 when the group is on the stage, else 0, as a linear expression."""
-        return self._x[group][stage] - self._x[group][stage + 1]
-
-    def can(self, group: int, stage: int) -> bool:
-        return self.lowest[group] <= stage <= self.highest[group]
-
-    def clause(self, literals: Iterable[Literal]) -> None:
-        """At least one literal holds."""
-        listed = list(literals)
-        if not any(literal is True for literal in listed):
-            self.cp.add_bool_or([literal for literal in listed if literal is not False])
-
-    def implied(self, name: str, unless: Iterable[list[Literal]]) -> Literal:
-        """A new literal that holds whenever all of one list's negations hold: False if none can.
-
-        Each list holds literals of which one must hold for the new one to be free.
-        """
-        clauses = [listed for listed in unless if not any(part is True for part in listed)]
-        if not clauses:
-            return False
-        if any(all(part is False for part in listed) for listed in clauses):
-            return True
-        literal = self.cp.new_bool_var(name)
-        for listed in clauses:
-            self.clause([*listed, literal])
-        return literal
-
-    def hint(self, stages: tuple[int, ...]) -> None:
-        for v, stage in enumerate(stages):
-            for s in range(self.lowest[v] + 1, self.highest[v] + 1) if self.possible else ():
-                self.cp.add_hint(self._x[v][s], stage >= s)
-
-    def read(self, value: Callable[[Any], bool]) -> tuple[int, ...]:
-        return tuple(
-            self.lowest[v]
-            + sum(value(self._x[v][s]) for s in range(self.lowest[v] + 1, self.highest[v] + 1))
-            for v in range(len(self._x))
-        )
-
-
-def tightened(model: Model, upper: float) -> tuple[list[int], list[int]]:
-    """Ranges of stages in every assignment whose objective is at most `upper`.
-
-    A group and its ancestors need enough stages of at most `upper` seconds each (under flush,
-    of upper/m), and so do a group and its descendants from the other end.
-    """
-    flush = model.problem.objective == "flush"
-    room = upper / (model.problem.num_microbatches if flush else 1) * (1 + 1e-9)
-    speeds = [stage.speed for stage in model.problem.stages]
-    work = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
-    lowest, highest = list(model.lowest), list(model.highest)
-    for v, ahead in enumerate(_sums(work, model.arcs)):
-        lowest[v] = max(lowest[v], _first(ahead, speeds, room))
-    last = model.num_groups - 1
-    mirrored = tuple((last - b, last - a) for a, b in model.arcs)
-    for i, behind in enumerate(_sums(work[::-1], mirrored)):
-        v = last - i
-        highest[v] = min(highest[v], model.num_stages - 1 - _first(behind, speeds[::-1], room))
-    for a, b in sorted(model.arcs):
-        lowest[b] = max(lowest[b], lowest[a])
-    for a, b in sorted(model.arcs, reverse=True):
-        highest[a] = min(highest[a], highest[b])
-    return lowest, highest
-
-
-def _first(work: float, speeds: list[float], room: float) -> int:
-    """The first stage by whose end this much work can be done; the last one if never."""
-    done = 0.0
-    for s, speed in enumerate(speeds):
-        done += speed * room
-        if work <= done:
-            return s
-    return len(speeds)
-
-
-def _sums(work: list[float], arcs: tuple[tuple[int, int], ...]) -> list[float]:
-    """Work of each group and all its ancestors (groups are in topological order)."""
-    before: list[list[int]] = [[] for _ in work]
-    for a, b in arcs:
-        before[b].append(a)
-    ancestors: list[int] = []
-    result: list[float] = []
-    for v, own in enumerate(work):
-        mask = 1 << v
-        for u in before[v]:
-            mask |= ancestors[u]
-        ancestors.append(mask)
-        if len(before[v]) == 1 and mask.bit_count() == ancestors[before[v][0]].bit_count() + 1:
-            result.append(result[before[v][0]] + own)
-        else:
-            result.append(math.fsum(work[u] for u in _bits(mask)))
-    return result
-
-
-def _bits(mask: int) -> Iterable[int]:
-    text = bin(mask)[:1:-1]
-    return (i for i, bit in enumerate(text) if bit == "1")
-
-
-def negated(literal: Literal) -> Literal:
-    return not literal if isinstance(literal, bool) else literal.negated()
-
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
 

@@ -8,6 +8,7 @@ of them; of others, the prefixes of several linear orders are a choice.  Groups 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -105,6 +106,19 @@ def reachable(following: Lists, *, from_end: bool) -> list[int]:
         for u in following[v]:
             reach[v] |= reach[u] | 1 << u
     return reach
+
+
+def accumulated(following: Lists, amounts: Sequence[float], *, from_end: bool) -> list[float]:
+    """The summed amount of each group and of all that it reaches; as `reachable`."""
+    reach = reachable(following, from_end=from_end)
+    found = [0.0] * len(reach)
+    for v in reversed(range(len(reach))) if from_end else range(len(reach)):
+        near = following[v]
+        if len(near) == 1 and reach[v].bit_count() == reach[near[0]].bit_count() + 1:
+            found[v] = found[near[0]] + amounts[v]
+        else:
+            found[v] = math.fsum(amounts[u] for u in members(reach[v] | 1 << v))
+    return found
 
 
 def prefixes(

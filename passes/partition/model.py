@@ -17,6 +17,7 @@ from itertools import pairwise
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import lattice
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.problem import PartitionProblem
 
 
@@ -310,3 +311,35 @@ def _crossing(model: Model) -> list[float]:
         total += step
         result.append(total)
     return result
+
+
+def all_ideals(model: Model, limit: int, budget: Budget | None = None) -> list[int] | None:
+    """Every ideal as a bit mask, smaller ones first; None when there are more than `limit`.
+
+    Also None when the budget ends first.
+    """
+    before, after = lattice.neighbours(model.num_groups, model.arcs)
+    return lattice.down_closed(before, after, limit, late=_late(budget))
+
+
+def prefixes(model: Model, limit: int, seed: int, budget: Budget | None = None) -> list[int]:
+    """Prefixes of several linear orders together, at most `limit`, the full set among them.
+
+    Those of the given order are always there; a budget that ends keeps others out.
+    """
+    return lattice.prefixes(orders(model, seed), limit, late=_late(budget))
+
+
+def orders(model: Model, seed: int) -> Iterator[list[int]]:
+    """Topological orders: as given, early, late, depth first, cheapest cut, then random ones."""
+    values = [
+        ((flow.sources[0], *flow.sinks), flow.forward_bytes + flow.backward_bytes)
+        for flow in model.flows
+        if not flow.tied
+    ]
+    before, after = lattice.neighbours(model.num_groups, model.arcs)
+    return lattice.orders(before, after, values, seed, rounds=6)
+
+
+def _late(budget: Budget | None) -> Callable[[], bool]:
+    return lambda: budget is not None and budget.late

@@ -20,9 +20,15 @@ from pdcompile.passes.partition.bounds import (
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError, chains
-from pdcompile.passes.partition.ideals import all_ideals, prefixes
 from pdcompile.passes.partition.infeasible import explain, unknown, validate
-from pdcompile.passes.partition.model import Model, build, contracted, single_moves
+from pdcompile.passes.partition.model import (
+    Model,
+    all_ideals,
+    build,
+    contracted,
+    prefixes,
+    single_moves,
+)
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation, measure, path_of, violations
@@ -166,7 +172,7 @@ def solve(
     segments = cut(search)
     if search.best is None and thorough:
         find(search)
-    for step in (_improve, _look, _bound, *((_prove,) if thorough else ())):
+    for step in (_improve, look, _bound, *((prove,) if thorough else ())):
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
@@ -240,12 +246,7 @@ def find(search: Search) -> None:
         program.forbid(groups)
 
 
-def _look(search: Search, segments: Segments) -> None:
-    """Evaluate every assignment that the bound leaves, when there are few."""
-    look(search, segments, MAX_CHAINS)
-
-
-def look(search: Search, segments: Segments, most: int | None) -> None:
+def look(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
     """Evaluate every assignment that the bound leaves, when they are at most `most`."""
     if segments.model is not search.model or not segments.complete:
         return
@@ -313,12 +314,7 @@ def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
     return barred
 
 
-def _prove(search: Search, _: Segments) -> None:
-    """CP-SAT until the bound meets the best plan or time is up."""
-    prove(search)
-
-
-def prove(search: Search) -> None:
+def prove(search: Search, _: Segments | None = None) -> None:
     """CP-SAT until the bound meets the best plan or time is up."""
     if _too_large(search.model) or search.upper <= 0:
         return

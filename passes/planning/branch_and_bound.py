@@ -27,7 +27,6 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
-from pdcompile.passes.partition.space.branches import Branch, branches
 from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.pipelines import (
     Ground,
@@ -37,6 +36,7 @@ from pdcompile.passes.partition.space.pipelines import (
     neighbours,
     timed,
 )
+from pdcompile.passes.partition.space.search_branches import Branch, branches
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.shortage import does_not_fit
 from pdcompile.passes.planning.draft import draft
@@ -152,7 +152,7 @@ class PlanSearch:
                     break
 
     def _unfinished(self, bound: float, why: str) -> None:
-        """What was not looked at may cost as little as its bound."""
+        """What was not tried may cost as little as its bound."""
         self.floor = min(self.floor, bound)
         if why not in self.unproved:
             self.unproved.append(why)
@@ -184,7 +184,7 @@ class PlanSearch:
         if branch.ground.complete:
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self._below():
-            self._unfinished(branch.bound, "not all cuts of so large a model were looked at")
+            self._unfinished(branch.bound, "only some of the cuts of so large a model were tried")
         branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
         if bound == math.inf:
             branch.bound = math.inf
@@ -345,7 +345,7 @@ def scope_of(space: SearchSpace, cluster: Cluster) -> str:
 
 
 def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
-    """What of a large cluster's space is never looked at."""
+    """What of a large cluster's space is never tried."""
     orders, every_order = arrangements(cluster)
     if not every_order:
         yield f"some orders of unlike devices ({len(orders)})"

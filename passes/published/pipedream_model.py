@@ -73,16 +73,16 @@ class HierarchyProblem:
     activation_compression: float | None = 1.0  # divides boundary terms; None: they are ignored
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a level, the memory or the ratio is no usable number."""
+        """Raises ConfigError: a level, the memory or the ratio is not a usable number."""
         if not self.levels:
             raise ConfigError("a cluster needs at least one level", where="levels")
         workers = 1
         for k, (count, bandwidth) in enumerate(self.levels):
             where = f"levels[{k}]"
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{count!r} is no count of components", where=where)
+                raise ConfigError(f"{count!r} is not a count of components", where=where)
             if not 0 < bandwidth < math.inf:
-                raise ConfigError(f"{bandwidth!r} bytes/s is no bandwidth", where=where)
+                raise ConfigError(f"{bandwidth!r} bytes/s is not a bandwidth", where=where)
             workers *= count
         if workers > MAX_WORKERS:
             raise ConfigError(
@@ -91,11 +91,11 @@ class HierarchyProblem:
                 remedy="plan for a smaller cluster",
             )
         if self.memory_bytes is not None and not 0 < self.memory_bytes < math.inf:
-            raise ConfigError(f"{self.memory_bytes!r} bytes is no memory limit", where="memory")
+            raise ConfigError(f"{self.memory_bytes!r} bytes is not a memory limit", where="memory")
         ratio = self.activation_compression
         if ratio is not None and not 0 < ratio < math.inf:
             raise ConfigError(
-                f"{ratio!r} is no compression ratio",
+                f"{ratio!r} is not a compression ratio",
                 where="activation compression",
                 remedy="give a positive number (1 = none), or none to ignore the boundaries",
             )
@@ -214,7 +214,7 @@ def _number(text: str, key: str, place: str) -> float:
 def _edge(line: str, place: str) -> tuple[str, str]:
     source, _, target = line.strip().partition(" -- ")
     if not source or not target or " " in source or " " in target:
-        raise CostError("the line is no edge", where=place, remedy="write: \\tsource -- target")
+        raise CostError("the line is not an edge", where=place, remedy="write: \\tsource -- target")
     if source == target:
         raise CostError(f"{source!r} feeds itself", where=place, remedy="take the edge out")
     return source, target

@@ -144,7 +144,7 @@ def _node(place: Place, index: Mapping[str, int], sources: set[int], targets: se
         degree = int(key) if key.isascii() and key.isdigit() and len(key) < 9 else 0
         if not degree >= 1 or degree in variants:
             raise CostError(
-                f"{key!r} is no tensor-parallel degree, or is there twice",
+                f"{key!r} is not a tensor-parallel degree, or is there twice",
                 where=menus.where,
                 remedy="use whole numbers of devices from 1 on as keys, each once",
             )

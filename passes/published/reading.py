@@ -99,7 +99,7 @@ class Place:
         if value is None or value == math.inf:
             return math.inf
         if not self.number(key):
-            raise self.wrong(key, "0 is no limit", "write a positive number, or null for none")
+            raise self.wrong(key, "0 is not a limit", "write a positive number, or null for none")
         return float(value)
 
     def count(self, key: str, least: int, most: int) -> int:
@@ -123,7 +123,9 @@ class Place:
         value = self.get(key)
         empty = empty or value != ""
         if isinstance(value, bool) or not isinstance(value, int | str) or not empty:
-            raise self.wrong(key, f"{_short(value)} is no name", "write a whole number or a text")
+            raise self.wrong(
+                key, f"{_short(value)} is not a name", "write a whole number or a text"
+            )
         return value
 
     def ends(self, index: dict[Any, int], kind: type = object) -> tuple[int, int]:

@@ -52,7 +52,7 @@ def test_nodes_edges_and_what_is_dropped() -> None:
         (node("a") + "\n" + node("a"), "appears twice", ":2"),
         (node("a") + "\n\ta -- b", "no node with id 'b'", ":2"),
         (node("a") + "\n\ta -- a", "feeds itself", ":2"),
-        (node("a") + "\n\ta", "no edge", ":2"),
+        (node("a") + "\n\ta", "not an edge", ":2"),
         (node("a", facts=TIMES), "activation_size is missing", ":1"),
         (node("a", facts=NODE.replace("8.0", "nan")), "activation_size is 'nan'", ":1"),
         (node("a", facts=NODE.replace("8.0", "-1")), "activation_size is '-1'", ":1"),

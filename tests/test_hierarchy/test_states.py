@@ -13,7 +13,8 @@ from pdcompile.passes.published.pipedream.bucket_bounds import (
     least_boundaries,
     ranges,
 )
-from pdcompile.passes.published.pipedream.nested_stages import levels_of, search
+from pdcompile.passes.published.pipedream.level_tables import levels_of
+from pdcompile.passes.published.pipedream.nested_stages import search
 from pdcompile.passes.published.pipedream.profile_cuts import (
     arrange,
     dag_of,

@@ -22,14 +22,13 @@ from pdcompile.passes.published.piper.menus import (
     pareto,
 )
 from pdcompile.passes.published.piper.stage_tables import (
-    Space,
     achievable_table,
     alive,
-    all_ideals,
     exact_table,
     pairs,
     relaxed_table,
 )
+from pdcompile.passes.published.piper.states import Space, all_ideals
 from pdcompile.passes.published.piper_model import (
     MenuEdge,
     MenuNode,

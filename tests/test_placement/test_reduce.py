@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.published import placement_model
 from pdcompile.passes.published.placement.ideal_program import all_ideals, best_chain
-from pdcompile.passes.published.placement.node_groups import grouped, together, without_zeros
-from pdcompile.passes.published.placement.placement_search import (
+from pdcompile.passes.published.placement.node_groups import (
+    grouped,
     lifted,
     memory_problem,
-    simple_bound,
+    together,
+    without_zeros,
 )
+from pdcompile.passes.published.placement.placement_search import simple_bound
 from pdcompile.passes.published.placement.placements import objective, stage_ranges
 from pdcompile.passes.published.placement_model import DeviceClass, LoadProblem
 from tests.helpers.placements import random_problem

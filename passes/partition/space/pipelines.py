@@ -10,8 +10,14 @@ from functools import cache, cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.costs import Resident
-from pdcompile.passes.partition.ideals import all_ideals, prefixes
-from pdcompile.passes.partition.model import Model, build, contracted, single_moves
+from pdcompile.passes.partition.model import (
+    Model,
+    all_ideals,
+    build,
+    contracted,
+    prefixes,
+    single_moves,
+)
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece

@@ -86,7 +86,7 @@ def does_not_fit(
         everywhere = "" if _alike(cluster) else " if all devices were as large as the largest"
         known = f"; by the formula alone {least.what} would{everywhere}"
     return InfeasibleError(
-        f"no plan of the space fits once what is under way is counted{known}",
+        f"no plan of the space fits once messages and updates are counted{known}",
         where="memory",
         remedy=f"give a little more memory{others}",
     )

@@ -10,11 +10,10 @@ from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.pipedream.bucket_bounds import relaxation
+from pdcompile.passes.published.pipedream.level_tables import NestedStage, levels_of
 from pdcompile.passes.published.pipedream.nested_stages import (
     NestedPlan,
-    NestedStage,
     Report,
-    levels_of,
     operations,
     search,
     unfit,

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.lattice import members
-from pdcompile.passes.published.pipedream.nested_stages import PricedLevel, operations
+from pdcompile.passes.published.pipedream.level_tables import PricedLevel
+from pdcompile.passes.published.pipedream.nested_stages import operations
 from pdcompile.passes.published.pipedream.profile_cuts import CutSegments, Dag, Floats, membership
 
 BUCKETS = 800

@@ -14,16 +14,13 @@ from pdcompile.passes.partition.chain_program import cheapest_chain, smallest_th
 from pdcompile.passes.published.piper.menus import device_seconds, heaviest_alone, menus
 from pdcompile.passes.published.piper.stage_tables import (
     POINTS,
-    Space,
     StatePairs,
     achievable_table,
-    all_ideals,
     exact_table,
-    ideals_around,
-    orders_of,
     pairs,
     relaxed_table,
 )
+from pdcompile.passes.published.piper.states import Space, all_ideals, ideals_around, orders_of
 from pdcompile.passes.published.piper.table_search import EXACT, LeastMemory, PiperPlan, TableSearch
 from pdcompile.passes.published.piper_model import MenuProblem
 from pdcompile.passes.published.solution import ROUNDING, Progress, Solution

@@ -24,15 +24,8 @@ from pdcompile.passes.partition.chain_program import (
 )
 from pdcompile.passes.partition.lattice import members
 from pdcompile.passes.published.piper.menus import Floats, Menu, pick
-from pdcompile.passes.published.piper.stage_tables import (
-    Space,
-    StatePairs,
-    Table,
-    alive,
-    bisected,
-    in_flight,
-    options_of,
-)
+from pdcompile.passes.published.piper.stage_tables import StatePairs, Table, alive, bisected
+from pdcompile.passes.published.piper.states import Space, in_flight, options_of
 from pdcompile.passes.published.piper_model import evaluate
 from pdcompile.passes.published.solution import Progress, StageSolution
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from pdcompile.errors import PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.published.placement.node_groups import grouped
-from pdcompile.passes.published.placement.placement_search import (
-    PlacementFound,
-    memory_problem,
-    solve,
-    solve_large,
-)
+from pdcompile.passes.published.placement.node_groups import grouped, memory_problem
+from pdcompile.passes.published.placement.placement_search import PlacementFound, solve, solve_large
 from pdcompile.passes.published.placement.placements import Placement, objective
 from pdcompile.passes.published.placement_model import (
     DeviceClass,

@@ -392,21 +392,40 @@ def linear_chain(a: Arrays, place: Ints, cuts: Ints, reach: float) -> CutChain:
     work = _prefix(block, a.least, count)
     width = reach_of(work, reach)
     moved = band_costs(steps, width)
-    sizes = _prefix(block, a.sizes, count)
+    return chain_of(a, reach, moved, lambda amount: _prefix(block, amount, count), work[-1] - work)
+
+
+def chain_of(
+    a: Arrays,
+    reach: float,
+    moved: Floats,
+    inside: Callable[[Floats], Floats],
+    needs: Floats,
+    slack: float = 0.0,
+) -> CutChain:
+    """The chain of cuts whose stages pay `moved` for values (inf: no stage).
+
+    Args:
+        inside: from an amount of each group to the sum of those inside each cut.
+        slack: by which sums of sizes may exceed a limit, so that no stage that fits is lost.
+    """
+    width, sizes = moved.shape[1], inside(a.sizes)
     loads = []
     for c, kind in enumerate(a.classes):
         if not kind.count:
             loads.append(np.zeros((0, 0)))
             continue
-        load = differences(_prefix(block, a.seconds[c], count), width)
+        load = differences(inside(a.seconds[c]), width)
         if kind.transfers:
             load += moved
+        else:
+            load[np.isinf(moved)] = np.inf
         if a.barred[c].any():
-            load[differences(_prefix(block, a.barred[c] * 1.0, count), width) > 0] = np.inf
+            load[differences(inside(a.barred[c] * 1.0), width) > 0.5] = np.inf
         if kind.memory < sizes[-1]:
-            load[differences(sizes, width) > kind.memory] = np.inf
+            load[differences(sizes, width) > kind.memory + slack] = np.inf
         loads.append(load)
-    return CutChain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
+    return CutChain(tuple(loads), tuple(kind.count for kind in a.classes), reach, needs)
 
 
 def _prefix(block: Ints, amount: Floats, cuts: int) -> Floats:

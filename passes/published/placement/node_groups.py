@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from pdcompile.passes.partition.lattice import contracted
-from pdcompile.passes.published.placement.placements import neighbours
+from pdcompile.passes.published.placement.placements import Placement, neighbours
 from pdcompile.passes.published.placement_model import LoadProblem, PlacementProblem
 
 
@@ -205,3 +205,42 @@ def merge(problem: LoadProblem, pairs: Sequence[tuple[int, int]]) -> LoadProblem
         after[a].add(b)
     part, arcs = contracted(after)
     return _joined(part, replace(problem, arcs=arcs))
+
+
+def memory_problem(problem: LoadProblem) -> tuple[LoadProblem, float]:
+    """(problem, limit): the placements that fit are those of `problem` with objective ≤ limit.
+
+    The load of a device is the memory it holds; where classes have unlike limits, in parts of
+    the first one's.
+    """
+    total = math.fsum(problem.sizes)
+    bounded = [kind.memory for kind in problem.classes if kind.count and kind.memory < total]
+    limit = bounded[0] if bounded else total
+
+    def amount(v: int, c: int) -> float:
+        memory, size = problem.classes[c].memory, problem.sizes[v]
+        if math.isinf(problem.seconds[v][c]):
+            return math.inf
+        if memory >= total:
+            return 0.0
+        if memory == limit or size == 0:
+            return size
+        return size * (limit / memory) if memory > 0 else math.inf
+
+    groups, kinds = range(len(problem.sizes)), range(len(problem.classes))
+    roomy = [replace(kind, memory=math.inf, transfers=False) for kind in problem.classes]
+    memory = replace(
+        problem,
+        seconds=tuple(tuple(amount(v, c) for c in kinds) for v in groups),
+        sizes=(0.0,) * len(groups),
+        pins=(),
+        costs=(),
+        classes=tuple(roomy),
+    )
+    return memory, limit
+
+
+def lifted(small: LoadProblem, large: LoadProblem, placement: Placement) -> Placement:
+    """A placement of merged groups as one of the groups they were merged from."""
+    stage = {v: placement.stage_of[g] for g, group in enumerate(small.members) for v in group}
+    return Placement(tuple(stage[group[0]] for group in large.members), placement.kinds)

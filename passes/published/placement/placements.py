@@ -148,11 +148,10 @@ def _raise(
 ) -> None:
     """Stages that each group needs up to itself and from itself on (at least the known ones)."""
     before, after = neighbours(problem)
-    for found, reach in (
-        (early, lattice.reachable(before, from_end=False)),
-        (late, lattice.reachable(after, from_end=True)),
+    for found, totals in (
+        (early, lattice.accumulated(before, amount, from_end=False)),
+        (late, lattice.accumulated(after, amount, from_end=True)),
     ):
-        for v, mask in enumerate(reach):
-            total = math.fsum(amount[u] for u in lattice.members(mask | 1 << v))
+        for v, total in enumerate(totals):
             needed = total / capacity * (1 - SLACK)
             found[v] = max(found[v], math.ceil(min(needed, 1e9)))

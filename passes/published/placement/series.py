@@ -23,7 +23,7 @@ from pdcompile.passes.published.placement.cut_chain import (
     Floats,
     Ints,
     band_costs,
-    differences,
+    chain_of,
     main_class,
     reach_of,
     speeds,
@@ -183,27 +183,15 @@ def series_chain(made: Series, reach: float, keep: Ints) -> CutChain | None:
         width,
     )
     _overwrite(made, keep, moved)
-    sizes = prefix(made.parts, a.sizes)[keep]
-    whole = sizes[-1] < 2.0**53 and bool((a.sizes == np.floor(a.sizes)).all())
-    slack = 0.0 if whole else 4e-16 * a.groups * float(sizes[-1])
-    loads = []
-    for c, kind in enumerate(a.classes):
-        if not kind.count:
-            loads.append(np.zeros((0, 0)))
-            continue
-        load = differences(prefix(made.parts, a.seconds[c])[keep], width)
-        if kind.transfers:
-            load += moved
-        else:
-            load[np.isinf(moved)] = np.inf
-        if a.barred[c].any():
-            barred = prefix(made.parts, a.barred[c].astype(np.float64))[keep]
-            load[differences(barred, width) > 0.5] = np.inf
-        if kind.memory < sizes[-1]:
-            # Sums are rounded unless they are whole numbers; a stage that fits is never lost.
-            load[differences(sizes, width) > kind.memory + slack] = np.inf
-        loads.append(load)
-    return CutChain(tuple(loads), tuple(kind.count for kind in a.classes), reach, work[-1] - work)
+    # Sums are rounded unless they are whole numbers.
+    total = float(a.sizes.sum())
+    whole = total < 2.0**53 and bool((a.sizes == np.floor(a.sizes)).all())
+    slack = 0.0 if whole else 4e-16 * a.groups * total
+
+    def inside(amount: Floats) -> Floats:
+        return np.asarray(prefix(made.parts, amount)[keep])
+
+    return chain_of(a, reach, moved, inside, work[-1] - work, slack)
 
 
 def useful(made: Series, limit: float) -> Ints:

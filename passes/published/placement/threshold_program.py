@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
-from pdcompile.passes.partition.cpsat import Thresholds, negated
 from pdcompile.passes.partition.lattice import reachable
+from pdcompile.passes.partition.thresholds import Thresholds, negated
 from pdcompile.passes.published.placement.placements import (
     Placement,
     compact,
