@@ -140,7 +140,6 @@ def fit(samples: Mapping[Point, int]) -> Any | None:
     Raises:
         ValueError: the points do not form such a grid.
     """
-    import sympy
 
     axes = [sorted({point[i] for point in samples}) for i in range(len(next(iter(samples))))]
     size = 1
@@ -150,46 +149,34 @@ def fit(samples: Mapping[Point, int]) -> Any | None:
             raise ValueError(f"a fit of degree {degree} needs {degree + 2} sizes, not {axis}")
     if size != len(samples):
         raise ValueError("the samples are not on a grid")
-    coefficients = _coefficients(samples, axes)
-    if any(_value(coefficients, point) != number for point, number in samples.items()):
-        return None
-    b_and_s = symbols(len(axes))
-    return sympy.Add(
-        *(
-            sympy.Rational(c.numerator, c.denominator)
-            * sympy.Mul(*(x**n for x, n in zip(b_and_s, powers, strict=True)))
-            for powers, c in coefficients.items()
+    nodes = tuple(tuple(axis[: n + 1]) for axis, n in zip(axes, DEGREES, strict=False))
+    known = [samples[point] for point in product(*nodes)]
+    for point, number in samples.items():
+        if number != sum(w * n for w, n in zip(_weights(nodes, point), known, strict=True)):
+            return None
+    return _through(nodes, tuple(known))
+
+
+@cache  # layers are equal
+def _through(nodes: tuple[Point, ...], numbers: Point) -> Any:
+    import sympy
+
+    forms = _lagrange(nodes, symbols(len(nodes)))
+    return sympy.expand(sympy.Add(*(n * form for n, form in zip(numbers, forms, strict=True))))
+
+
+def _lagrange(nodes: tuple[Point, ...], at: Sequence[Any]) -> list[Any]:
+    """For each point of the grid: 1 there and 0 at its other points, as polynomials at `at`."""
+    import sympy
+
+    def one(axis: Point, node: int, x: Any) -> Any:
+        return prod(
+            (x - other) * sympy.Rational(1, node - other) for other in axis if other != node
         )
-    )
 
-
-def _coefficients(
-    samples: Mapping[Point, int], axes: Sequence[Sequence[int]]
-) -> dict[Point, Fraction]:
-    """By exponents of (b,) or (b, s), from the first values of each axis that suffice."""
-    points = tuple(product(*(axis[: n + 1] for axis, n in zip(axes, DEGREES, strict=False))))
-    powers = product(*(range(n + 1) for _, n in zip(axes, DEGREES, strict=False)))
-    found = {
-        power: sum((c * samples[p] for c, p in zip(row, points, strict=True)), Fraction(0))
-        for power, row in zip(powers, _inverse(points), strict=True)
-    }
-    return {power: c for power, c in found.items() if c}
+    return [prod(map(one, nodes, point, at)) for point in product(*nodes)]
 
 
 @cache
-def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
-    """The matrix that makes coefficients, by exponents, of values at the points of a grid."""
-    import sympy
-
-    sizes = [len(set(axis)) for axis in zip(*points, strict=True)]
-    powers = list(product(*map(range, sizes)))
-    matrix = sympy.Matrix([[_power(point, power) for power in powers] for point in points])
-    return [[Fraction(int(x.p), int(x.q)) for x in row] for row in matrix.inv().tolist()]
-
-
-def _power(point: Point, power: Point) -> int:
-    return prod(x**n for x, n in zip(point, power, strict=True))
-
-
-def _value(coefficients: Mapping[Point, Fraction], point: Point) -> Fraction:
-    return sum((c * _power(point, power) for power, c in coefficients.items()), Fraction(0))
+def _weights(nodes: tuple[Point, ...], point: Point) -> list[Fraction]:
+    return [Fraction(str(weight)) for weight in _lagrange(nodes, point)]
