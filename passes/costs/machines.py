@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import median
-from time import perf_counter
 from typing import NamedTuple
 
 from pdcompile.cluster import Cluster
@@ -63,30 +61,24 @@ def calibrate(budget_seconds: float = 0.05) -> Machine:
     """
     import torch
 
+    from pdcompile.passes.costs.timing import timed, typical
+
+    def seconds(run: Callable[[], object]) -> float:
+        return typical(lambda: timed(run, torch.device("cpu")), budget_seconds / 3)
+
     with torch.no_grad():
         n = 256
         square, out = torch.ones(n, n), torch.empty(n, n)
-        product = _typical(lambda: torch.mm(square, square, out=out), budget_seconds / 3)
+        product = seconds(lambda: torch.mm(square, square, out=out))
         source, target = torch.ones(1 << 20), torch.empty(1 << 20)
-        copy = _typical(lambda: target.copy_(source), budget_seconds / 3)
+        copy = seconds(lambda: target.copy_(source))
         tiny = torch.ones(8)
-        call = _typical(lambda: torch.add(tiny, tiny), budget_seconds / 3)
+        call = seconds(lambda: torch.add(tiny, tiny))
     return Machine(
         flops_per_second=2 * n**3 / max(product - call, product / 2),
         bytes_per_second=2 * source.nbytes / max(copy - call, copy / 2),
         call_seconds=call,
     )
-
-
-def _typical(run: Callable[[], object], budget_seconds: float) -> float:
-    run()
-    times: list[float] = []
-    end = perf_counter() + budget_seconds
-    while not times or (perf_counter() < end and len(times) < 1000):
-        began = perf_counter()
-        run()
-        times.append(perf_counter() - began)
-    return median(times)
 
 
 _READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from time import perf_counter, thread_time
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.ir.execution import CPU, Lookup, bound
 from pdcompile.passes.costs import CostedOp, Operand
+from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.costs.live_storages import tensors_in
+from pdcompile.passes.costs.timing import timed, typical
 from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry
-
-MIN_RUNS, MAX_RUNS = 3, 50
 
 
 @dataclass(frozen=True)
@@ -109,23 +108,8 @@ def _copy_of(path: str, model: nn.Module | None, training: bool) -> nn.Module:
     return module.train(training)
 
 
-def typical(run: Callable[[], float], budget_seconds: float) -> float:
-    """Median of the seconds that several runs say they took, after a warm-up; at least three.
-
-    One run where that takes more than the budget already.
-    """
-    first = run()
-    if first > budget_seconds:
-        return first
-    times: list[float] = []
-    end = perf_counter() + budget_seconds - first
-    while len(times) < MIN_RUNS or (perf_counter() < end and len(times) < MAX_RUNS):
-        times.append(run())
-    return median(times)
-
-
 def _forward_seconds(bench: Bench, budget_seconds: float) -> float:
-    return typical(lambda: timed(bench.prepare(), CPU)[0], budget_seconds)
+    return typical(lambda: timed(bench.prepare(), CPU), budget_seconds)
 
 
 def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
@@ -148,7 +132,7 @@ def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
             if gradient is not None:
                 total.add_(gradient)
 
-    took = typical(lambda: timed(run, CPU)[0], budget_seconds)
+    took = typical(lambda: timed(run, CPU), budget_seconds)
     return max(took - start_seconds(), 0.0)
 
 
@@ -161,7 +145,7 @@ def start_seconds() -> float:
     with torch.enable_grad():
         for _ in range(50):
             run = partial(torch.autograd.grad, [result], [leaf], [gradient], retain_graph=True)
-            times.append(timed(run, leaf.device)[0])
+            times.append(timed(run, leaf.device))
     return median(times)
 
 
@@ -183,59 +167,30 @@ class Synthesis:
     def tensor(self, operand: Operand) -> torch.Tensor:
         """Floating-point values lie in (0.1, 1), where every function is defined and normal."""
         dtype = getattr(torch, operand.dtype)
-        order = operand.stride_order or tuple(range(len(operand.shape)))
-        shape = [operand.shape[dim] for dim in order]
-        if dtype.is_floating_point or dtype.is_complex:
-            real = torch.empty(shape, dtype=torch.float32, device=self.device)
-            made = real.uniform_(0.1, 1.0, generator=self.generator).to(dtype)
-        elif dtype == torch.bool:
-            made = torch.ones(shape, dtype=dtype, device=self.device)
-        elif self._is_offsets(operand):
-            rows, count = int(self.call.first.shape[0]), int(operand.shape[0])
-            ends = [rows * (i + 1) // count for i in range(count)]
-            made = torch.tensor(ends, dtype=dtype, device=self.device)
-        else:
-            index = self.call.index
-            rows = index_range(index.graph, self.call.op, operand.name, index.b) or 1
-            high = min(rows, torch.iinfo(dtype).max)
-            made = torch.randint(high, shape, generator=self.generator, device=self.device).to(
-                dtype
-            )
-        # Back to the order of dims that the graph names them in, in the recorded layout.
-        made = made.permute([order.index(dim) for dim in range(len(order))])
+        made = laid_out(
+            operand.shape, operand.stride_order, lambda s: self._filled(operand, s, dtype)
+        )
         if operand.requires_grad and (dtype.is_floating_point or dtype.is_complex):
             made.requires_grad_()
         return made
+
+    def _filled(self, operand: Operand, shape: list[int], dtype: torch.dtype) -> Tensor:
+        if dtype.is_floating_point or dtype.is_complex:
+            real = torch.empty(shape, dtype=torch.float32, device=self.device)
+            return real.uniform_(0.1, 1.0, generator=self.generator).to(dtype)
+        if dtype == torch.bool:
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        if self._is_offsets(operand):
+            rows, count = int(self.call.first.shape[0]), int(operand.shape[0])
+            ends = [rows * (i + 1) // count for i in range(count)]
+            return torch.tensor(ends, dtype=dtype, device=self.device)
+        index = self.call.index
+        rows = index_range(index.graph, self.call.op, operand.name, index.b) or 1
+        high = min(rows, torch.iinfo(dtype).max)
+        made = torch.randint(high, shape, generator=self.generator, device=self.device)
+        return made.to(dtype)
 
     def _is_offsets(self, operand: Operand) -> bool:
         """Whether it says where each group of rows ends: zeros would leave nothing to do."""
         offsets = self.call.tensor(2, "offs")
         return self.call.name == "groupedmm" and offsets is not None and operand == offsets
-
-
-Result = TypeVar("Result")
-
-
-def clock() -> Callable[[], float]:
-    """A clock in seconds for work on the CPU by this thread and torch's own threads."""
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
-def timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Seconds that `run` takes on the device, and what it returns."""
-    if device.type == "cuda":
-        return _timed_by_events(run, torch.cuda.Event)
-    now = clock()
-    began = now()
-    result = run()
-    return now() - began, result
-
-
-def _timed_by_events(run: Callable[[], Result], event: Callable[..., Any]) -> tuple[float, Result]:
-    """Kernels are queued, not done, when `run` returns: the device stamps begin and end."""
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-    begin.record()
-    result = run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3, result  # of milliseconds

@@ -24,9 +24,9 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
+from pdcompile.passes.costs.timing import timed
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
-from pdcompile.passes.profile.op_bench import timed
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.passes.untouched import untouched
 from pdcompile.plan import Plan
@@ -126,7 +126,7 @@ def _measure(
         spent < seconds and len(forwards) < WARMUPS + MAX_RUNS
     ):
         stage.begin(0)
-        forwards.append(timed(forward, device)[0])
+        forwards.append(timed(forward, device))
         # As large as the values themselves: what a later stage sends is neither 0 nor 1.
         own = {name: value for name, value in stage.left.items() if name not in stage.entered}
         gradients = {
@@ -134,7 +134,7 @@ def _measure(
             for name, value in own.items()
             if name in stage.edges and stage.edges[name].gradient
         }
-        backwards.append(timed(partial(stage.backward, gradients, {}), device)[0])
+        backwards.append(timed(partial(stage.backward, gradients, {}), device))
         spent += forwards[-1] + backwards[-1]
         del gradients, own
     kept = slice(WARMUPS, None)
