@@ -25,7 +25,7 @@ from pdcompile.passes.costs import (
     estimate,
     rough_forecast,
 )
-from pdcompile.passes.costs.flops import is_product
+from pdcompile.passes.costs.flops import rule_of
 from pdcompile.passes.costs.live_storages import saved_storages
 from pdcompile.passes.costs.rehearse import kept_storages
 from tests.helpers import models
@@ -93,7 +93,7 @@ def test_flops_equal_the_flop_counter(name: str) -> None:
     counted = sum(
         cost.flops
         for call, cost in zip(calls, costs, strict=True)
-        if is_product(call) and call.name not in unknown
+        if rule_of(call).product and call.name not in unknown
     )
     assert counted == counter.get_total_flops() > 0
 

@@ -68,7 +68,7 @@ def divide(
     wanted: tuple[Collection[str], Collection[str]],
     names: Mapping[str, str],
 ) -> CodeLayout:
-    """Find the blocks of a stage; modules that cannot be one function each stay flat.
+    """Finds the blocks of a stage; modules that cannot be one function each stay flat.
 
     Args:
         ops: of this stage, in training and in evaluation; those of the loss are in no block.
@@ -103,7 +103,7 @@ def divide(
 def _candidates(
     capture: Capture, train_ops: Sequence[Op], eval_ops: Sequence[Op]
 ) -> tuple[set[str], frozenset[str]]:
-    """Modules that are whole on this stage, in both modes, and no mere containers.
+    """Modules that lie wholly on this stage, in both modes, and do more than hold others.
 
     Second those that are here in part.
     """
@@ -140,7 +140,7 @@ class Classes:
     facts: dict[str, Facts] = field(default_factory=dict)  # by path
 
     def assign(self) -> set[str]:
-        """Fill in the layout's blocks; returns the modules that have to stay flat instead."""
+        """Fills in the layout's blocks; returns the modules that have to stay flat instead."""
         for each in self.layout.root.walk():
             each.block, each.arguments = None, ()
         modes = (
@@ -201,7 +201,7 @@ class Classes:
         self.layout.block_of[path] = node.block = index
 
     def finish(self) -> bool:
-        """Make arguments of the numbers in which instances differ; False: divide once more."""
+        """Makes arguments of the numbers in which instances differ; False: divide once more."""
         found: list[Template] = []
         complete = True
         for block in self.layout.blocks:

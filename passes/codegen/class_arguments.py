@@ -84,7 +84,7 @@ def _dims(name: str, count: int) -> Sequence[str]:
 
 
 def _inside(change: Change, owner: str) -> Change:
-    """Calls a child's number ``conv1/out_channels``: the short name, or both where it is taken."""
+    """Names a child's number ``conv1/out_channels``: the short name, or both where it is taken."""
 
     def changed(number: Any, hint: str) -> Any:
         return change(number, hint if "/" in hint else f"{identifier(owner)}/{hint}")
@@ -105,7 +105,7 @@ class Facts:
     inner: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def read(self, number: Number, hint: str) -> Named:
-        """Take a number down; in its place a key has only its type."""
+        """Notes a number; in its place a key has only its type."""
         self.numbers.append(number)
         self.hints.append(hint)
         return Named(type(number).__name__)

@@ -71,7 +71,7 @@ def module_of(cls: type[nn.Module]) -> ModuleType:
 
 
 def set_draw(cls: type[nn.Module], draw: Callable[[Any, int], None]) -> None:
-    """Have the stage's file call `draw` before each random op."""
+    """Makes the stage's file call `draw` before each random op."""
     vars(module_of(cls))["draw"] = draw
 
 
@@ -135,7 +135,7 @@ def write(
     *,
     model: nn.Module | None = None,
 ) -> None:
-    """Write every file of the sources, and with a model ``stage_k.pt``: buffers and constants.
+    """Writes every file of the sources, and with a model ``stage_k.pt``: buffers and constants.
 
     Each file is complete or not there: it is written beside its place and renamed into it, the
     plan last.  Other files in the folder are left alone.

@@ -112,7 +112,7 @@ def _break_targets(code: str, depth: int) -> list[str] | None:
 
 
 def _break_brackets(code: str, depth: int) -> list[str] | None:
-    """Break after the last top-level opening bracket and before its closing one."""
+    """Breaks after the last top-level opening bracket and before its closing one."""
     span = _last_brackets(code)
     if span is None:
         return None
@@ -209,7 +209,7 @@ def _with_levels(code: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _break_anywhere(code: str, depth: int, inside: bool) -> list[str]:
-    """Any statement between tokens, inside parentheses; long strings in pieces."""
+    """Breaks any statement between tokens, inside parentheses; long strings in pieces."""
     indent = "    " * depth
     match = re.match(r"((?:return|[\w, .]+ [-+*/@&|^%<>]*=)) (.*)", code, re.DOTALL)
     if match and not inside and not match[2].startswith("("):

@@ -8,65 +8,55 @@ that an element-wise model has a cost as well.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdcompile.passes.costs.costed_op import CostedOp, Operand, product, words
 
 Formula = Callable[[CostedOp], int]
 
-# Operations per element of the output; a transcendental function is some ten of them.
-_PER_ELEMENT = {
-    **dict.fromkeys(words("layernorm groupnorm instancenorm rmsnorm localresponsenorm"), 8),
-    **dict.fromkeys(words("batchnorm batchnorm1d batchnorm2d batchnorm3d syncbatchnorm"), 8),
-    **dict.fromkeys(words("exp log tanh sigmoid sin cos erf logsigmoid softplus silu mish"), 10),
-    **dict.fromkeys(words("rand randn bernoulli randlike randnlike multinomial normal"), 10),
-    **dict.fromkeys(words("gelu pow softmax logsoftmax elu selu expm1 log1p logsumexp"), 12),
-    **dict.fromkeys(words("dropout dropout1d dropout2d alphadropout featurealphadropout"), 12),
-    **dict.fromkeys(words("crossentropy binarycrossentropywithlogits"), 14),
-}
 
-# Ops that only place data: bytes, no arithmetic.
-MOVES = words(
-    "contiguous clone copy cat concat stack repeat repeatinterleave tile to float half bfloat16 "
-    "double int long bool type typeas gather indexselect index getitem setitem embedding roll flip "
-    "pad zeros ones full empty zeroslike oneslike fulllike emptylike newzeros newones newfull "
-    "newempty arange linspace tensor onehot maskedfill scatter take tril triu fill zero "
-    "indexcopy indexput maskedselect pixelshuffle pixelunshuffle channelshuffle"
-)  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one op costs: operations of its forward, and how its backward and its reading differ.
+
+    `product`: of the matmul family, whose backward is a product of the same size for each factor.
+    `backward`: operations of the backward for each of the forward, where it is neither that nor as
+    many as the forward's.
+    `looks_up`: it reads no more than what it returns.
+    """
+
+    flops: Formula
+    product: bool = False
+    backward: float | None = None
+    looks_up: bool = False
+
+
+def rule_of(call: CostedOp) -> Rule:
+    """The rule of an op by its name; a function without one computes once for each result."""
+    if call.is_view:
+        return _PLACES
+    if call.op.opaque:
+        return Rule(_opaque)
+    return _RULES.get(call.name, Rule(_made(1)))
 
 
 def forward_flops(call: CostedOp) -> int:
     """Floating-point operations of the forward; 0 for views and for ops that only move data."""
-    if call.is_view:
-        return 0
-    if call.op.opaque:
-        return call.index.size(call.op.flops) if call.op.flops is not None else _opaque(call)
-    formula = _FORMULAS.get(call.name)
-    if formula is not None:
-        return formula(call)
-    if call.name in MOVES:
-        return 0
-    return pointwise(call)
+    return rule_of(call).flops(call)
 
 
-def is_product(call: CostedOp) -> bool:
-    """Whether the op is of the matmul family, whose backward is products of the same size."""
-    if call.op.opaque or call.is_view:
-        return False
-    return call.name in _FORMULAS and call.name not in _REDUCTIONS
+def _nothing(call: CostedOp) -> int:
+    return 0
 
 
-def pointwise(call: CostedOp) -> int:
-    """Elements of the largest tensor that the op touches, times the price of the function."""
-    reduced = call.name in _READS_MORE
-    tensors = (call.first,) if reduced else (call.out,)
-    return _PER_ELEMENT.get(call.name, 1) * tensors[0].elements
+def _made(price: int) -> Formula:
+    """So many operations for each element of the result."""
+    return lambda call: price * call.out.elements
 
 
-_READS_MORE = words(
-    "sum mean var std max min amax amin norm argmax argmin prod any all cumsum logsumexp "
-    "crossentropy nllloss mseloss l1loss smoothl1loss huberloss kldiv vectornorm "
-    "binarycrossentropy binarycrossentropywithlogits sort topk varmean softmaxcrossentropy"
-)  # fmt: skip
+def _read(price: int) -> Formula:
+    """So many operations for each element that is read."""
+    return lambda call: price * call.first.elements
 
 
 def _matmul(call: CostedOp) -> int:
@@ -85,14 +75,10 @@ def _addbmm(call: CostedOp) -> int:
     return 2 * left.shape[0] * left.shape[-1] * call.out.elements
 
 
-def _outer_product(call: CostedOp) -> int:
-    return call.out.elements
-
-
 def _bilinear(call: CostedOp) -> int:
     weight = call.tensor(2, "weight")
     if weight is None:
-        return pointwise(call)
+        return call.out.elements
     rows = product(call.out.shape[:-1])
     return 2 * rows * weight.elements
 
@@ -101,7 +87,7 @@ def _convolution(call: CostedOp) -> int:
     """Every output element is a product over one kernel window of one group's channels."""
     weight = call.tensor(1, "weight")
     if weight is None or len(weight.shape) < 3:
-        return pointwise(call)
+        return call.out.elements
     spatial = len(weight.shape) - 2
     batched = len(call.out.shape) == spatial + 2
     rows = call.out.shape[0] if batched else 1
@@ -120,7 +106,7 @@ def attention_flops(query: Operand, key: Operand, value: Operand) -> int:
 def _attention(call: CostedOp) -> int:
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None:
-        return pointwise(call)
+        return call.out.elements
     return attention_flops(query, key, value)
 
 
@@ -128,7 +114,7 @@ def _multihead(call: CostedOp) -> int:
     """torch.nn.MultiheadAttention: three input projections, attention, one output projection."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     if query is None or key is None or value is None or len(query.shape) < 2:
-        return pointwise(call)
+        return call.out.elements
     embed = query.shape[-1]
     projections = 2 * embed * (
         2 * query.elements + key.elements + value.elements
@@ -154,20 +140,15 @@ def _einsum(call: CostedOp) -> int:
     """Twice the product of all index sizes for each contraction of two operands."""
     equation = next((a for a in call.op.args if isinstance(a, str)), None)
     if equation is None:
-        return pointwise(call)
+        return call.out.elements
     terms = equation.replace(" ", "").split("->")[0].split(",")
     operands = call.inputs
     if "." in equation or len(terms) != len(operands) or len(terms) < 2:
-        return pointwise(call)
+        return call.out.elements
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         sizes.update(zip(term, operand.shape, strict=False))
     return 2 * (len(terms) - 1) * product(tuple(sizes.values()))
-
-
-def _pool(call: CostedOp) -> int:
-    """Every input element is looked at once (kernels rarely overlap by much)."""
-    return call.first.elements
 
 
 def _interpolate(call: CostedOp) -> int:
@@ -176,30 +157,71 @@ def _interpolate(call: CostedOp) -> int:
 
 
 def _opaque(call: CostedOp) -> int:
-    """An opaque module: its parameters as matrices that meet every row of the first input."""
+    """What was counted, or the parameters as matrices that meet every row of the first input."""
+    if call.op.flops is not None:
+        return call.index.size(call.op.flops)
     rows = product(call.first.shape[:-1])
     weights = [o for o in call.inputs if o.held]
     return 2 * rows * sum(weight.elements for weight in weights) + call.out.elements
 
 
-_CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "transpose") for n in (1, 2, 3)]
-_POOLS = ("max", "avg", "lp", "adaptiveavg", "adaptivemax")
-_REDUCTIONS = frozenset(f"{kind}pool{n}d" for kind in _POOLS for n in (1, 2, 3)) | {
-    "interpolate",
-    "upsample",
-}
+_PLACES = Rule(_nothing)
 
-_FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "inner", "vdot"), _matmul),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
-    "addbmm": _addbmm,
-    **dict.fromkeys(("outer", "ger"), _outer_product),
-    "bilinear": _bilinear,
-    **dict.fromkeys((*_CONVOLUTIONS, "convolution"), _convolution),
-    "scaleddotproductattention": _attention,
-    "multiheadattention": _multihead,
-    **dict.fromkeys(("lstm", "gru", "rnn", "lstmcell", "grucell", "rnncell"), _recurrent),
-    "einsum": _einsum,
-    **dict.fromkeys(_REDUCTIONS - {"interpolate", "upsample"}, _pool),
-    **dict.fromkeys(("interpolate", "upsample"), _interpolate),
-}
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(words(names), rule)
+
+
+# A transcendental function is some ten operations.
+_RULES: dict[str, Rule] = {
+    **_named(
+        _PLACES,
+        "contiguous clone copy cat concat stack repeat repeatinterleave tile to float half double "
+        "bfloat16 int long bool type typeas getitem setitem roll flip pad zeros ones full empty "
+        "zeroslike oneslike fulllike emptylike newzeros newones newfull newempty arange linspace "
+        "tensor onehot maskedfill scatter tril triu fill zero indexcopy indexput maskedselect "
+        "pixelshuffle pixelunshuffle channelshuffle",
+    ),
+    **_named(Rule(_nothing, looks_up=True), "embedding indexselect gather index take"),
+    "embeddingbag": Rule(_made(1), looks_up=True),
+    **_named(
+        Rule(_made(8)), "layernorm groupnorm instancenorm rmsnorm localresponsenorm batchnorm "
+        "batchnorm1d batchnorm2d batchnorm3d syncbatchnorm",
+    ),
+    **_named(
+        Rule(_made(10)), "exp log tanh sigmoid sin cos erf logsigmoid softplus silu mish rand "
+        "randn bernoulli randlike randnlike multinomial normal",
+    ),
+    **_named(
+        Rule(_made(12)), "gelu pow softmax logsoftmax elu selu expm1 log1p dropout dropout1d "
+        "dropout2d alphadropout featurealphadropout",
+    ),
+    **_named(
+        Rule(_read(1)), "sum mean var std max min amax amin norm argmax argmin prod any all cumsum "
+        "nllloss mseloss l1loss smoothl1loss huberloss kldiv vectornorm binarycrossentropy sort "
+        "topk varmean softmaxcrossentropy",
+    ),
+    # Pools look at every input element once: kernels rarely overlap by much.
+    **{
+        f"{kind}pool{n}d": Rule(_read(1))
+        for kind in ("max", "avg", "lp", "adaptiveavg", "adaptivemax")
+        for n in (1, 2, 3)
+    },
+    "logsumexp": Rule(_read(12)),
+    **_named(Rule(_read(14)), "crossentropy binarycrossentropywithlogits"),
+    **_named(Rule(_interpolate), "interpolate upsample"),
+    **_named(Rule(_matmul, product=True), "linear matmul mm bmm mv dot inner vdot"),
+    **_named(Rule(_addmm, product=True), "addmm baddbmm addmv"),
+    "addbmm": Rule(_addbmm, product=True),
+    **_named(Rule(_made(1), product=True), "outer ger"),
+    "bilinear": Rule(_bilinear, product=True),
+    **_named(
+        Rule(_convolution, product=True), "conv1d conv2d conv3d convtranspose1d convtranspose2d "
+        "convtranspose3d convolution",
+    ),
+    # Five products to the forward's two: its backward computes the scores again.
+    "scaleddotproductattention": Rule(_attention, product=True, backward=2.5),
+    "multiheadattention": Rule(_multihead, product=True),
+    **_named(Rule(_recurrent, product=True), "lstm gru rnn lstmcell grucell rnncell"),
+    "einsum": Rule(_einsum, product=True),
+}  # fmt: skip

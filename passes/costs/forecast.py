@@ -63,7 +63,7 @@ def rough_forecast(
 
 
 def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
-    """Walk the ops backwards: live gradients, plus what an op adds, minus what is released."""
+    """Walks the ops backwards: live gradients, plus what an op adds, minus what is released."""
     gradients: dict[str, int] = {}  # value -> bytes of its gradient while that is alive
     released = peak = 0
     for call, kept_bytes in zip(reversed(calls), reversed(kept), strict=True):

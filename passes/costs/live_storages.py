@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(self._given)
 
     def reset_peak(self) -> None:
-        """Forget what was alive before; the peak begins at what is alive now."""
+        """Forgets what was alive before; the peak begins at what is alive now."""
         self.peak_bytes = self.now_bytes
 
     def __torch_dispatch__(
@@ -56,7 +56,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def sample(self) -> None:
-        """Note what is alive now as a candidate for the peak."""
+        """Notes what is alive now as a candidate for the peak."""
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:

@@ -1,4 +1,4 @@
-"""From operations and bytes to seconds: a roofline with a price for every call, by device kind.
+"""Turns operations and bytes into seconds: a roofline with a price for every call, by device kind.
 
 Device kinds are those that a cluster may name, for planning without the hardware.  Peak rates are
 those of the makers' data sheets, dense, in units of 1e12 operations a second: float32 without
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
-from pdcompile.passes.costs.flops import forward_flops, is_product
+from pdcompile.passes.costs.flops import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ REFERENCE = Machine(flops_per_second=50e9, bytes_per_second=10e9, call_seconds=5
 
 @cache
 def calibrate(budget_seconds: float = 0.05) -> Machine:
-    """Measure a matrix product, a copy and a tiny addition on this machine's CPU.
+    """Measures a matrix product, a copy and a tiny addition on this machine's CPU.
 
     Takes about `budget_seconds` and draws no random numbers.  The result is kept for the life
     of the process, so that one compilation compares all ops with one machine.
@@ -81,29 +81,22 @@ def calibrate(budget_seconds: float = 0.05) -> Machine:
     )
 
 
-_READS_ROWS = frozenset(("embedding", "indexselect", "gather", "index", "take", "embeddingbag"))
-
-
 def seconds(call: CostedOp, machine: Machine) -> tuple[float, float]:
     """Forward and backward seconds of one op by the roofline."""
     if call.is_view:
         return 0.0, 0.0
     machine = machine.of(call.out.dtype)
-    flops = forward_flops(call)
+    rule = rule_of(call)
+    flops = rule.flops(call)
     read = sum(operand.bytes for operand in call.inputs)
     written = sum(output.bytes for output in call.outputs)
-    if call.name in _READS_ROWS:
-        read = written  # only the rows that are looked up
+    if rule.looks_up:
+        read = written
     forward = machine.seconds(flops, read + written)
     if not call.differentiated:
         return forward, 0.0
     factors = sum(operand.requires_grad for operand in call.inputs[:2]) or 1
-    if call.name == "scaleddotproductattention":
-        times = 2.5  # five products to the forward's two: it computes the scores again
-    elif is_product(call):
-        times = float(factors)
-    else:
-        times = 1.0
+    times = rule.backward or (factors if rule.product else 1)
     gradients = sum(operand.bytes for operand in call.inputs if operand.requires_grad)
     backward = machine.seconds(times * flops, read + written + gradients, calls=max(factors, 1))
     return forward, backward

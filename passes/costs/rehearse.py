@@ -69,7 +69,7 @@ class Fakes:
         return module.train(self.graph.training)
 
     def fill(self) -> None:
-        """Put the tensors into the modules."""
+        """Puts the tensors into the modules."""
         for at, module in self.modules.items():
             for path, part in module.named_modules():
                 prefix = f"{at}.{path}." if path else f"{at}."

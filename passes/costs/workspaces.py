@@ -34,7 +34,7 @@ class Workspace:
 
 
 def workspace(call: CostedOp) -> Workspace | None:
-    """None for all ops but a float32 nn.LSTM without projections on a plain tensor."""
+    """The workspace of a float32 nn.LSTM without projections; None for other ops."""
     made: dict[str, Any] = dict(call.op.constructor)
     if call.op.target != "torch.nn.LSTM" or call.op.kind != "module" or not call.inputs:
         return None

@@ -100,14 +100,14 @@ class _Stack:
     random: set[str] = field(default_factory=set)  # values whose expression draws
 
     def push(self, op: Op, text: str, used: Sequence[str]) -> None:
-        """Have the op's result wait; `used`: what went into its expression."""
+        """Puts the op's result on the stack; `used`: what went into its expression."""
         self.texts[op.name] = text
         if op.draw is not None or self.random.intersection(used):
             self.random.add(op.name)
         self.waiting.append(op.name)
 
     def take(self, statement: Statement) -> list[str]:
-        """The waiting values that go into the statement, off the stack; [] where they have to be
+        """Takes the values that go into the statement off the stack; [] where they have to be
         statements after all."""
         if statement.text is None:
             return []

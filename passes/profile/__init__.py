@@ -83,7 +83,7 @@ def profile(
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ConfigError for what the option ``costs`` cannot be, before anything is measured."""
+    """Raises ConfigError for what the option ``costs`` cannot be, before anything is measured."""
     if costs in ("measured", "estimated") or isinstance(costs, Path | Profile):
         return
     if not (isinstance(costs, str) and costs.endswith(".json")):
@@ -101,7 +101,7 @@ def recalled(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Profile:
-    """`measure`, but what the cache knows is not measured again; see `cache`."""
+    """Measures what the cache does not know; see `cache`."""
     environment = cache.Environment.here(DEVICE, microbatch_size)
     calls = distinct_calls(graph, microbatch_size)
     lasting = {key for key, call in calls.items() if cache.lasting(call.op)}
@@ -128,7 +128,7 @@ def measure(
     budget_seconds: float = BUDGET_SECONDS,
     known: Sequence[Entry] = (),
 ) -> Profile:
-    """Measure every distinct op once; the whole takes about `budget_seconds`.
+    """Measures every distinct op once; the whole takes about `budget_seconds`.
 
     An op that cannot run alone (too large for this machine, unknown to this process) is left
     out, and `apply` estimates it.  `known` entries are taken as they are.

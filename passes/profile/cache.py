@@ -46,7 +46,7 @@ class Environment:
 
     @staticmethod
     def here(device: str, microbatch_size: int) -> Environment:
-        """This process."""
+        """The environment of this process."""
         import torch
 
         kind = processor() if device == "cpu" else torch.cuda.get_device_name(device)
@@ -113,7 +113,7 @@ def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
 
 
 def save(environment: Environment, keys: Iterable[str], entries: Iterable[Entry]) -> None:
-    """Keep measurements for the next process, all or nothing; a log line when that fails."""
+    """Keeps measurements for the next process, all or nothing; a log line when that fails."""
     path = _path(environment, keys)
     if path is None:
         return

@@ -72,7 +72,7 @@ class Profile:
                     )
 
     def save(self, path: str | Path) -> None:
-        """Write to a file, all or nothing.  Raises CostError when it cannot be written."""
+        """Writes to a file, all or nothing.  Raises CostError when it cannot be written."""
         try:
             write_whole(Path(path), self.to_json().encode())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Measuring one op: forward and backward seconds on synthetic operands.
+"""Measures one op: forward and backward seconds on synthetic operands.
 
 Everything runs on copies: the model's parameters, buffers, hooks and random state stay as they
 are.  Seconds are those of events on a CUDA device, CPU time of one thread, else wall time: with

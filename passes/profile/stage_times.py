@@ -64,7 +64,7 @@ def measure_stages(
     budget_seconds: float = BUDGET_SECONDS,
     progress: Progress | None = None,
 ) -> tuple[StageTimes, ...]:
-    """Time every stage of a plan; stages that do the same are measured once.
+    """Times every stage of a plan; stages that do the same are measured once.
 
     What the cache knows is not measured again (see `cache`).
 

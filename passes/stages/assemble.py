@@ -1,4 +1,4 @@
-"""Assemble: the planner's answer over items becomes a plan over ops.
+"""Turns the planner's answer over items into a plan over ops.
 
 Nothing is decided here: stages are read off the partition, everything else about them is added
 up from the graph, and what crosses between them comes from `boundaries`.

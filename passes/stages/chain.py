@@ -47,7 +47,7 @@ class LocalStage:
         return self.interface.train if self.module.training else self.interface.eval
 
     def begin(self, minibatch: int) -> None:
-        """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
+        """Seeds random ops for this minibatch (its microbatch 0) from here on."""
         for hook in self._hooks:
             hook.remove()
         self._scope, self._hooks = announce(
@@ -75,7 +75,7 @@ class LocalStage:
             self.loss = self.module.loss(*arguments)  # type: ignore[operator]
 
     def backward(self, sums: dict[str, Tensor], tied: Mapping[Tensor, Tensor]) -> None:
-        """Goes on from the gradients of later readers, by value, and leaves its own there.
+        """Continues from the gradients of later readers, by value, and leaves its own there.
 
         `tied`: gradients of parameters that later stages hold as well.
         """
@@ -157,7 +157,7 @@ class Chain:
         self.begin(0)
 
     def begin(self, minibatch: int) -> None:
-        """From here on random ops draw the streams of this minibatch (its microbatch 0)."""
+        """Seeds random ops for this minibatch (its microbatch 0) from here on."""
         for one in self._tied:
             one.refresh()
         for stage in self._stages:

@@ -42,7 +42,7 @@ def verify(
     mode: Literal["auto", "full", "blocks", "off"] = "auto",
     loss_reduction: Reduction | None = None,
 ) -> Verification:
-    """Run the model and the stages on microbatches of a minibatch and compare everything.
+    """Runs the model and the stages on microbatches of a minibatch and compares everything.
 
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.

@@ -138,7 +138,7 @@ class Comparison:
     def _with_gradients(
         self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
     ) -> tuple[Outcome, Outcome]:
-        """Evaluation of a model that cannot be evaluated under no_grad, where `failed` was raised.
+        """Compares evaluation of a model that raises `failed` under no_grad.
 
         Stages record what forward differentiates, in evaluation too; an opaque module does
         not, and fails as the model does.

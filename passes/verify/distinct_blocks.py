@@ -62,7 +62,7 @@ def verify_blocks(
     *,
     room: int,
 ) -> Verification:
-    """Compare every distinct block of the stages with the model's own module.
+    """Compares every distinct block of the stages with the model's own module.
 
     Args:
         flat, layout: a minibatch; shapes, and values where it has them.
@@ -125,7 +125,7 @@ def _compared(
     size: int,
     plan: Plan,
 ) -> Iterator[tuple[list[Difference], Compared]]:
-    """Every block in one mode; those that cannot be compared say why."""
+    """Compares every block in one mode; those that cannot be compared say why."""
     owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     owned.update(model.named_buffers(remove_duplicate=False))
     for one in found:

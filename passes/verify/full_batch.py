@@ -145,8 +145,10 @@ class _BatchGradients:
         return f"loss_reduction={kind!r}"
 
     def _gradients(self, frozen: bool) -> tuple[Tensor, Tensor, list[str]]:
-        """Of the full batch (k), of each microbatch (m, k), and the parameter of each place; in
-        units of the parameter's largest gradient."""
+        """Gradients of the full batch (k), of each microbatch (m, k); the parameter of each place.
+
+        They are in units of the parameter's largest gradient.
+        """
         if frozen not in self._known:
             full = self._gradient(self._flat, frozen)
             places = {name: _places(gradient) for name, gradient in full.items()}
@@ -194,8 +196,10 @@ class _BatchGradients:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout functions hand their input on, single numbers (for layers to drop) are the same in
-    every call; `drawn` names another function that draws."""
+    """Switches dropout off; single numbers (for layers to drop) are the same in every call.
+
+    `drawn` names another function that draws.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -215,7 +215,7 @@ def replay(
     seed: int,
     minibatch: int,
 ) -> tuple[Replay, Outcome]:
-    """Run the graph on the model's tensors; the model's buffers are as before afterwards.
+    """Runs the graph on the model's tensors; the model's buffers are as before afterwards.
 
     Args:
         call, layout: one microbatch.

@@ -224,7 +224,7 @@ def _told(run: Any, who: str, where: str | None) -> Outcome:
 
 
 def _backward(outputs: Iterable[Tensor]) -> None:
-    """With gradients that differ from entry to entry, the same on both sides."""
+    """Runs backward on gradients that differ from entry to entry, the same on both sides."""
     roots = [one for one in outputs if one.requires_grad]
     ramps = [torch.linspace(-1, 1, max(root.numel(), 1), dtype=torch.float32) for root in roots]
     gradients = [r.to(root.dtype).reshape(root.shape) for r, root in zip(ramps, roots, strict=True)]

@@ -38,7 +38,7 @@ def result_of(
     *,
     gradients: bool | None = None,
 ) -> Outcome:
-    """Calls from the state that the model is in now, and puts its buffers back.
+    """Runs one side from the model's present state, and puts its buffers back.
 
     With `gradients` (None: as the graph's mode has it) autograd records the call.
     """
@@ -224,8 +224,10 @@ def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
 
 @contextmanager
 def own_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters may be given other data and buffers other values; afterwards the model
-    has its own again.  The original memory of the parameters is never written."""
+    """Restores the parameters' data and the buffers' values, which may be replaced inside.
+
+    The original memory of the parameters is never written.
+    """
     data = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
