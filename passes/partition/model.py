@@ -51,6 +51,8 @@ class Copy:
     these, which updates it, further ones."""
 
     ends: tuple[int, ...]
+    bytes: int
+    trainable: bool
     held_bytes: float
     updated_bytes: float = 0.0
 
@@ -155,9 +157,9 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         workspace_bytes=tuple(max(items[i].workspace_bytes for i in g) for g in members),
         flows=_flows(problem, group_of),
         copies=tuple(
-            Copy(ends, p.bytes * rule.versions, p.bytes * updated)
+            Copy(ends, p.bytes, True, p.bytes * rule.versions, p.bytes * updated)
             if p.trainable
-            else Copy(ends, p.bytes)
+            else Copy(ends, p.bytes, False, p.bytes)
             for p in problem.shared
             if len(ends := _unique(group_of[i] for i in p.items)) > 0
         ),

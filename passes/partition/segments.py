@@ -12,13 +12,14 @@ summed over all flows by one matrix multiplication.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.model import Model
-from pdcompile.problem import StageLimits
+from pdcompile.problem import Item, StageLimits
 
 Matrix = NDArray[np.float64]
 Link = tuple[float, float]  # bytes per second, latency
@@ -82,13 +83,30 @@ class Segments:
 
     def memory(self, stage: int) -> Matrix:
         """Bytes by `MemoryRule`'s formula."""
-        base, saved, received, returned, workspace = self.held
-        kept, slots, back = self.model.problem.memory.counts(stage)
-        return base + kept * saved + slots * received + back * returned + workspace
+        rule = self.model.problem.memory
+        return self.bytes(
+            rule.versions, rule.gradient_buffers + rule.optimizer_factor, *rule.counts(stage)
+        )
+
+    def bytes(
+        self,
+        versions: int,
+        updated: float,
+        saved: int,
+        received: int,
+        returned: int,
+        rows: slice = slice(None),
+    ) -> Matrix:
+        """What a stage holds that has so many of everything; `updated`: bytes per owned byte."""
+        counts = versions, updated, 1, saved, received, returned, 1
+        parts = (n * table[rows] for n, table in zip(counts, self.held, strict=True) if n)
+        total: Matrix = sum(parts)  # type: ignore[assignment]
+        return total
 
     @property
     def held(self) -> tuple[Matrix, ...]:
-        """Bytes: what is there once, saved, received, gradients of what is sent, and workspace."""
+        """Bytes: trainable, owned (shared ones by their first holder), frozen, saved, received,
+        gradients of what is sent, and workspace."""
         return self._features.memory(self.model, self.inside)
 
     def allowed(self, stage: int) -> NDArray[np.bool_]:
@@ -169,18 +187,29 @@ class _Features:
     def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, ...]:
         if self._memory is None:
             numbers = inside.astype(np.float64)
-            base = _difference(numbers @ np.array(model.fixed_bytes, dtype=np.float64))
-            if model.copies:
-                weight = np.array([copy.held_bytes for copy in model.copies])
-                left = self.copy_pattern * weight[self.copy_column]
-                base += weight.sum() - left @ self.copy_pattern.T
-                begun = np.array([inside[:, list(copy.ends)].any(1) for copy in model.copies])
-                base += _difference(begun.T @ np.array([c.updated_bytes for c in model.copies]))
+            items = model.problem.items
+
+            def own(value: Callable[[Item], int]) -> Matrix:
+                each = [float(sum(value(items[i]) for i in group)) for group in model.members]
+                return _difference(numbers @ np.array(each, dtype=np.float64))
+
+            trainable = own(lambda item: item.trainable_bytes)
+            owned = trainable.copy()
+            frozen = own(lambda item: item.parameter_bytes - item.trainable_bytes)
+            for trained, total in ((True, trainable), (False, frozen)):
+                weight = np.array([c.bytes * (c.trainable is trained) for c in model.copies])
+                if weight.any():
+                    left = self.copy_pattern * weight[self.copy_column]
+                    total += weight.sum() - left @ self.copy_pattern.T
+                    begun = np.array([inside[:, list(c.ends)].any(1) for c in model.copies])
+                    owned += _difference(begun.T @ weight) * trained
             saved = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
             forward = np.array([float(flow.received_bytes) for flow in model.flows])
             backward = np.array([flow.backward_bytes for flow in model.flows])
             _, out, received, _, middle = self.seconds(forward, backward)
-            self._memory = base, saved, received, out + middle, _largest(model, inside)
+            workspace = _largest(model, inside)
+            back = out + middle
+            self._memory = trainable, owned, frozen, saved, received, back, workspace
         return self._memory
 
 

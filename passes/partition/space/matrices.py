@@ -202,7 +202,7 @@ class Matrices:
         """Seconds per microbatch of the stage's all-reduce."""
         if r == 1:
             return np.zeros((1, 1))
-        once = ring_seconds(seats.ring(p, r), self._trainable[rows], r)
+        once = ring_seconds(seats.ring(p, r), self.segments.held[0][rows], r)
         result: Matrix = once / self.setting.num_microbatches
         return result
 
@@ -265,13 +265,15 @@ class Matrices:
         kind = kind_of(setting.schedule)
         buffers = kind.gradient_buffers(late=setting.clipping or r > 1)
         depth, share = self.depth(seats, p, r), -(-m // r)
-        in_flight, slots = kind.in_flight(depth, share), kind.slots(depth, share)
-        once, saved, received, returned, workspace = (table[rows] for table in self.segments.held)
-        total = once + workspace + (kind.versions - 1) * self._trainable[rows]
-        total = total + (buffers + setting.optimizer_factor) * self._owned[rows]
-        total = total + (1 if option.recompute else in_flight) * saved + slots * received
-        result: Matrix = total + min(GRADIENT_SLOTS, in_flight) * returned
-        return result
+        in_flight = kind.in_flight(depth, share)
+        return self.segments.bytes(
+            kind.versions,
+            buffers + setting.optimizer_factor,
+            1 if option.recompute else in_flight,
+            kind.slots(depth, share),
+            min(GRADIENT_SLOTS, in_flight),
+            rows,
+        )
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
         """Whether J∖I may be the stage if memory does not matter."""
@@ -309,27 +311,3 @@ class Matrices:
             held = count[None, :] - count[:, None]
             result &= (held == 0) | (held == every)
         return result
-
-    @cached_property
-    def _own_trainable(self) -> Matrix:
-        model = self.segments.model
-        items = model.problem.items
-        each = [float(sum(items[i].trainable_bytes for i in group)) for group in model.members]
-        inside = self.segments.inside.astype(np.float64) @ np.array(each, dtype=np.float64)
-        result: Matrix = inside[None, :] - inside[:, None]
-        return result
-
-    @cached_property
-    def _trainable(self) -> Matrix:
-        total = self._own_trainable.copy()
-        for size, count, _ in self._ties:
-            total += size * (count[None, :] > count[:, None])
-        return total
-
-    @cached_property
-    def _owned(self) -> Matrix:
-        """Trainable bytes that the stage itself updates: shared ones on their first holder."""
-        total = self._own_trainable.copy()
-        for size, count, _ in self._ties:
-            total += size * ((count[None, :] > 0) & (count[:, None] == 0))
-        return total
