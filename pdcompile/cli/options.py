@@ -117,22 +117,17 @@ class Flags:
         """The flags, with what a given plan was made for in place of those left at defaults."""
         if plan is None:
             return self
-        default = Flags()
-        training = plan.training
-        here = self.cluster == default.cluster and self.stages is None
-        return replace(
-            self,
-            stages=len(plan.stages) if here else self.stages,
-            schedule=training.schedule if self.schedule == default.schedule else self.schedule,
-            seed=training.seed if self.seed == default.seed else self.seed,
-            max_grad_norm=training.max_grad_norm
-            if self.max_grad_norm is None
-            else self.max_grad_norm,
-            autocast=training.autocast if self.autocast is None else self.autocast,
-            loss_reduction=training.loss_reduction
-            if (self.loss_reduction, training.loss_reduction) == (default.loss_reduction, "sum")
-            else self.loss_reduction,
-        )
+        default, training = Flags(), plan.training
+        found: dict[str, Any] = {
+            name: getattr(training, name)
+            for name in ("schedule", "seed", "max_grad_norm", "autocast")
+            if getattr(self, name) == getattr(default, name)
+        }
+        if self.cluster == default.cluster and self.stages is None:
+            found["stages"] = len(plan.stages)
+        if (self.loss_reduction, training.loss_reduction) == (default.loss_reduction, "sum"):
+            found["loss_reduction"] = "sum"
+        return replace(self, **found)
 
     def check(self) -> None:
         """Checks the values before the target is imported, which takes seconds.
@@ -154,25 +149,18 @@ class Flags:
         Raises:
             ConfigError: a text is not a number, or there is no such optimizer.
         """
+        given = {field.name: getattr(self, field.name) for field in fields(Flags)}
+        del given["lr"]
+        made = {
+            "loss_fn": workload.loss_fn,
+            "optimizer": _optimizer(self.optimizer, self.lr),
+            "cluster": _cluster(self.cluster),
+            "loss_reduction": _reduction(self.loss_reduction),
+            "refine": _refine(self.refine),
+        }
         if "microbatches" not in more:
-            more["microbatches"] = _microbatches(self.microbatches)
-        return Options(
-            loss_fn=workload.loss_fn,
-            optimizer=_optimizer(self.optimizer, self.lr),
-            cluster=_cluster(self.cluster),
-            stages=self.stages,
-            schedule=self.schedule,
-            memory=self.memory,
-            outputs=self.outputs,  # type: ignore[arg-type]
-            autocast=self.autocast,
-            max_grad_norm=self.max_grad_norm,
-            loss_reduction=_reduction(self.loss_reduction),
-            seed=self.seed,
-            costs=self.costs,
-            refine=_refine(self.refine),
-            time_limit=self.time_limit,
-            **more,
-        )
+            made["microbatches"] = _microbatches(self.microbatches)
+        return Options(**(given | made | more))
 
 
 @dataclass(frozen=True, slots=True)
