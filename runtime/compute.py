@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pdcompile.batch.results import check_loss, scaled_loss
+from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter

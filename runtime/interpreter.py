@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdcompile.batch.results import total_loss
+from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import TiedParameter

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import FlatCall, example_call, flatten_call
-from pdcompile.batch.results import LazyLoss, StepResult
+from pdcompile.batch.step_result import LazyLoss, StepResult
 from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of

@@ -34,7 +34,7 @@ OPTIMAL = 1e-5  # gap that counts as none, as in `Certificate`
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SolvedScenario:
     """One side: a problem, an answer to it, and what that means for a step.
 
     `objective_seconds` are those of a step with a flush, else of a microbatch; `step_seconds`
@@ -80,8 +80,8 @@ class Whatif:
     it breaks a limit; `kept_broken` names what it would break.
     """
 
-    before: State
-    after: State
+    before: SolvedScenario
+    after: SolvedScenario
     kept_seconds: float | None
     kept_broken: tuple[str, ...]
     notes: tuple[str, ...]
@@ -364,7 +364,7 @@ def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
     )
 
 
-def _state(plan: Plan) -> State:
+def _state(plan: Plan) -> SolvedScenario:
     problem, certificate = problem_of(plan), plan.certificate
     stage_of = assignment(plan)
     uses = stage_uses(problem, stage_of)
@@ -374,7 +374,7 @@ def _state(plan: Plan) -> State:
     objective = measure(problem, stage_of).objective
     bound = min(certificate.bound_seconds, objective)
     optimal = objective - bound <= OPTIMAL * objective  # of an edited plan the status is not so
-    return State(
+    return SolvedScenario(
         training=plan.training,
         cluster=Cluster.from_toml(plan.cluster, where="cluster"),
         problem=problem,

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
-from pdcompile.batch.results import own_loss
+from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import OpGraph

@@ -25,7 +25,7 @@ from pdcompile.batch import (
     split,
     weights,
 )
-from pdcompile.batch.results import (
+from pdcompile.batch.step_result import (
     LazyLoss,
     StepResult,
     check_loss,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster, Level
-from pdcompile.passes.planning.whatif import State, Whatif
+from pdcompile.passes.planning.whatif import SolvedScenario, Whatif
 from pdcompile.report import labels
 from pdcompile.report.explain_table import BINDS
 from pdcompile.units import (
@@ -87,7 +87,7 @@ def stages(found: Whatif) -> Table:
     return table
 
 
-def holds(state: State, stage: int) -> str:
+def holds(state: SolvedScenario, stage: int) -> str:
     """Modules whose weights the stage holds; without weights, its first and last op."""
     items = [
         item for item, s in zip(state.problem.items, state.stage_of, strict=True) if s == stage
@@ -151,7 +151,7 @@ def document(found: Whatif, line: str) -> dict[str, Any]:
     }
 
 
-def _side(state: State) -> dict[str, Any]:
+def _side(state: SolvedScenario) -> dict[str, Any]:
     return {
         "status": state.status,
         "schedule": state.training.schedule,
@@ -181,7 +181,7 @@ def _side(state: State) -> dict[str, Any]:
     }
 
 
-def _schedule(state: State) -> str:
+def _schedule(state: SolvedScenario) -> str:
     training = state.training
     return f"{training.schedule}, {training.batch_size} samples in {training.num_microbatches}"
 
@@ -205,25 +205,25 @@ def _links(cluster: Cluster) -> str:
     return "\n".join(one(level) for level in cluster.levels)
 
 
-def _in_flight(state: State) -> str:
+def _in_flight(state: SolvedScenario) -> str:
     counts = state.problem.memory.in_flight
     if len(counts) > MOST_STAGES // 2:
         return f"{counts[0]} … {counts[-1]}"
     return ", ".join(map(str, counts))
 
 
-def _proof(state: State) -> str:
+def _proof(state: SolvedScenario) -> str:
     if state.status == "optimal":
         return f"optimal, by {state.prover}"
     return f"gap {100 * state.gap:.2g} %, bound by {state.prover}"
 
 
-def _binds(state: State) -> str:
+def _binds(state: SolvedScenario) -> str:
     use = state.uses[state.bottleneck]
     return f"stage {use.stage}: {BINDS[use.binds]}"
 
 
-def _fullest(state: State) -> str:
+def _fullest(state: SolvedScenario) -> str:
     def share(stage: int) -> float:
         use = state.uses[stage]
         return use.memory_bytes / use.limit_bytes if use.limit_bytes else 0.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pdcompile.batch.results import own_loss
+from pdcompile.batch.step_result import own_loss
 from tests.zoo.case import Case, Entry, build
 from tests.zoo.check import DROPOUT
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdcompile.batch.results import (
+from pdcompile.batch.step_result import (
     LazyLoss,
     StepResult,
     check_loss,
