@@ -63,7 +63,7 @@ def with_given_plan(options: Options) -> Options:
         options = replace(options, microbatches=plan.training.num_microbatches)
     if options.stages is None:
         options = replace(options, stages=len(plan.stages))
-    return options if options.plan is None else replace(options, plan=plan)
+    return replace(options, plan=plan)
 
 
 def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan | None:

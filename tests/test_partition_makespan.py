@@ -25,15 +25,17 @@ from pdcompile.plan.makespan import (
     Timing,
     critical_path,
     makespan,
-    program,
+    order_of,
     warmup_of,
 )
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
+from pdcompile.schedule.registry import DEFAULT
 from tests.helpers.problems import brute_force, chain_problem, random_problem
 
 
 def picture(warmup: int, m: int) -> str:
-    return " ".join(f"{'F' if forward else 'B'}{k}" for forward, k in program(warmup, m))
+    turns = order_of(DEFAULT, ((warmup, m),))
+    return " ".join(f"{'F' if forward else 'B'}{k}" for _, forward, k in turns if k >= 0)
 
 
 def test_programs() -> None:

@@ -151,6 +151,12 @@ def test_what_is_missing_or_aimed_elsewhere_is_caught(
         check_programs(plan, programs)
 
 
+def test_a_skip_past_a_shared_rank_does_not_hold_it_up() -> None:
+    """Stage 1 runs all its forwards before stage 2 makes anything for stage 3 to go on with."""
+    edges = (*chain(4), Edge("skip", 0, (3,), 1, True))
+    check(on_ranks(make_plan("gpipe", 4, 6, edges=edges), (0, 2, 2, 1)))
+
+
 def test_a_rank_that_waits_for_itself_is_caught() -> None:
     plan = on_ranks(make_plan("gpipe", 2, 1), (0, 0))
     program = programs_of(plan)[0]

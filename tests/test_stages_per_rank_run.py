@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 import pdcompile
+from pdcompile.errors import PlanError
 from pdcompile.passes.check import check
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand, states_equal
@@ -79,5 +83,127 @@ say("equal")
 
 def test_on_two_ranks(tmp_path: Path) -> None:
     run = processes(TORCHRUN, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 2, run
+
+
+def sharing(plan: Plan, ranks: tuple[int, ...]) -> Plan:
+    """The plan with its stages on these ranks, as somebody writes it who edits plan.json."""
+    stages = [replace(stage, ranks=(r,)) for stage, r in zip(plan.stages, ranks, strict=True)]
+    plan = replace(plan, stages=tuple(stages), forecast=None)
+    seconds = simulate(plan).forecast.step_seconds
+    certificate = replace(
+        plan.certificate, objective_seconds=seconds, bound_seconds=0.0, status="feasible"
+    )
+    return replace(plan, certificate=certificate)
+
+
+OPTIONS: dict[str, Any] = {
+    "optimizer": partial(torch.optim.AdamW, lr=0.05), "schedule": "gpipe", "microbatches": 4,
+    "costs": "estimated", "progress": False, "verify": "off",
+}  # fmt: skip
+
+
+@pytest.fixture(name="planned", scope="module")
+def fixture_planned() -> Plan:
+    """Four stages of a GPT on four ranks, by the planner."""
+    model = gpt(tied=True)
+    x, y = batch_for(model, 8)
+    options = {**OPTIONS, "loss_fn": loss_for(model), "stages": 4}
+    return pdcompile.compile(model, (x,), example_target=y, **options).plan
+
+
+def given(plan: Plan, **options: Any) -> pdcompile.Pipeline:
+    model = gpt(tied=True)
+    x, y = batch_for(model, 8)
+    options = {**OPTIONS, "loss_fn": loss_for(model), **options}
+    return pdcompile.compile(model, (x,), example_target=y, plan=plan, **options)
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
+def test_compile_takes_a_plan_of_several_stages_a_rank(
+    planned: Plan, ranks: tuple[int, ...]
+) -> None:
+    """It is read back, checked, simulated, proved and trained."""
+    plan = Plan.from_json(sharing(planned, ranks).to_json())
+    pipe = given(plan)
+    model = gpt(tied=True)
+    x, y = batch_for(model, 8)
+    expected = pdcompile.reference(model, loss_fn=loss_for(model), **OPTIONS)
+    for _ in range(2):
+        losses = [one.step(x, target=y).loss for one in (pipe, expected)]
+        assert losses[0].item() == losses[1].item()
+    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
+    assert pipe.ranks == (0, 1)
+    assert pipe.plan.forecast is not None
+    assert len(pipe.plan.forecast.ledgers) == 2
+    assert pipe.plan.forecast.step_seconds == plan.certificate.objective_seconds
+
+
+def test_what_such_a_plan_may_not_say(planned: Plan) -> None:
+    plan = sharing(planned, (0, 1, 0, 1))
+    seconds = plan.certificate.objective_seconds
+    right = repr(seconds)
+    optimal = replace(plan.certificate, status="optimal", bound_seconds=seconds)
+    as_alone = replace(plan.certificate, objective_seconds=planned.certificate.objective_seconds)
+    for certificate, message in (
+        (as_alone, "objective_seconds is .*, the stages take"),
+        (optimal, "ranks that hold several stages are not searched"),
+    ):
+        with pytest.raises(PlanError, match=message) as caught:
+            given(replace(plan, certificate=certificate))
+        assert f"write {right}, status 'feasible'" in str(caught.value.remedy)
+
+
+def test_a_schedule_of_one_stage_a_rank_refuses_it(planned: Plan) -> None:
+    training = replace(planned.training, schedule="1f1b", warmup=(3, 2, 1, 0))
+    stages = [
+        replace(stage, ranks=(r,)) for stage, r in zip(planned.stages, (0, 1, 0, 1), strict=True)
+    ]
+    plan = replace(planned, training=training, stages=tuple(stages), forecast=None)
+    with pytest.raises(PlanError, match="rank 0 also runs stage 0") as caught:
+        given(plan, schedule="1f1b")
+    assert caught.value.remedy == "give every rank to one stage, or use schedule gpipe"
+
+
+def test_the_stages_of_a_rank_share_its_memory(planned: Plan) -> None:
+    """Each fits on a device alone; two of them do not."""
+    plan = sharing(planned, (0, 1, 0, 1))
+    most = max(ledger.total_bytes for ledger in simulate(planned).forecast.ledgers)
+    cluster = pdcompile.Cluster.from_toml(planned.cluster)
+    small = [replace(device, memory_bytes=most) for device in cluster.devices]
+    plan = replace(plan, cluster=replace(cluster, devices=tuple(small)).to_toml(), problem=None)
+    with pytest.raises(PlanError, match="left beside its other stages"):
+        given(plan)
+
+
+COMPILED = """
+import pdcompile
+
+model = models.gpt(tied=True)
+inputs, target = models.batch_for("gpt", 8)
+options = {
+    "loss_fn": models.loss_for(model), "schedule": "gpipe", "microbatches": 4,
+    "costs": "estimated", "progress": False, "verify": "off",
+    "optimizer": partial(torch.optim.AdamW, lr=0.05),
+}
+eager = pdcompile.reference(models.gpt(tied=True), **options)
+pipe = pdcompile.compile(model, (inputs,), example_target=target, plan=PLAN, **options)
+for _ in range(3):
+    ours, theirs = (one.step(inputs, target=target).loss for one in (pipe, eager))
+    assert float(ours) == float(theirs)
+assert len(pipe.stages) == 2
+full = pipe.full_state_dict()
+assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
+pipe.close()
+say("equal")
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_file_of_several_stages_a_rank_on_two_ranks(tmp_path: Path, planned: Plan) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(sharing(planned, (0, 1, 1, 0)).to_json())
+    run = processes(COMMON + COMPILED.replace("PLAN", repr(str(file))), 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count("equal") == 2, run

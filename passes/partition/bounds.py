@@ -135,13 +135,15 @@ def seed_paths(model: Model) -> Iterator[Path]:
     """Paths that are likely to be critical: one stage or one link much slower than the others."""
     n, m = model.num_stages, model.problem.num_microbatches
     warmup = warmup_of(model.problem.memory.in_flight, n, m)
+    schedule = model.problem.memory.schedule
     hops = {(s, s + 1): 1e-3 for s in range(n - 1)}
     back = {(s + 1, s): 1e-3 for s in range(n - 1)}
     for slow in range(n):
         work = tuple(1.1 if s == slow else 1.0 for s in range(n))
-        yield critical_path(Timing(work, work, hops, back), warmup, m)
+        yield critical_path(Timing(work, work, hops, back), warmup, m, schedule)
     for link in hops:
-        yield critical_path(Timing((1.0,) * n, (1.0,) * n, {**hops, link: 9.0}, back), warmup, m)
+        slow_link = Timing((1.0,) * n, (1.0,) * n, {**hops, link: 9.0}, back)
+        yield critical_path(slow_link, warmup, m, schedule)
 
 
 def simple_bound(model: Model) -> float:

@@ -115,4 +115,5 @@ def memory_rule(
         in_flight,
         tuple(map(kind.slots, warmup, shares)),
         tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
+        name,
     )

@@ -11,7 +11,7 @@ from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
-from pdcompile.plan import Training
+from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
 from pdcompile.schedule.registry import DEFAULT, KINDS, allowed
 from pdcompile.units import parse_bytes
@@ -106,7 +106,13 @@ def chosen_schedule(options: Options) -> str:
 def _num_stages(options: Options, num_ranks: int | None) -> int:
     check_count("stages", options.stages, "None: one a device")
     stages = options.stages
-    if num_ranks is not None:
+    if num_ranks is not None and isinstance(options.plan, Plan):
+        if (needed := options.plan.num_ranks) != num_ranks:
+            raise LaunchError(
+                f"a plan of {needed} ranks, but WORLD_SIZE is {num_ranks}",
+                remedy=f"launch with torchrun --nproc-per-node={needed}, or plan again",
+            )
+    elif num_ranks is not None:
         if stages is not None and stages != num_ranks:
             raise LaunchError(
                 f"{stages} stages, but WORLD_SIZE is {num_ranks}",

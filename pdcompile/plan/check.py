@@ -8,7 +8,7 @@ hand, or made for another model, is refused with the first thing that is not so.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -270,6 +270,7 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     versions = kind_of(training.schedule).versions
     costs = {op.name: op.cost for op in graph.ops}
     ranks = ranks_of(plan.stages)
+    on_rank: Counter[int] = Counter()
     for s, stage in enumerate(plan.stages):
         limits = [cluster.devices[rank].memory_bytes for rank in ranks[s]]
         limit = min((one for one in limits if one is not None), default=None)
@@ -290,8 +291,11 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
             + count * received
             + max(sets * stage.saved_bytes + stage.workspace_bytes, sets * added + largest)
         )
-        if needed > limit:
-            message = f"stage {s} needs {needed} bytes of memory, its device has {limit}"
+        before = max(on_rank[rank] for rank in ranks[s])  # what the rank's other stages need
+        on_rank.update(dict.fromkeys(ranks[s], needed))
+        if needed + before > limit:
+            message = f"stage {s} needs {needed} bytes of memory, its device has {limit - before}"
+            message += " left beside its other stages" if before else ""
             remedy = "move ops away, raise memory, or use more stages"
             yield f"stages[{s}]", message, remedy
 
@@ -311,9 +315,14 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
         high = math.inf  # the order of messages in a half-duplex link only adds
     if not flush and plan.forecast is None and _replicated(plan):
         high = math.inf
+    own = f"write {found[0]!r}, status 'feasible' and bound_seconds 0.0: nobody has searched"
+    shared = len(set(ranks_of(plan.stages))) < len(plan.stages)
     if not low <= claimed <= high:
         message = f"objective_seconds is {claimed!r}, the stages take {found[0]!r}"
-        yield "certificate.objective_seconds", message, AGAIN
+        yield "certificate.objective_seconds", message, own if shared else AGAIN
+    elif shared and plan.certificate.status == "optimal":
+        message = "ranks that hold several stages are not searched: no plan of them is optimal"
+        yield "certificate.status", message, own
 
 
 def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
@@ -351,6 +360,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         half_duplex(cluster, ranks),
         [stage.trainable_bytes for stage in plan.stages],
         plan.training.max_grad_norm is not None,
+        plan.training.schedule,
     )
 
 

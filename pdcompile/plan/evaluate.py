@@ -53,6 +53,7 @@ class Deployment:
     half_duplex: Sequence[bool]
     in_flight: Sequence[int]
     flush: bool
+    schedule: str
     num_microbatches: int
     holdings: Sequence[Holding]
     recompute: Sequence[bool]
@@ -76,6 +77,7 @@ class Deployment:
             [not stage.full_duplex for stage in stages],
             rule.in_flight,
             problem.objective == "flush",
+            rule.schedule,
             problem.num_microbatches,
             [
                 Holding(
@@ -142,6 +144,7 @@ class Evaluation:
             self.deployment.half_duplex,
             [self.trainable(s) if len(self.deployment.ranks[s]) > 1 else 0 for s in self.stages],
             self.deployment.clips,
+            self.deployment.schedule,
         )
 
     @cached_property
@@ -300,4 +303,4 @@ def memory(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[int, ...
 def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
     """The critical path of the assignment's flush schedule."""
     found = Evaluation(problem, stage_of)
-    return critical_path(found.times.timing, found.warmup, found.m)
+    return critical_path(found.times.timing, found.warmup, found.m, found.deployment.schedule)

@@ -1,11 +1,12 @@
 """How long a pipeline takes: the longest path over who waits for whom.
 
-A rank computes one thing at a time, in the order of its schedule; what it makes is sent when it
-is finished, in turn; a link carries one message at a time in each direction (half duplex: in
-both together); a receiver needs all that was sent to it before it computes.  A message also needs
-a free receive slot (as many as there are microbatches in flight, and one more), and a sender waits
-when too many of its messages are in flight.  These are the rules of the simulator, which walks
-instructions; here are only seconds, so that the planner can ask for thousands of candidates.
+A rank computes one thing at a time, in the order that its schedule's row in the registry yields;
+what it makes is sent when it is finished, in turn; a link carries one message at a time in each
+direction (half duplex: in both together); a receiver needs all that was sent to it before it
+computes.  A message also needs a free receive slot, of which the row says how many there are, and a
+sender waits when too many of its messages are in flight.  A hop inside a rank takes no time.  These
+are the rules of the simulator, which walks instructions; here are only seconds, so that the planner
+can ask for thousands of candidates.
 
 Messages of a link go in the order of their microbatches.  So when one arrives follows from when
 its two ends were ready and when the one before arrived, and ranks can be followed in any order,
@@ -25,12 +26,15 @@ from functools import lru_cache
 from itertools import count as counting
 from typing import Literal, NamedTuple, TypeAlias, Union
 
-from pdcompile.schedule.registry import GRADIENT_SLOTS, LOOKAHEAD, window
+from pdcompile.schedule.instruction import Action
+from pdcompile.schedule.registry import DEFAULT, GRADIENT_SLOTS, StageWork, kind_of, window
 
 Hop: TypeAlias = tuple[int, int]  # sending and receiving stage
 Kind: TypeAlias = Literal["forward", "backward", "final"]
 KINDS: tuple[Kind, ...] = ("forward", "backward", "final")
 Compute: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
+#: which of the rank's stages, is it a forward (None: the update), which of its microbatches
+Turn: TypeAlias = tuple[int, bool | None, int]
 Event: TypeAlias = Union[Compute, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
 
 
@@ -88,57 +92,66 @@ def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) 
 
 
 @lru_cache(maxsize=256)
-def program(warmup: int, num_microbatches: int) -> list[tuple[bool, int]]:
-    """(is forward, microbatch) in order: `warmup` forwards, then one and one, then backwards.
+def order_of(schedule: str, works: tuple[tuple[int, int], ...]) -> list[Turn]:
+    """What a rank does in one minibatch, for the (warm-up, microbatches) of each of its stages.
 
-    warmup = m − 1 is GPipe.  Warm-up 1 of 3 microbatches: F0 F1 B0 F2 B1 B2.
+    Warm-up 1 of 3 microbatches under 1F1B: F0 F1 B0 F2 B1 B2.
     """
-    steps = [(True, k) for k in range(warmup)]
-    for k in range(warmup, num_microbatches):
-        steps += [(True, k), (False, k - warmup)]
-    return steps + [(False, k) for k in range(num_microbatches - warmup, num_microbatches)]
+    stages = [StageWork(n, range(share), warmup) for n, (warmup, share) in enumerate(works)]
+    kinds = {Action.FORWARD: True, Action.BACKWARD: False, Action.STEP: None}
+    return [(n, kinds[action], k) for n, action, _, k in kind_of(schedule).order(stages)]
 
 
-def makespan(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> float:
+def makespan(
+    timing: Timing, warmup: Sequence[int], num_microbatches: int, schedule: str = DEFAULT
+) -> float:
     """Seconds from the first forward to the last backward (or final hop) of one minibatch.
 
     Raises:
         ValueError: the stages wait for each other for ever (warm-up too small for the hops).
     """
-    walk = _walk(timing, warmup, num_microbatches, full_duplex=timing.full_duplex)
+    full_duplex = timing.full_duplex
+    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=full_duplex)
     return walk.finished(timing)[0]
 
 
-def critical_path(timing: Timing, warmup: Sequence[int], num_microbatches: int) -> Path:
+def critical_path(
+    timing: Timing, warmup: Sequence[int], num_microbatches: int, schedule: str = DEFAULT
+) -> Path:
     """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
 
     With the same warm-up and microbatches, every other partition whose stages have these hops
     takes at least this path's sum of its own seconds, because the order of programs and links
     is fixed.  Half-duplex links, where it is not, are treated as full duplex.
     """
-    walk = _walk(timing, warmup, num_microbatches, full_duplex=True)
+    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=True)
     _, event, final = walk.finished(timing)
     return walk.path(event, final)
 
 
 def _walk(
-    timing: Timing, warmup: Sequence[int], num_microbatches: int, *, full_duplex: bool
+    timing: Timing,
+    warmup: Sequence[int],
+    num_microbatches: int,
+    schedule: str,
+    *,
+    full_duplex: bool,
 ) -> Walk:
-    ones = (1,) * len(timing.forward)
-    walk = Walk(timing.forward, timing.backward, ones, warmup, num_microbatches)
+    ranks = [(s,) for s in range(len(timing.forward))]
+    walk = Walk(timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule)
     for kind in KINDS[:2]:
         table = timing.of_kind(kind)
         hops = sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop))
         for a, b in hops:
             shared = None if full_duplex else walk.shared
-            walk.join([Wire((a, b), kind, (table[a, b],), (a, b), shared)])
+            walk.join([Wire((a, b), kind, (table[a, b],), (min(a, b), max(a, b)), shared)])
         walk.send_in_order(kind, hops)
     walk.run()
     return walk
 
 
 class SharedLinks:
-    """Links that carry both directions in turn: the message whose ends are ready first."""
+    """Links that carry messages of several hops in turn: the one whose ends are ready first."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[float, int, Wire]] = []
@@ -151,7 +164,7 @@ class SharedLinks:
     def carry(self, ready: list[int]) -> None:
         """The next message over its link."""
         at, _, wire = heapq.heappop(self.waiting)
-        link = min(wire.ranks), max(wire.ranks)
+        link = wire.link
         seconds = wire.seconds[len(wire.arrived) % len(wire.seconds)]
         self.free[link] = max(at, self.free[link]) + seconds
         wire.arrived.append(self.free[link])
@@ -162,7 +175,7 @@ class Wire:
     """Messages of one kind from one rank to another, microbatch by microbatch."""
 
     __slots__ = (
-        "arrived", "hop", "kind", "met", "posted", "posted_after", "ranks", "seconds", "sent",
+        "arrived", "hop", "kind", "link", "met", "posted", "posted_after", "seconds", "sent",
         "sent_after", "shared", "sleepers",
     )  # fmt: skip
 
@@ -171,12 +184,12 @@ class Wire:
         hop: Hop,
         kind: Kind,
         seconds: tuple[float, ...],
-        ranks: tuple[int, int],
+        link: tuple[int, int],
         shared: SharedLinks | None = None,
     ):
-        """`seconds` of each message of a microbatch; `shared`: with the other direction."""
+        """`seconds` of each message of a microbatch; `shared`: other hops take the `link` too."""
         self.hop, self.kind, self.seconds = hop, kind, seconds
-        self.ranks, self.shared = ranks, shared
+        self.link, self.shared = link, shared
         self.met = 0  # messages that wait for a shared link, or waited
         self.sent: list[float] = []  # when each was handed over
         self.sent_after: list[Event] = []  # what decided that time
@@ -246,7 +259,7 @@ class Walk:
 
     Args:
         forward, backward: seconds of one microbatch on each stage.
-        replicas: ranks of each stage.
+        ranks: of each stage; one may hold several stages.
         warmup: forwards of each stage before its first backward, beyond one.
     """
 
@@ -254,17 +267,23 @@ class Walk:
         self,
         forward: Sequence[float],
         backward: Sequence[float],
-        replicas: Sequence[int],
+        ranks: Sequence[tuple[int, ...]],
         warmup: Sequence[int],
         num_microbatches: int,
+        schedule: str = DEFAULT,
     ):
         self.seconds = {True: forward, False: backward}
-        self.replicas, self.warmup, self.m = replicas, warmup, num_microbatches
+        self.ranks, self.warmup, self.m = ranks, warmup, num_microbatches
+        self.schedule = kind_of(schedule)
+        self.held: dict[int, list[int]] = {}  # stages of each rank
+        for s, own in enumerate(ranks):
+            for rank in own:
+                self.held.setdefault(rank, []).append(s)
         self.ready: list[int] = []
         self.cause: dict[Compute, Event] = {}
-        self.done = [0.0] * len(replicas)  # of each stage
-        self.because: list[Event] = [None] * len(replicas)
-        stages = range(len(replicas))
+        stages = range(len(ranks))
+        self.done = [0.0 for _ in stages]
+        self.because: list[Event] = [None for _ in stages]
         self.into: dict[bool, list[list[Lane]]] = {f: [[] for _ in stages] for f in (True, False)}
         self.out: dict[bool, list[list[tuple[Lane, int]]]]
         self.out = {f: [[] for _ in stages] for f in (True, False)}
@@ -276,8 +295,11 @@ class Walk:
         hop, kind = wires[0].hop, wires[0].kind
         first, last = min(hop), max(hop)
         count = len(wires[0].seconds)
-        ends = [(self.warmup[s], self.replicas[s]) for s in (first, last)]
-        lane = Lane(wires, len(wires), count, window(*ends) * count)
+        if any(len(stages) > 1 for stages in self.held.values()):
+            most = self.m
+        else:
+            most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
+        lane = Lane(wires, len(wires), count, most * count)
         self.into[kind == "forward"][hop[1]].append(lane)
         self.lanes[kind, hop] = lane
 
@@ -290,7 +312,7 @@ class Walk:
 
     def run(self) -> None:
         """Follow all ranks.  Raises ValueError: they wait for each other for ever."""
-        ranks = [self._rank(s, q) for s, r in enumerate(self.replicas) for q in range(r)]
+        ranks = [self._rank(rank, stages) for rank, stages in self.held.items()]
         running = len(ranks)
         self.ready += reversed(range(running))
         while self.ready:
@@ -326,12 +348,17 @@ class Walk:
             step = [max(step) + norms] * len(step)
         free: dict[Hop, float] = defaultdict(float)
         for a, b, seconds in finals:
-            free[a, b] = max(free[a, b], step[a], step[b]) + seconds
+            link = self.ranks[a][0], self.ranks[b][0]
+            free[link] = max(free[link], step[a], step[b]) + seconds
         return max((*step, *free.values()))
+
+    def shares(self, a: int, b: int) -> bool:
+        """Does a rank of one of these stages hold others too?"""
+        return any(len(self.held[rank]) > 1 for s in (a, b) for rank in self.ranks[s])
 
     def path(self, event: Event, final: Hop | None) -> Path:
         """How often forward and backward of each stage, and each hop, lead to the event."""
-        computed = {True: [0] * len(self.replicas), False: [0] * len(self.replicas)}
+        computed = {True: [0] * len(self.ranks), False: [0] * len(self.ranks)}
         hops: Counter[tuple[Hop, Kind]] = Counter()
         if final is not None:
             hops[final, "final"] = 1
@@ -346,39 +373,38 @@ class Walk:
         found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
         return Path(tuple(computed[True]), tuple(computed[False]), found)
 
-    def _rank(self, s: int, q: int) -> Iterator[Wire]:
-        """Wires that a replica of a stage waits for."""
+    def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
+        """Wires that a rank waits for."""
         now, ready = 0.0, self.ready
         because: Event = None  # what decided `now`
-        r, share = self.replicas[s], len(range(q, self.m, self.replicas[s]))
-        most = -(-self.m // r)
-        into, out = {f: self.into[f][s] for f in self.into}, {f: self.out[f][s] for f in self.out}
-        taken = {f: seconds[s] for f, seconds in self.seconds.items()}
-        pool = min(
-            self.warmup[s] + 1 + LOOKAHEAD, most
-        )  # receive slots: in flight, and one travelling
-        expected = {True: q, False: q}  # the next microbatch that gets a slot
+        held = [_Stage(self, s, rank) for s in stages]
 
-        def post(kind: bool) -> None:
-            k = expected[kind]
-            expected[kind] += r
-            for lane in into[kind]:
+        def post(own: _Stage, kind: bool) -> None:
+            k = own.expected[kind]
+            own.expected[kind] += own.replicas
+            for lane in own.into[kind]:
                 lane.wires[k % lane.turns].post(now, because, ready)
 
-        for _ in range(min(pool, share)):
-            post(True)
-        forwards = backwards = 0
-        for kind, j in program(min(self.warmup[s], share - 1), share) if share else ():
-            k = q + j * r
-            for lane in into[kind]:
+        for own in held:
+            for _ in range(min(own.pool, own.share)):
+                post(own, True)
+        works = tuple((own.warmup, own.share) for own in held)
+        for n, kind, j in order_of(self.schedule.name, works):
+            own = held[n]
+            s, k = own.index, own.first + j * own.replicas
+            if kind is None:
+                if now > self.done[s] or self.because[s] is None:
+                    self.done[s], self.because[s] = now, because
+                continue
+            for lane in own.into[kind]:
                 wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
                 while len(wire.arrived) <= last:
                     yield wire
                 if wire.arrived[last] > now:
                     now, because = wire.arrived[last], (wire, last)
             self.cause[s, kind, k] = because
-            now, because = now + taken[kind], (s, kind, k)
-            for lane, place in out[kind]:
+            now, because = now + own.seconds[kind], (s, kind, k)
+            for lane, place in own.out[kind]:
                 wire = lane.wires[k % lane.turns]
                 early = k // lane.turns * lane.messages + place - lane.window
                 if early >= 0:
@@ -389,14 +415,33 @@ class Walk:
                 wire.send(now, because, ready)
             # Gradients are expected for the next microbatches that went forward.
             if kind:
-                forwards += 1
-                if forwards - backwards <= GRADIENT_SLOTS:
-                    post(False)
+                own.forwards += 1
+                if own.forwards - own.backwards <= GRADIENT_SLOTS:
+                    post(own, False)
             else:
-                backwards += 1
-                if j + GRADIENT_SLOTS < forwards:
-                    post(False)
-                if j + pool < share:
-                    post(True)
-        if now > self.done[s] or self.because[s] is None:
-            self.done[s], self.because[s] = now, because
+                own.backwards += 1
+                if j + GRADIENT_SLOTS < own.forwards:
+                    post(own, False)
+                if j + own.pool < own.share:
+                    post(own, True)
+
+
+class _Stage:
+    """One stage on one rank, as far as the walk of the rank has come."""
+
+    __slots__ = (
+        "backwards", "expected", "first", "forwards", "index", "into", "out", "pool", "replicas",
+        "seconds", "share", "warmup",
+    )  # fmt: skip
+
+    def __init__(self, walk: Walk, s: int, rank: int):
+        ranks = walk.ranks[s]
+        self.index, self.warmup = s, walk.warmup[s]
+        self.replicas, self.first = len(ranks), ranks.index(rank)
+        self.share = len(range(self.first, walk.m, self.replicas))
+        self.pool = walk.schedule.slots(self.warmup, -(-walk.m // self.replicas))
+        self.into = {f: lanes[s] for f, lanes in walk.into.items()}
+        self.out = {f: lanes[s] for f, lanes in walk.out.items()}
+        self.seconds = {f: seconds[s] for f, seconds in walk.seconds.items()}
+        self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
+        self.forwards = self.backwards = 0

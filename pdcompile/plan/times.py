@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
 from pdcompile.plan.makespan import KINDS, Hop, Kind, Timing, Walk, Wire, makespan
+from pdcompile.schedule.registry import DEFAULT
 
 
 class Message(NamedTuple):
@@ -35,6 +36,7 @@ class PipelineTimes:
         half_duplex: whether both directions share the links of a stage.
         reduced: bytes that the ranks of a stage reduce once a minibatch.
         clips: whether an update waits for the norms of all ranks.
+        schedule: whose order the ranks follow.
     """
 
     forward: Sequence[float]
@@ -45,10 +47,13 @@ class PipelineTimes:
     half_duplex: Sequence[bool]
     reduced: Sequence[int]
     clips: bool = False
+    schedule: str = DEFAULT
 
     @property
     def straight(self) -> bool:
-        return all(len(ranks) == 1 for ranks in self.ranks)
+        """Has every stage one rank of its own?"""
+        alone = len(set(self.ranks)) == len(self.ranks)
+        return alone and all(len(ranks) == 1 for ranks in self.ranks)
 
     @cached_property
     def timing(self) -> Timing:
@@ -119,11 +124,12 @@ class PipelineTimes:
     def makespan(self, warmup: Sequence[int], num_microbatches: int) -> float:
         """Seconds of one minibatch with a flush.  Raises ValueError as `makespan` does."""
         if self.straight and not self.clips:
-            return makespan(self.timing, warmup, num_microbatches)
-        walk = Walk(self.forward, self.backward, tuple(map(len, self.ranks)), warmup,
-                     num_microbatches)  # fmt: skip
+            return makespan(self.timing, warmup, num_microbatches, self.schedule)
+        walk = Walk(
+            self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule
+        )
         for kind in KINDS[:2]:
-            listed = [one for one in self.messages if one.kind == kind]
+            listed = [one for one in self._sent if one.kind == kind]
             pairs: dict[Hop, list[int]] = {}
             for one in listed:
                 pairs.setdefault((one.source, one.target), []).append(one.bytes)
@@ -133,10 +139,10 @@ class PipelineTimes:
                     x, y = self._rank(a, k), self._rank(b, k)
                     link = self.link(x, y)
                     seconds = tuple(message_seconds(link, size) for size in sizes)
-                    shared = any(self.half_duplex) and not link.full_duplex
-                    wires.append(
-                        Wire((a, b), kind, seconds, (x, y), walk.shared if shared else None)
-                    )
+                    half = any(self.half_duplex) and not link.full_duplex
+                    ends = (min(x, y), max(x, y)) if half else (x, y)
+                    shared = walk.shared if half or walk.shares(a, b) else None
+                    wires.append(Wire((a, b), kind, seconds, ends, shared))
                 walk.join(wires)
             walk.send_in_order(kind, [(one.source, one.target) for one in listed])
         walk.run()
@@ -145,10 +151,15 @@ class PipelineTimes:
             message_seconds(self._among(), 0.0) if self.clips else None,
             [
                 (a, b, message_seconds(self.link(self.ranks[a][0], self.ranks[b][0]), size))
-                for kind, a, b, size in self.messages
+                for kind, a, b, size in self._sent
                 if kind == "final"
             ],
         )
+
+    @property
+    def _sent(self) -> list[Message]:
+        """Without what stays inside a rank."""
+        return [one for one in self.messages if self.ranks[one.source] != self.ranks[one.target]]
 
     def reduction(self, s: int) -> float:
         """Ring all-reduce of the stage's gradients over the slowest level that it spans."""

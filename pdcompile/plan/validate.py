@@ -103,7 +103,11 @@ def _ranks(plan: Plan) -> Iterator[Problem]:
             held = taken.setdefault(rank, [])
             if s in held or (most is not None and len(held) >= most):
                 message = f"rank {rank} also runs stage {held[0]}"
-                yield f"{path}.ranks", message, "give every rank to one stage"
+                several = [name for name, one in KINDS.items() if one.stages_per_rank != 1]
+                remedy = "give every rank to one stage"
+                if s not in held:
+                    remedy += f", or use schedule {' or '.join(several)}"
+                yield f"{path}.ranks", message, remedy
             held.append(s)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pdcompile.schedule.registry import DEFAULT
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -82,6 +84,7 @@ class MemoryRule:
     in_flight: tuple[int, ...] = ()  # per stage; empty: one
     received: tuple[int, ...] = ()  # receive slots of each value; empty: as many as in flight
     returned: tuple[int, ...] = ()  # receive slots of each gradient; empty: none
+    schedule: str = DEFAULT  # whose order and slots these are
 
     def counts(self, stage: int) -> tuple[int, int, int]:
         """How often a stage holds what it saves, what it receives, and gradients that return."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pdcompile.errors import ScheduleError
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule.instruction import Kind
-from pdcompile.schedule.registry import ScheduleKind, kind_of, window
+from pdcompile.schedule.registry import KINDS, ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
 
@@ -128,9 +128,11 @@ class PipelineSpec:
     def window(self, first: int, last: int) -> int:
         """Sends under way on one channel between two stages, first < last.
 
-        A rank of several stages may be anywhere in the minibatch: nobody waits for it within.
+        A rank of several stages may be anywhere in the minibatch: nobody waits within it, not
+        even for a stage that waits for such a rank in turn.
         """
-        if any(self.shares_rank(stage) for stage in (first, last)):
+        flat = [rank for ranks in self.ranks for rank in ranks]
+        if len(set(flat)) < len(flat):
             return self.num_microbatches
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)
@@ -195,7 +197,8 @@ def _check_shared(kind: ScheduleKind, ranks: list[tuple[int, ...]]) -> None:
                 f"rank {rank} holds stages {held}; schedule {kind.name!r} runs "
                 f"{kind.stages_per_rank} on a rank",
                 where="plan: stages",
-                remedy="give every rank to one stage",
+                remedy="give every rank to one stage, or use schedule "
+                + " or ".join(name for name, one in KINDS.items() if one.stages_per_rank is None),
             )
         if len(held) > 1 and max(map(len, ranks)) > 1:
             raise ScheduleError(

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan
+from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.check import times_of
-from tests.helpers.schedules import make_plan, plans
+from pdcompile.schedule.registry import KINDS
+from tests.helpers.schedules import chain, make_plan, plans
+from tests.test_registry import PAIRS
+from tests.test_stages_per_rank import on_ranks
 
 
 def on_cluster(plan: Plan, *levels: Level) -> tuple[Plan, Cluster]:
@@ -57,6 +60,45 @@ def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) 
         [n - 1 for n in in_flight], plan.training.num_microbatches
     )
     assert found == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9)
+
+
+def clocked(plan: Plan, cluster: Cluster) -> float:
+    gradients = [edge.value for edge in plan.edges if edge.gradient]
+    return times_of(plan, cluster, gradients).makespan(
+        plan.training.warmup, plan.training.num_microbatches
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(1, 6), st.data())
+def test_several_stages_on_a_rank_take_what_they_take_in_the_simulator(
+    ranks: list[int], count: int, data: st.DataObject
+) -> None:
+    n, number = len(ranks), st.integers(1, 8)
+    edges = (*chain(n, 3), Edge("skip", 0, (n - 1,), data.draw(number), data.draw(st.booleans())))
+    holders = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=2))))
+    seconds = [(data.draw(number) / 4, data.draw(number) / 4) for _ in ranks]
+    tied = (TiedParameter("w", holders, 2),) if data.draw(st.booleans()) else ()
+    plan = make_plan("gpipe", n, count, edges=edges, tied=tied, seconds=seconds)
+    plan = on_ranks(plan, tuple(ranks))
+    plan, cluster = on_cluster(
+        plan, Level("host", 3, data.draw(st.sampled_from([1e9, 4.0])), 1 / 8)
+    )
+    assert clocked(plan, cluster) == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+def test_the_clock_follows_the_order_of_the_registry(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A schedule that neither fills up first nor alternates."""
+    monkeypatch.setitem(KINDS, PAIRS.name, PAIRS)
+    plan = make_plan(PAIRS.name, 3, count, edges=chain(3, 2))
+    plan, cluster = on_cluster(plan, Level("host", 3, 4.0, 1 / 8))
+    found = clocked(plan, cluster)
+    assert found == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-9)
+    all_first = replace(plan, training=replace(plan.training, schedule="gpipe"))
+    assert found > clocked(all_first, cluster) or count < 3
 
 
 @settings(max_examples=60, deadline=None)

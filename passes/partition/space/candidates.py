@@ -24,6 +24,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         half_duplex(cluster, candidate.ranks),
         [depth + 1 for depth in candidate.warmup],
         not kind_of(setting.schedule).stream,
+        setting.schedule,
         setting.num_microbatches,
         [_holding(candidate, s) for s in range(len(candidate.options))],
         [option.recompute for option in candidate.options],
