@@ -25,7 +25,6 @@ from pdcompile.compiled import Compiled
 from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
-from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.options import Options
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.session import Session
@@ -200,7 +199,7 @@ def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bo
     shared = {item.path for item in graph.inputs if item.batch_dim is None and several}
     if not others and not shared:
         return
-    for path, op in written_inputs(graph).items():
+    for path, op in graph.written_inputs().items():
         if path in others or path in shared:
             raise InputError(
                 f"forward writes this input in place ({op.source}), and "

@@ -14,7 +14,6 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
-from pdcompile.ir.written_inputs import written_inputs
 from pdcompile.passes.coarsen.items import held_by
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
@@ -78,7 +77,7 @@ def _written(graph: OpGraph) -> list[str]:
     return [
         f"forward writes its input {path!r} in place ({op.source}); stages write copies, so that "
         "the caller's tensor keeps its values, unlike in eager"
-        for path, op in written_inputs(graph).items()
+        for path, op in graph.written_inputs().items()
     ]
 
 

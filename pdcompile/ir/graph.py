@@ -86,6 +86,16 @@ class OpGraph(Remembered):
         """The graph that `to_json` wrote; raises PlanError with the place in the file."""
         return graph_json.from_json(cls, text, where=where)
 
+    def written_inputs(self) -> dict[str, Op]:
+        """Path of each input that forward writes, or a view of it, to the first op that does."""
+        paths = {self.values[entry.name].storage: entry.path for entry in self.inputs}
+        found: dict[str, Op] = {}
+        for op in self.ops:
+            for name in op.mutates:
+                if path := paths.get(self.values[name].storage):
+                    found.setdefault(path, op)
+        return found
+
     def to_module(self, model: Any = None) -> Any:
         """See `ir.captured_module`; `model` may be left out while the captured one is alive."""
         from pdcompile.ir.captured_module import to_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Op, OpGraph
+from pdcompile.ir.value_checks import needed_ops
 
 _EVALUATE = "to evaluate only, call eval_step or predict"
 
@@ -72,9 +73,5 @@ def _where_lost(graph: OpGraph) -> Op | None:
 
 def _leading_to(graph: OpGraph, name: str) -> list[Op]:
     """The ops that a value is computed from, last one first."""
-    wanted, found = {name}, []
-    for op in reversed(graph.ops):
-        if op.name in wanted or wanted & set(op.mutates):
-            found.append(op)
-            wanted.update(op.inputs)
-    return found
+    ops, _ = needed_ops(graph.ops, [name], lambda value: graph.values[value].storage)
+    return ops[::-1]
