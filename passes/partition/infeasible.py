@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from pdcompile.passes.partition.conflict import (
 from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.embedded import inconsistencies, unusable_costs
+from pdcompile.plan.embedded import inconsistencies, unusable_numbers
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
@@ -45,7 +45,7 @@ def validate(problem: PartitionProblem) -> None:
     if not problem.items:
         raise InfeasibleError("the graph has no ops to place", remedy="give a model that computes")
     for name in ("items", "traffic", "shared", "stages", "memory"):
-        for path, message, remedy in unusable_costs(getattr(problem, name), f"problem.{name}"):
+        for path, message, remedy in unusable_numbers(getattr(problem, name), f"problem.{name}"):
             raise CostError(message, where=path, remedy=remedy)
     for path, message, remedy in inconsistencies(problem):
         raise PlanError(message, where=path, remedy=remedy)
@@ -365,7 +365,7 @@ def memory_cost(stages: Collection[int]) -> Callable[[Segments], Cost]:
     return of
 
 
-def with_memory(problem: PartitionProblem, limits: dict[int, int | None]) -> PartitionProblem:
+def with_memory(problem: PartitionProblem, limits: Mapping[int, int | None]) -> PartitionProblem:
     """The problem with other memory limits on some stages."""
     return replace(
         problem,

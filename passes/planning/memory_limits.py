@@ -168,28 +168,22 @@ def by_overhead(
     current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
 ) -> PartitionProblem:
     """Keep free on a stage what its ledger has beyond the formula: converges in a few rounds."""
-    assert plan.forecast is not None
-    room = {}
-    for s in excess(problem, plan):
-        ledger = max(plan.forecast.ledgers[rank].total_bytes for rank in plan.stages[s].ranks)
-        room[s] = ledger - partition.memory_bytes[s]
-    return _with_limits(
-        current,
-        {
-            s: min(current.stages[s].memory_bytes or 0, (problem.stages[s].memory_bytes or 0) - n)
-            for s, n in room.items()
-        },
-    )
+    limits = {
+        s: max(0, min(current.stages[s].memory_bytes or 0, partition.memory_bytes[s] - over))
+        for s, over in excess(problem, plan).items()
+    }
+    return with_memory(current, limits)
 
 
 def by_excess(
     current: PartitionProblem, problem: PartitionProblem, plan: Plan, partition: Partition
 ) -> PartitionProblem:
     """Lower the limit by no more than the excess: slower, and gives less away."""
-    over = excess(problem, plan)
-    return _with_limits(
-        current, {s: (current.stages[s].memory_bytes or 0) - n for s, n in over.items()}
-    )
+    limits = {
+        s: max(0, (current.stages[s].memory_bytes or 0) - over)
+        for s, over in excess(problem, plan).items()
+    }
+    return with_memory(current, limits)
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
@@ -204,14 +198,6 @@ def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
         if needed > limit:
             found[stage.index] = needed - limit
     return found
-
-
-def _with_limits(problem: PartitionProblem, limits: dict[int, int]) -> PartitionProblem:
-    stages = tuple(
-        replace(stage, memory_bytes=max(0, limits[s])) if s in limits else stage
-        for s, stage in enumerate(problem.stages)
-    )
-    return replace(problem, stages=stages)
 
 
 def _weaker(plan: Plan, first: Plan) -> Certificate:

@@ -18,14 +18,14 @@ from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.plan import claims, rivals
+from pdcompile.plan.claims import AGAIN
+from pdcompile.plan.embedded import Finding
 from pdcompile.plan.schema import Plan, StagePlan, ranks_of
 from pdcompile.plan.times import Message, PipelineTimes, half_duplex
 from pdcompile.plan.validate import validate
 from pdcompile.schedule.registry import kind_of
 
 TOLERANCE = 1e-6  # relative, of recomputed seconds
-Finding = tuple[str, str, str]  # path, message, remedy
-AGAIN = "make the plan again for this model and cluster"
 
 
 def check(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:

@@ -18,13 +18,12 @@ from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
-from pdcompile.plan.embedded import assignment
+from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
 from pdcompile.schedule.registry import kind_of
 
-Finding = tuple[str, str, str]  # path, message, remedy
 AGAIN = "make the plan again for this model and cluster"
 CLOSE = 1e-9  # relative, of sums of seconds
 

@@ -102,7 +102,6 @@ def findings(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iter
     """What is wrong with an embedded problem; `stages` are the ops of the plan's stages."""
     if not problem.stages or not problem.items:
         yield "problem", "a problem without stages or items", AGAIN
-    yield from unusable_costs(problem, "problem")
     yield from inconsistencies(problem)
     for path, (_, stage) in _placed(problem):
         if stage >= len(problem.stages):
@@ -110,14 +109,15 @@ def findings(problem: PartitionProblem, stages: Sequence[Sequence[str]]) -> Iter
     yield from _ops(problem, stages)
 
 
-def unusable_costs(part: Any, path: str) -> Iterator[Finding]:
-    """Seconds, bytes and rates of a problem, or of a part of it, that no search can work with."""
+def unusable_numbers(part: Any, path: str) -> Iterator[Finding]:
+    """Numbers of a plan, a problem or a part of one that count nothing: negative or not finite."""
     if isinstance(part, tuple):
         for i, one in enumerate(part):
-            yield from unusable_costs(one, f"{path}[{i}]")
+            yield from unusable_numbers(one, f"{path}[{i}]")
     elif hasattr(part, "__dataclass_fields__"):
         for field in fields(part):
-            value, below = getattr(part, field.name), f"{path}.{field.name}"
+            value = getattr(part, field.name)
+            below = f"{path}.{field.name}" if path else field.name
             if field.name in ("speed", "bytes_per_second") and not value > 0:
                 yield below, f"{field.name} is {value!r}", "write a number above 0"
             elif field.name == "bytes_per_second":
@@ -128,7 +128,7 @@ def unusable_costs(part: Any, path: str) -> Iterator[Finding]:
                 message = f"{field.name}{owner} is {value!r}: negative or not finite"
                 yield below, message, "write a finite number from 0"
             else:
-                yield from unusable_costs(value, below)
+                yield from unusable_numbers(value, below)
         if isinstance(part, Item) and part.trainable_bytes > part.parameter_bytes:
             message = f"{part.trainable_bytes} trainable of {part.parameter_bytes} bytes"
             remedy = "trainable bytes are part of parameter_bytes"

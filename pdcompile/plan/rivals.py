@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.plan.embedded import assignment
+from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import PartitionProblem
 
-Finding = tuple[str, str, str]  # path, message, remedy
 MOST = 24  # rivals that are timed, of a pipeline that is not deep
 MOST_EVENTS = 60_000  # stages × microbatches of all rivals together
 TOLERANCE = 1e-6  # relative

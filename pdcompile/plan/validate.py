@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ClusterError, PlanError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan import embedded
-from pdcompile.problem import PartitionProblem
+from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import KINDS
 
 if TYPE_CHECKING:
@@ -32,11 +30,8 @@ def validate(plan: Plan, where: str = "plan.json") -> None:
         raise PlanError(message, where=f"{where}: {path}", remedy=remedy)
 
 
-Problem = tuple[str, str, str]  # path, message, remedy
-
-
-def _problems(plan: Plan) -> Iterator[Problem]:
-    yield from _numbers(plan, "")
+def _problems(plan: Plan) -> Iterator[Finding]:
+    yield from unusable_numbers(plan, "")
     yield from _stages(plan)
     yield from _ranks(plan)
     yield from _edges(plan)
@@ -48,22 +43,7 @@ def _problems(plan: Plan) -> Iterator[Problem]:
         yield from embedded.findings(plan.problem, [stage.ops for stage in plan.stages])
 
 
-def _numbers(part: Any, path: str) -> Iterator[Problem]:
-    """Every number of a plan counts something: finite and not negative."""
-    if isinstance(part, PartitionProblem):
-        return  # has rules of its own
-    if is_dataclass(part):
-        for field in fields(part):
-            below = f"{path}.{field.name}" if path else field.name
-            yield from _numbers(getattr(part, field.name), below)
-    elif isinstance(part, tuple):
-        for i, item in enumerate(part):
-            yield from _numbers(item, f"{path}[{i}]")
-    elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
-        yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
-
-
-def _stages(plan: Plan) -> Iterator[Problem]:
+def _stages(plan: Plan) -> Iterator[Finding]:
     if not plan.stages:
         yield "stages", "the plan has no stages", "make the plan again"
     first: dict[str, str] = {}
@@ -88,7 +68,7 @@ def _stages(plan: Plan) -> Iterator[Problem]:
             yield f"{path}.trainable_bytes", message, "trainable bytes are part of parameter_bytes"
 
 
-def _ranks(plan: Plan) -> Iterator[Problem]:
+def _ranks(plan: Plan) -> Iterator[Finding]:
     taken: dict[int, list[int]] = {}
     kind = KINDS.get(plan.training.schedule)
     most = 1 if kind is None else kind.stages_per_rank
@@ -111,7 +91,7 @@ def _ranks(plan: Plan) -> Iterator[Problem]:
             held.append(s)
 
 
-def _edges(plan: Plan) -> Iterator[Problem]:
+def _edges(plan: Plan) -> Iterator[Finding]:
     stage_of = {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
     seen: set[str] = set()
     for i, edge in enumerate(plan.edges):
@@ -137,7 +117,7 @@ def _edges(plan: Plan) -> Iterator[Problem]:
                 yield f"{path}.shape", f"{size!r} is not a size", 'write "4", "b" or "2*b+1"'
 
 
-def _tied(plan: Plan) -> Iterator[Problem]:
+def _tied(plan: Plan) -> Iterator[Finding]:
     for i, tied in enumerate(plan.tied):
         path = f"tied[{i}]"
         if len(tied.stages) < 2:
@@ -152,14 +132,14 @@ def _tied(plan: Plan) -> Iterator[Problem]:
         yield "tied", "a parameter is listed twice", "keep one entry a parameter"
 
 
-def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[Problem]:
+def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[Finding]:
     if any(a >= b for a, b in pairwise(stages)):
         yield path, f"{list(stages)} is not ascending", "sort and remove repetitions"
     if stages and max(stages) >= num_stages:
         yield path, f"there is no stage {max(stages)}", "name existing stages"
 
 
-def _training(plan: Plan) -> Iterator[Problem]:
+def _training(plan: Plan) -> Iterator[Finding]:
     training, num_stages = plan.training, len(plan.stages)
     if training.schedule not in KINDS:
         message = f"unknown schedule {training.schedule!r}"
@@ -179,7 +159,7 @@ def _training(plan: Plan) -> Iterator[Problem]:
         yield "training.warmup", f"warm-up {list(warmup)} increases", remedy
 
 
-def _certificate(plan: Plan) -> Iterator[Problem]:
+def _certificate(plan: Plan) -> Iterator[Finding]:
     found = plan.certificate
     if found.bound_seconds > found.objective_seconds * (1 + 1e-9):
         message = f"bound {found.bound_seconds!r} is above objective {found.objective_seconds!r}"
@@ -195,7 +175,7 @@ def _certificate(plan: Plan) -> Iterator[Problem]:
                 yield f"forecast.{name}", message, "remove the forecast"
 
 
-def _cluster(plan: Plan) -> Iterator[Problem]:
+def _cluster(plan: Plan) -> Iterator[Finding]:
     try:
         cluster = Cluster.from_toml(plan.cluster, where="cluster")
     except ClusterError as error:
