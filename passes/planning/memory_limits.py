@@ -107,6 +107,8 @@ def within_ledgers(
 ) -> Plan:
     """The best plan found whose ledgers keep every stage's memory limit.
 
+    A plan without a forecast, of a schedule too long for ledgers, keeps the formula alone.
+
     Args:
         solve: from a problem to a plan with a forecast, and the partition that it is made of;
             raises InfeasibleError.
@@ -118,7 +120,7 @@ def within_ledgers(
     """
     try:
         plan = _within(problem, solve)
-        if all(stage.memory_bytes is None for stage in problem.stages):
+        if plan.forecast is None or all(one.memory_bytes is None for one in problem.stages):
             return plan
         return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
     except InfeasibleError as error:
@@ -147,7 +149,7 @@ def _within(
     problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
 ) -> Plan:
     first, partition = solve(problem)
-    if not excess(problem, first):
+    if first.forecast is None or not excess(problem, first):
         return first
     failure: InfeasibleError | None = None
     for lower in (by_overhead, by_excess):

@@ -18,7 +18,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.planning.memory_limits import advised, excess, within_ledgers
+from pdcompile.passes.planning.memory_limits import excess, within_ledgers
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
@@ -124,7 +124,7 @@ def whatif(
     own, wrong = _own_cut(changed, stage_of, drawn, plan.certificate)
     kept = None if own is None else own.certificate.objective_seconds
     try:
-        after = _fitted(changed, solve)
+        after = within_ledgers(changed, solve)
     except InfeasibleError:
         if own is None:
             raise
@@ -139,20 +139,6 @@ def whatif(
         kept_broken=wrong,
         notes=notes + _close(after),
     )
-
-
-def _fitted(
-    problem: PartitionProblem, solve: Callable[[PartitionProblem], tuple[Plan, Partition]]
-) -> Plan:
-    """`within_ledgers`; where a schedule is too long for ledgers the formula alone is kept."""
-    try:
-        plan, partition = solve(problem)
-    except InfeasibleError as error:
-        raise advised(error, problem, solve) from None
-    if plan.forecast is None:
-        return plan
-    first = iter([(plan, partition)])
-    return within_ledgers(problem, lambda one: next(first, None) or solve(one))
 
 
 def _own_cut(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -120,30 +120,36 @@ def _resized(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Cluster, tuple[s
 
 
 def _by_level(levels: Sequence[Level], given: Named, option: str, example: str) -> dict[int, float]:
-    """New numbers by the level's index; one named goes before one for all."""
-    named: dict[int, tuple[str, float]] = {}
-    common: list[float] = []
-    for name, number in given:
-        if name is None:
-            common.append(number)
-            continue
-        index = _level(levels, name, option, example)
+    """New numbers by the level's index."""
+    indices = ((None if key is None else _level(levels, key, option, example)) for key, _ in given)
+    remedy = f"name levels: {option} {levels[0].name}={example}; there are {_names(levels)}"
+    names = [f"level {level.name!r}" for level in levels]
+    return _numbered(zip(indices, given, strict=True), names, option, remedy)
+
+
+def _numbered(
+    given: Iterable[tuple[int | None, tuple[object, float]]],
+    names: Sequence[str],
+    option: str,
+    remedy: str,
+) -> dict[int, float]:
+    """Numbers by index; one that is given for an index goes before one for all (None)."""
+    named: dict[int | None, tuple[object, float]] = {}
+    for index, (key, number) in given:
         if index in named:
+            if index is None:
+                message = f"{option} is given 2 times for all"
+                raise ConfigError(message, where=option, remedy=remedy)
+            other = named[index][0]
+            spelled = f": as {other!r} and as {key!r}" if other != key else ""
             raise ConfigError(
-                f"{option} is given twice for level {levels[index].name!r}: as "
-                f"{named[index][0]!r} and as {name!r}",
+                f"{option} is given twice for {names[index]}{spelled}",
                 where=option,
                 remedy="give it once",
             )
-        named[index] = (name, number)
-    if len(common) > 1:
-        raise ConfigError(
-            f"{option} without a level is given {len(common)} times",
-            where=option,
-            remedy=f"name levels: {option} {levels[0].name}={example}; there are {_names(levels)}",
-        )
-    found = dict.fromkeys(range(len(levels)), common[0]) if common else {}
-    return found | {index: number for index, (_, number) in named.items()}
+        named[index] = key, number
+    everywhere = [named.get(i, named.get(None)) for i in range(len(names))]
+    return {i: found[1] for i, found in enumerate(everywhere) if found is not None}
 
 
 def _level(levels: Sequence[Level], name: str, option: str, example: str) -> int:
@@ -165,33 +171,16 @@ def _level(levels: Sequence[Level], name: str, option: str, example: str) -> int
 def _sped(
     devices: tuple[Device, ...], given: tuple[tuple[int | None, float], ...]
 ) -> tuple[Device, ...]:
-    named: dict[int, float] = {}
-    common: list[float] = []
-    for device, speed in given:
-        if device is None:
-            common.append(speed)
-        elif device >= len(devices):
+    for device, _ in given:
+        if device is not None and device >= len(devices):
             raise ConfigError(
                 f"there is no device {device}: there are {len(devices)}",
                 where="--speed",
                 remedy=f"0 to {len(devices) - 1}",
             )
-        elif device in named:
-            raise ConfigError(
-                f"--speed is given twice for device {device}",
-                where="--speed",
-                remedy="give it once",
-            )
-        else:
-            named[device] = speed
-    if len(common) > 1:
-        raise ConfigError(
-            f"--speed without a device is given {len(common)} times",
-            where="--speed",
-            remedy="name devices: --speed 0=0.5",
-        )
-    speeds = dict.fromkeys(range(len(devices)), common[0]) if common else {}
-    speeds |= named
+    names = [f"device {i}" for i in range(len(devices))]
+    pairs = ((device, (device, speed)) for device, speed in given)
+    speeds = _numbered(pairs, names, "--speed", "name devices: --speed 0=0.5")
     return tuple(replace(one, speed=speeds.get(i, one.speed)) for i, one in enumerate(devices))
 
 

@@ -71,18 +71,6 @@ class Dag:
                 counted |= self.exposed[v] | 1 << v
         return math.fsum(self.activations[v] for v in members(counted))
 
-    def close_down(self, nodes: int) -> int:
-        """The smallest down-closed set with `nodes`."""
-        for v in members(nodes):
-            nodes |= self.ancestors[v]
-        return nodes
-
-    def close_up(self, nodes: int) -> int:
-        """`nodes` and everything above them."""
-        for v in members(nodes):
-            nodes |= self.descendants[v]
-        return nodes
-
 
 def dag_of(graph: ProfileGraph) -> Dag:
     """The profile's nodes in a topological order that keeps the file's order where it can."""
