@@ -6,6 +6,7 @@ Only for explaining a difference; values are those of the model's own run, named
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.ir.graph import Argument, Attr, Ref
-from pdcompile.passes.trace.interceptors.transforms import transformed
+from pdcompile.passes.trace.interceptors import EAGER_INTERCEPTORS
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.module_table import ModuleTable
@@ -58,9 +59,11 @@ def observe(
     table = ModuleTable(model)
     reals = RealTensors(table, device_of(model, flat))
     observer = Observer()
-    tape = Tape(table, reals, observer)
+    tape = Tape(table, reals, observer, EAGER_INTERCEPTORS)
     _, leaves, _ = enter_inputs(flat, layout, reals, tape)
     args, kwargs, target = flat.unflatten(leaves)
-    with watched(tape), transformed(tape), observer, tape:
+    with ExitStack() as stack:
+        for each in (*(one.around() for one in tape.interceptors), watched(tape), observer, tape):
+            stack.enter_context(each)
         run(model, args, kwargs, target, loss_fn, tape)
     return reals.seen

@@ -1,1 +1,25 @@
-"""Interceptors: what sees a call of the model before it is recorded."""
+"""Interceptors: what sees a call of the model before it is recorded, in the order of asking."""
+
+from pdcompile.passes.trace.interceptors.arrays import Arrays
+from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
+from pdcompile.passes.trace.interceptors.generators import Generators
+from pdcompile.passes.trace.interceptors.loops import ChosenLoops
+from pdcompile.passes.trace.interceptors.process_switches import ProcessSwitches
+from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
+from pdcompile.passes.trace.interceptors.transforms import Transforms
+from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
+from pdcompile.passes.trace.values.scalars import HandedOutNumbers
+
+INTERCEPTORS = (
+    Generators,
+    Checkpoints,
+    Transforms,
+    HandedOutNumbers,
+    ChosenLoops,
+    UnchangedTensors,
+    Arrays,
+    ShortCuts,
+    ProcessSwitches,
+)
+# Of a run on real tensors, which draws and answers as the model does.
+EAGER_INTERCEPTORS = tuple(each for each in INTERCEPTORS if each not in (Generators, ShortCuts))

@@ -9,11 +9,23 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.eager.snapshot import is_array
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
-def of_array(
+class Arrays(Interceptor):
+    """Tensors that are made of arrays become constants."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        made = _of_array(func, args, kwargs)
+        if made is None:
+            return proceed(func, args, kwargs)
+        self.tape.table.fresh(made)
+        return made
+
+
+def _of_array(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
     """The real tensor where a call makes one of an array; None for every other call.

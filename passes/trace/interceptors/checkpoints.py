@@ -8,26 +8,37 @@ random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint
 
 from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
 
 
-class Recording(Protocol):
-    """What a tape is asked here."""
+class Checkpoints(Interceptor):
+    """Regions of torch.utils.checkpoint become their operators."""
 
-    ops: list[Op]
-    regions: list[frozenset[str]]  # names of the ops of each reentrant region
+    def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            return _reentrant(self.tape, *args)
+        return proceed(cls, plain, args)
 
-    def call(self, func: Any, args: tuple[Any, ...]) -> Any: ...
+    def around(self) -> AbstractContextManager[None]:
+        """Regions that are not reentrant are checked."""
+        ops = self.tape.ops
+        return _watched_regions(
+            lambda: len(ops), lambda start, preserve: check_region(ops[start:], preserve)
+        )
 
 
-def reentrant(tape: Recording, function: Any, preserve: bool, *inputs: Any) -> Any:
+def _reentrant(tape: Tape, function: Any, preserve: bool, *inputs: Any) -> Any:
     """What ``CheckpointFunction.apply`` does while recording.
 
     As in eager, parameters get no gradient when no input of the region does, and the gradients
@@ -97,7 +108,7 @@ def check_region(ops: list[Op], preserve: bool) -> None:
 
 
 @contextmanager
-def watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
+def _watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
     """While this is open, `end(start(), preserve_rng_state)` is called after each region that is
     not reentrant and that backward would run again."""
     module: Any = checkpoint

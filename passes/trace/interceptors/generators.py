@@ -16,6 +16,7 @@ import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.observer import locate
 
 
@@ -63,6 +64,23 @@ class Sentinel:
             }
             numpy.random.set_state(state)
         torch.default_generator.set_state(self._torch)
+
+
+class Generators(Interceptor):
+    """Nobody draws unnoticed, or seeds."""
+
+    _sentinel: Sentinel | None = None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Generators are guarded, and put back at the end."""
+        tape = self.tape
+        with guarded() as self._sentinel, not_reseeded(tape.draws, tape.where):
+            yield
+
+    def recorded(self, source: str) -> None:
+        if self._sentinel is not None and self.tape.reads.assumed.watched_draws:
+            self._sentinel.check(source)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ that they may name submodules.  How many there are nobody may ask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 from pdcompile.ir.graph import Op, Ref
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Site
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
-from pdcompile.passes.trace.values.constants import read
 from pdcompile.passes.trace.values.reads import Loops
-from pdcompile.passes.trace.values.scalars import numbers
 from pdcompile.passes.trace.values.selections import is_mask
 from pdcompile.passes.trace.values.unsized import SHAPELESS
 
@@ -34,7 +33,7 @@ _VIEWS = frozenset(
 _THROUGH = _VIEWS | {"getitem", "unbind"}
 
 
-class ChosenLoops:
+class ChosenLoops(Interceptor):
     """The loops of one recording.
 
     Args:
@@ -42,9 +41,7 @@ class ChosenLoops:
     """
 
     def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self.sites: frozenset[Site] = frozenset()  # of choices that loops go through
-        self.turns: Callable[[int], Sequence[int]] = range
+        super().__init__(tape)
         self._chosen: dict[str, Site] = {}  # value that a choice among a vector made
         self._all: dict[int, Tensor] = {}  # id of all indices of a vector -> the vector
         self._kept: list[Tensor] = []
@@ -52,50 +49,44 @@ class ChosenLoops:
         self._masks: dict[int, Tensor] = {}  # storage of a mask -> the same in this turn
         self._gates: set[int] = set()
 
-    def call(self, plain: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """What a torch function returns, called by the model."""
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         name = str(getattr(func, "__name__", ""))
-        if self._tape.reads.handed_out is not None:
-            args, kwargs = numbers(args), numbers(kwargs)
-        if name == "__format__":
-            known = read(func, args, kwargs, self._tape.ops, self._tape.fakes)
-            return known[0] if known is not None else plain(func, args, kwargs)
+        if name == "__iter__":
+            func, name, args = torch.Tensor.unbind, "unbind", (args[0], 0)
+            return iter(self.call(func, args, {}, proceed))
+        if name == "tolist":
+            self.listed(args[0])
+            return self.items(args[0], proceed(func, args, kwargs))
+        if name in refusals.READS or name == "__format__":
+            return proceed(func, args, kwargs)
         if name == "unbind" and (len(args) < 2 or args[1] == 0) and not kwargs:
             self.listed(args[0])
-            found = plain(func, args, kwargs)
+            found = proceed(func, args, kwargs)
             return self.items(args[0], list(found)) if id(args[0]) in self._all else found
         if self._all and any(id(each) in self._all for each in args if isinstance(each, Tensor)):
-            return self._of_all(plain, func, name, args, kwargs)
+            return self._of_all(proceed, func, name, args, kwargs)
         vector = _chooses(name, args, kwargs)
         if vector is None:
-            return plain(func, self._gated(name, args), kwargs)
-        site = self._tape.site()
-        if vector.dim() == 1 and site in self.sites and self._hit is None:
+            return proceed(func, self._gated(name, args), kwargs)
+        site = self.tape.site()
+        if vector.dim() == 1 and site in self.tape.reads.assumed.loops and self._hit is None:
             return self._everything(name, vector, kwargs)
-        before = len(self._tape.ops)
-        result = plain(func, (self._with_hit(vector),), kwargs)
+        before = len(self.tape.ops)
+        result = proceed(func, (self._with_hit(vector),), kwargs)
         if vector.dim() == 1:
-            made = self._tape.ops[before:]
+            made = self.tape.ops[before:]
             self._chosen.update((op.name, site) for op in made)
         return result
-
-    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call that reads values returns to the model."""
-        tape = self._tape
-        if func.__name__ != "tolist":
-            return tape.reads.answer(tape, func, args, kwargs)
-        self.listed(args[0])
-        return self.items(args[0], tape.reads.answer(tape, func, args, kwargs))
 
     def turns_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:
         """The turns of a loop through a tensor, each with what belongs to it."""
         vector = self._all[id(tensor)]
         if self._hit is not None:
             raise self._refusal("a loop inside of a loop")
-        if self._tape.observer.selections is None:
+        if self.tape.observer.selections is None:
             raise self._refusal("a loop")
-        tape = self._tape
-        for i in self.turns(len(items)):
+        tape = self.tape
+        for i in self.tape.turns(len(items)):
             hit = tape.call(torch.Tensor.__getitem__, (vector, i))
             self._hit = hit if hit.dtype is torch.bool else tape.call(torch.ne, (hit, 0))
             self._masks = {}
@@ -108,19 +99,18 @@ class ChosenLoops:
         """The list that ``tensor.tolist()`` or ``tensor.unbind()`` gives."""
         return _Numbers(self, tensor, numbers) if id(tensor) in self._all else numbers
 
-    def property(self, args: Any, name: str) -> None:
-        """Before a property is read that is no tensor."""
-        if self._all and id(args[0]) in self._all and name not in SHAPELESS:
+    def asked(self, tensor: Any, name: str) -> None:
+        if id(tensor) in self._all and name not in SHAPELESS:
             raise self._refusal(name)
 
     def listed(self, tensor: Tensor) -> None:
         """Before a tensor becomes a list: raise `Loops` where a mask chose what is in it."""
-        name = self._tape.fakes.name(tensor)
-        ops = {op.name: op for op in self._tape.ops} if self._chosen else {}
+        name = self.tape.fakes.name(tensor)
+        ops = {op.name: op for op in self.tape.ops} if self._chosen else {}
         while isinstance(name, Ref) and name.name in ops:
             op: Op = ops[name.name]
             if op.name in self._chosen:
-                error = refusals.error(refusals.BY_VALUE, "a loop", self._tape.where())
+                error = refusals.error(refusals.BY_VALUE, "a loop", self.tape.where())
                 found = Loops(error.message, where=error.where, remedy=error.remedy)
                 found.site = self._chosen[op.name]
                 raise found
@@ -130,7 +120,7 @@ class ChosenLoops:
 
     def _everything(self, name: str, vector: Tensor, kwargs: Any) -> Any:
         """All indices of a vector in the place of those that are chosen."""
-        tape = self._tape
+        tape = self.tape
         found = tape.call(torch.arange, (vector.shape[0],), {"device": vector.device})
         if name == "nonzero" and not kwargs.get("as_tuple"):
             found = tape.call(torch.Tensor.reshape, (found, (-1, 1)))
@@ -170,9 +160,9 @@ class ChosenLoops:
     def _with_hit(self, mask: Tensor) -> Tensor:
         if self._hit is None:
             return mask
-        key = storage_key(self._tape.fakes.faked(mask))
+        key = storage_key(self.tape.fakes.faked(mask))
         if key not in self._masks:
-            made = self._tape.call(torch.logical_and, (mask, self._hit))
+            made = self.tape.call(torch.logical_and, (mask, self._hit))
             self._masks[key] = made
             self._kept.append(made)
             self._gates.add(storage_key(made))
@@ -183,7 +173,7 @@ class ChosenLoops:
         return self._hit is None or storage_key(mask) in self._gates
 
     def _refusal(self, what: str) -> Exception:
-        return refusals.error(refusals.BY_VALUE, what, self._tape.where())
+        return refusals.error(refusals.BY_VALUE, what, self.tape.where())
 
 
 class _Numbers(list[Any]):

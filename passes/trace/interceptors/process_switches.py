@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.interceptor import Interceptor
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
 
 
-class ProcessSwitches:
+class ProcessSwitches(Interceptor):
     """How the switches stood when the recording began."""
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
         self._dtype = torch.get_default_dtype()
         self._kernels = _attention_kernels()
 
-    def check(self, source: str) -> None:
+    def recorded(self, source: str) -> None:
         """Raise TraceError where an op at `source` runs under others.
 
         ``torch.ones(8)`` below set_default_dtype(torch.float64) would be float32 in a stage.

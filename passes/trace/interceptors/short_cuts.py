@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.interceptors.mode_flag import autograd_as_run
+from pdcompile.passes.trace.tape.interceptor import Interceptor
 
 GENERAL_PATH = (
     "where the model would look into its inputs for a short cut (nothing is masked), the stages "
@@ -27,6 +28,15 @@ GENERAL_PATH = (
 
 ASKED = "transformers.utils.import_utils"
 QUESTION = "is_fake_tensor"
+
+
+class ShortCuts(Interceptor):
+    """Libraries that ask whether they are traced go where eager goes."""
+
+    def around(self) -> AbstractContextManager[None]:
+        tape = self.tape
+        always = tape.reads.assumed.short_cuts
+        return as_eager(tape.fakes.findings, tape.is_constant, tape.training, always=always)
 
 
 @contextmanager

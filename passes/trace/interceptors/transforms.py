@@ -9,7 +9,7 @@ alike.  So between entering the outermost level and leaving it the tape looks th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from pdcompile.ir.graph import Op, Ref
 from pdcompile.ir.targets import name_of
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.fake_tensors import tensors_in
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import effects, storage_key, written_by
 
 if TYPE_CHECKING:
@@ -42,15 +43,19 @@ _WRAPS = ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad"))
 _VJP = (eager_transforms, "_vjp_with_argnums")  # its second result runs when levels are left
 
 
-class Transforms:
+class Transforms(Interceptor):
     """The transforms of one recording; `depth`: how many are entered and not left."""
 
     def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+        super().__init__(tape)
         self._grad_enabled = True  # around the outermost level
         self._detached: dict[int, torch.Tensor] = {}  # id of a value -> as evaluation has it
         self._made: list[Op] = []
         self.depth = 0
+
+    def around(self) -> AbstractContextManager[None]:
+        """Transforms tell of themselves, and get fake tensors for the model's tensors."""
+        return _known_to(self)
 
     @contextmanager
     def level(self) -> Iterator[None]:
@@ -61,55 +66,59 @@ class Transforms:
         """
         if not self.depth:
             self._grad_enabled = torch.is_grad_enabled()
-            self._tape.fakes.findings.transformed = True
-        needed = self._tape.training or self._tape.fakes.mode is None
-        self.depth += 1
+            self.tape.fakes.findings.transformed = True
+        needed = self.tape.training or self.tape.fakes.mode is None
+        self.depth = self.tape.depth = self.depth + 1
         try:
             with nullcontext() if self.depth > 1 or needed else torch.no_grad():
                 yield
         finally:
-            self.depth -= 1
+            self.depth = self.tape.depth = self.depth - 1
 
     def given(self, value: Any) -> Any:
         """Arguments with fake tensors for the model's tensors."""
-        fakes = self._tape.fakes
+        fakes = self.tape.fakes
         value = fakes.faked(value)
-        if self._tape.training or fakes.mode is None:
+        if self.tape.training or fakes.mode is None:
             return value
         return tree_map_only(torch.Tensor, self._evaluated, value)
 
     def _evaluated(self, tensor: torch.Tensor) -> torch.Tensor:
-        fakes = self._tape.fakes
+        fakes = self.tape.fakes
         if is_functorch_wrapped_tensor(tensor) or not tensor.is_floating_point():
             return tensor
         if not isinstance(fakes.name(tensor), Ref):
             return tensor
         if id(tensor) not in self._detached:
-            with self._tape.inside(), temporarily_clear_interpreter_stack():
+            with self.tape.inside(), temporarily_clear_interpreter_stack():
                 self._detached[id(tensor)] = fakes.detached(tensor)
         return self._detached[id(tensor)]
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """A torch function inside of a transform: what it becomes is recorded below."""
-        with refusals.reads(func, self._tape.boundary):
+        if not self.depth:
+            return proceed(func, args, kwargs)
+        with refusals.reads(func, self.tape.boundary):
             return func(*self.given(args), **self.given(kwargs))
 
-    def apply(self, plain: Callable[..., Any], args: Any) -> Any:
+    def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:
         """An autograd.Function inside of a transform.
 
         Raises:
             TraceError: its backward may be asked for; the ATen operators have another one.
         """
+        if not self.depth:
+            return proceed(cls, plain, args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in tensors):
-            where = self._tape.where()
+            where = self.tape.where()
             raise refusals.error(refusals.TRANSFORM, "an autograd.Function", where)
         return plain(*self.given(args))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An ATen operator ran below all transforms: record it."""
-        tape = self._tape
-        if tape.within or not tensors_in(result):
+        tape = self.tape
+        if not self.depth or tape.within or not tensors_in(result):
             return
         source = tape.where()
         name = func._schema.name.rpartition("::")[2]
@@ -132,17 +141,17 @@ class Transforms:
             tape.record("function", name_of(func), name, args, kwargs, result, None)
         self._made += tape.ops[first:]
 
-    def finish(self) -> None:
+    def finished(self) -> None:
         """After the last call: find which results need a gradient.
 
         Below autograd, where they were seen, they do not have that yet; and autograd may put
         another tensor in the place of the one that was seen.  So each operator runs once more.
         """
-        fakes = self._tape.fakes
+        fakes = self.tape.fakes
         if not self._made or fakes.mode is None:
             return
         known: dict[str, Any] = {}
-        with self._tape.inside(), _disable_current_modes(), fakes.mode:
+        with self.tape.inside(), _disable_current_modes(), fakes.mode:
             for op in self._made:
                 env = {name: known.get(name) for name in op.inputs}
                 env |= {
@@ -179,9 +188,8 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def transformed(tape: Tape) -> Iterator[None]:
-    """The tape knows of transforms, and they get fake tensors for the model's tensors."""
-    transforms = tape.transforms
+def _known_to(transforms: Transforms) -> Iterator[None]:
+    """Transforms tell of themselves, and get fake tensors for the model's tensors."""
     plain = [(home, name, getattr(home, name)) for home, name in (*_LEVELS, *_WRAPS, _VJP)]
 
     def level(enter: Callable[..., Any]) -> Callable[..., Any]:

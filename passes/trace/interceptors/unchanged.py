@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 
 _BY_ONE = frozenset(("mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__",
                      "__itruediv__", "pow_"))  # fmt: skip
@@ -17,7 +19,17 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def writes_nothing(
+class UnchangedTensors(Interceptor):
+    """Writes that write what is there are left out."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        return args[0] if _writes_nothing(func, args, kwargs) else proceed(func, args, kwargs)
+
+    def around(self) -> AbstractContextManager[None]:
+        return _moves_of_nothing()
+
+
+def _writes_nothing(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether a call scales a tensor in place by one, where nothing is recorded for gradients.
@@ -35,7 +47,7 @@ def writes_nothing(
 
 
 @contextmanager
-def moves_of_nothing() -> Iterator[None]:
+def _moves_of_nothing() -> Iterator[None]:
     """While this is open ``module.to(dtype)`` touches no tensor where all of them are so already.
 
     It would assign every parameter's ``data`` to itself.

@@ -34,10 +34,6 @@ def is_public(func: Any, name: str) -> bool:
     return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
 
 
-def unchecked(where: str) -> None:
-    """Nobody watches the generators: an eager run may use them."""
-
-
 def autocast_region(device: str) -> str | None:
     if not torch.is_autocast_enabled(device):
         return None

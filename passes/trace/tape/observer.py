@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -201,7 +201,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
         self.moved = False  # set_ gave a tensor another storage; it passes no torch function
-        self.transforms: Any = None  # records what runs below a torch.func transform
+        self.ran: Callable[..., None] = lambda *_: None  # is told of every op
         self.selections: Any = None  # runs ops whose results have a size that depends on values
 
     def clear(self) -> None:
@@ -224,8 +224,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.written.add(storage_key(tensor))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
         result = func(*args, **kwargs) if chosen is None else chosen
-        if self.transforms is not None and self.transforms.depth:
-            self.transforms.ran(called, args, kwargs, result)
+        self.ran(called, args, kwargs, result)
         return result
 
 

@@ -22,11 +22,7 @@ from pdcompile.passes.trace.calls.caches import emptied
 from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.passes.trace.calls.memos import is_memo
 from pdcompile.passes.trace.calls.python_state import State, settled, write_rebound
-from pdcompile.passes.trace.interceptors.checkpoints import check_region, watched_regions
-from pdcompile.passes.trace.interceptors.generators import guarded, not_reseeded
-from pdcompile.passes.trace.interceptors.short_cuts import as_eager
-from pdcompile.passes.trace.interceptors.transforms import transformed
-from pdcompile.passes.trace.interceptors.unchanged import moves_of_nothing
+from pdcompile.passes.trace.interceptors import INTERCEPTORS
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.merge.value_sizes import Turns, with_sizes_that_vary
@@ -151,13 +147,12 @@ class _Run:
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
         self._observer = observer = Observer()
-        self._tape = tape = Tape(subject.table, fakes, observer)
+        self._tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
         tape.boundary = run.__code__
         if variant.sizes is not None or assumed.sizes_of_example:
             observer.selections = Selections(variant.sizes, lambda: tape.path)
-            observer.selections.allows = tape.loops.allows
-        tape.loops.sites = assumed.loops
-        tape.loops.turns = variant.turns
+            observer.selections.allows = tape.allows
+        tape.turns = variant.turns
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
         examples = Examples(subject.flat, subject.layout, self._inputs, call)
@@ -188,23 +183,10 @@ class _Run:
         """What has to know of calls that pass no torch function, or that must not be made."""
         tape, device = self._tape, self._tape.fakes.device.type
         with ExitStack() as stack:
-            sentinel = stack.enter_context(guarded())
-            if self._assumed.watched_draws:
-                tape.check_generators = sentinel.check
             for each in (
-                not_reseeded(tape.draws, tape.where),
-                watched_regions(
-                    lambda: len(tape.ops),
-                    lambda start, preserve: check_region(tape.ops[start:], preserve),
-                ),
+                *(interceptor.around() for interceptor in tape.interceptors),
                 watched(tape),
-                transformed(tape),
-                moves_of_nothing(),
                 _quiet(),
-                as_eager(
-                    self._findings, tape.is_constant, self._subject.model.training,
-                    always=self._assumed.short_cuts,
-                ),
                 autocast_region(self._subject.autocast or f"{device}:{OFF}"),
                 torch.enable_grad(),
                 self._mode,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -19,19 +19,12 @@ from typing import Any
 import torch
 from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from pdcompile.eager.randomness import LOSS_PATH, is_random_function, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import CHECK, Attr, Op, Ref, walk
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
-from pdcompile.passes.trace.interceptors.arrays import of_array
-from pdcompile.passes.trace.interceptors.checkpoints import reentrant
-from pdcompile.passes.trace.interceptors.loops import ChosenLoops
-from pdcompile.passes.trace.interceptors.process_switches import ProcessSwitches
-from pdcompile.passes.trace.interceptors.transforms import Transforms
-from pdcompile.passes.trace.interceptors.unchanged import writes_nothing
 from pdcompile.passes.trace.opaque.opaque_modules import refuse_parts, replay
 from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.tape.arguments import device_of, to_argument, without_defaults
@@ -40,15 +33,15 @@ from pdcompile.passes.trace.tape.calls import (
     autocast_region,
     is_public,
     target_of,
-    unchecked,
 )
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.naming import Names
 from pdcompile.passes.trace.tape.observer import Observer, locate, storage_key
 from pdcompile.passes.trace.tape.results import Results
 from pdcompile.passes.trace.tape.writes import mutated, written_tensors
-from pdcompile.passes.trace.values.constants import evaluate
+from pdcompile.passes.trace.values.constants import evaluate, read
 from pdcompile.passes.trace.values.example_sizes import ExampleSizes
 from pdcompile.passes.trace.values.packed import takes_packed
 from pdcompile.passes.trace.values.reads import Reading
@@ -62,9 +55,16 @@ class Tape(TorchFunctionMode):
         table: the model's names.
         fakes: fake tensors for the model's tensors and inputs.
         observer: the dispatch mode that runs below.
+        interceptors: asked in this order before a call is recorded.
     """
 
-    def __init__(self, table: ModuleTable, fakes: FakeTensors, observer: Observer) -> None:
+    def __init__(
+        self,
+        table: ModuleTable,
+        fakes: FakeTensors,
+        observer: Observer,
+        interceptors: Sequence[type[Interceptor]],
+    ) -> None:
         super().__init__()
         self.table = table
         self.fakes = fakes
@@ -73,23 +73,31 @@ class Tape(TorchFunctionMode):
         self._results = Results(fakes, self.names)
         self.ops = self._results.ops
         self.boundary: CodeType | None = None
-        self.check_generators: Callable[[str], None] = unchecked
         self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.region: Any = "forward"
         self.opaque: Mapping[CallKey, Outcome] = {}  # calls of modules that are kept whole
         self.failed: str | None = None  # the innermost module that an error came from
-        self._switches = ProcessSwitches()
         self.reads = Reading(Assumptions(), fakes.findings)  # what may be known of values
         self._unsized = Unsized(fakes, self.ops, lambda: self.reads)
         self.sizes = ExampleSizes(self, self._unsized)
-        self.loops = ChosenLoops(self)
-        self.transforms = observer.transforms = Transforms(self)
+        self.turns: Callable[[int], Sequence[int]] = range  # of a loop those that are recorded
+        self.depth = 0  # of torch.func transforms
         self.training = table.modules[""].training
         self.regions: list[frozenset[str]] = []  # names of ops, see `recomputed`
         self.within = 0  # in a leaf module or another call that is one op
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
+        self.interceptors = tuple(kind(self) for kind in interceptors)
+        self._chain: Proceed = self._unintercepted
+        self._apply: Proceed = lambda cls, plain, args: self._call(plain, args, {})
+        for each in reversed(self.interceptors):
+            if type(each).call is not Interceptor.call:
+                self._chain = partial(each.call, proceed=self._chain)
+            if type(each).apply is not Interceptor.apply:
+                self._apply = partial(each.apply, proceed=self._apply)
+            if type(each).ran is not Interceptor.ran:
+                observer.ran = each.ran
 
     # What the interpreter calls.
 
@@ -99,28 +107,31 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.within:
             return func(*self.fakes.faked(args), **self.fakes.faked(kwargs))
-        if self.transforms.depth:
-            return self.transforms.call(func, args, kwargs)
-        owner = getattr(func, "__self__", None)
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__"):
-            return self._property(func, owner, args)
+        if name in ("__get__", "__set__", "__delete__") and not self.depth:
+            return self._property(func, getattr(func, "__self__", None), args)
+        return self._chain(func, args, kwargs)
+
+    def _unintercepted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
         if (refusal := refusals.REFUSED.get(name)) is not None and is_public(func, name):
             if name in refusals.READS:
-                return self.loops.read(func, args, kwargs)
+                return self.reads.answer(self, func, args, kwargs)
             raise refusals.error(refusal, name, self.where())
         if func is torch.Tensor.requires_grad_:
             return self._require_gradient(*args, **kwargs)
         if name == "__iter__":
-            return iter(self.loops.call(self._call, torch.Tensor.unbind, (args[0], 0), {}))
-        return self.loops.call(self._call, func, args, kwargs)
+            return iter(self._call(torch.Tensor.unbind, (args[0], 0), {}))
+        if name == "__format__" and (known := read(func, args, kwargs, self.ops, self.fakes)):
+            return known[0]
+        return self._call(func, args, kwargs)
 
     def call_module(
         self, plain: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """What ``module(*args, **kwargs)`` does while recording."""
         path = self.table.names.get(id(module))
-        if self.within or path is None or self.transforms.depth:
+        if self.within or path is None or self.depth:
             return plain(module, *args, **kwargs)
         calls = next(self._module_calls[path])
         if (path, calls) in self.opaque:
@@ -137,7 +148,7 @@ class Tape(TorchFunctionMode):
         try:
             result = plain(module, *args, **kwargs)
             self._begin()
-            self.check_generators(self.table.classes[path][1])
+            self._tell(self.table.classes[path][1])
             self.fakes.made_in(result, path)
         except Exception:
             self.failed = path if self.failed is None else self.failed
@@ -151,11 +162,15 @@ class Tape(TorchFunctionMode):
         """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
         if self.within:
             return plain(*self.fakes.faked(args))
-        if self.transforms.depth:
-            return self.transforms.apply(plain, args)
-        if cls is CheckpointFunction:
-            return reentrant(self, *args)
-        return self._call(plain, args, {})
+        return self._apply(cls, plain, args)
+
+    def _tell(self, source: str) -> None:
+        for each in self.interceptors:
+            each.recorded(source)
+
+    def allows(self, mask: torch.Tensor) -> bool:
+        """Whether a choice by the values of this mask may be recorded here."""
+        return all(each.allows(mask) for each in self.interceptors)
 
     def _constructor(self, path: str) -> Any:
         return self.table.constructor(path, self.training)
@@ -178,7 +193,8 @@ class Tape(TorchFunctionMode):
     def finish(self) -> None:
         """After the last call."""
         self._begin()
-        self.transforms.finish()
+        for each in self.interceptors:
+            each.finished()
 
     def check(self, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
         """An op that raises where the value of a tensor is not `holds`."""
@@ -242,7 +258,8 @@ class Tape(TorchFunctionMode):
         result = func(*given)
         if not isinstance(result, torch.Tensor):
             self.sizes.asked(given, name)
-            self.loops.property(given, name)
+            for each in self.interceptors:
+                each.asked(given[0], name)
             return result
         return self.record("getattr", name, "", (args[0],), {}, result, None)
 
@@ -268,11 +285,6 @@ class Tape(TorchFunctionMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if maybe_current_level() is not None:
             raise refusals.error(refusals.TRANSFORM, refusals.name_of(func), self.where())
-        if writes_nothing(func, args, kwargs):
-            return args[0]
-        if (made := of_array(func, args, kwargs)) is not None:
-            self.table.fresh(made)
-            return made
         draw = next(self._draws[self.path]) if is_random_function(func) else None
         self._begin()
         result = self.sizes.result(func, args, kwargs)
@@ -351,8 +363,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         path, module_call = self._stack[-1]
         source, variable = locate(self.boundary)
-        self.check_generators(source)
-        self._switches.check(source)
+        self._tell(source)
         self.reads.recorded()
         argument = partial(to_argument, tensor=self.fakes.name, device=self.fakes.device)
         try:

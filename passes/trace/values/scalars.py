@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+
 
 class Scalar:
     """Stands for ``tensor.item()``.
@@ -73,6 +75,15 @@ for _name in ("neg", "pos", "abs", "index"):
     setattr(Scalar, f"__{_name}__", _computed(getattr(operator, _name)))
 for _name, _function in (("int", int), ("float", float), ("round", round)):
     setattr(Scalar, f"__{_name}__", _computed(_function))
+
+
+class HandedOutNumbers(Interceptor):
+    """Operators get the numbers that `Scalar` stands for."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        if self.tape.reads.handed_out is not None:
+            args, kwargs = numbers(args), numbers(kwargs)
+        return proceed(func, args, kwargs)
 
 
 def numbers(argument: Any) -> Any:
