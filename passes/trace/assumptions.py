@@ -17,6 +17,14 @@ Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """A branch on a value that only a run can tell, and the op that reads it as a bool."""
+
+    key: Key
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
 class Expected:
     """The only value with which the model goes on, and what it raises with the other one."""
 

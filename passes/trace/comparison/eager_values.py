@@ -14,7 +14,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.ir.graph import Argument, Attr, Ref
-from pdcompile.passes.trace.interceptors import EAGER_INTERCEPTORS
+from pdcompile.passes.trace.interceptors.order import EAGER_INTERCEPTORS
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.module_table import ModuleTable

@@ -75,11 +75,14 @@ class Generators(Interceptor):
     def around(self) -> Iterator[None]:
         """Generators are guarded, and put back at the end."""
         tape = self.tape
-        with guarded() as self._sentinel, not_reseeded(tape.draws, tape.where):
+        with guarded() as self._sentinel, not_reseeded(self._draws, tape.where):
             yield
 
+    def _draws(self) -> int:
+        return sum(op.draw is not None for op in self.tape.ops)
+
     def recorded(self, source: str) -> None:
-        if self._sentinel is not None and self.tape.reads.assumed.watched_draws:
+        if self._sentinel is not None and self.tape.assumed.watched_draws:
             self._sentinel.check(source)
 
 

@@ -51,9 +51,6 @@ class ChosenLoops(Interceptor):
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         name = str(getattr(func, "__name__", ""))
-        if name == "__iter__":
-            func, name, args = torch.Tensor.unbind, "unbind", (args[0], 0)
-            return iter(self.call(func, args, {}, proceed))
         if name == "tolist":
             self.listed(args[0])
             return self.items(args[0], proceed(func, args, kwargs))
@@ -69,7 +66,7 @@ class ChosenLoops(Interceptor):
         if vector is None:
             return proceed(func, self._gated(name, args), kwargs)
         site = self.tape.site()
-        if vector.dim() == 1 and site in self.tape.reads.assumed.loops and self._hit is None:
+        if vector.dim() == 1 and site in self.tape.assumed.loops and self._hit is None:
             return self._everything(name, vector, kwargs)
         before = len(self.tape.ops)
         result = proceed(func, (self._with_hit(vector),), kwargs)
@@ -86,7 +83,7 @@ class ChosenLoops(Interceptor):
         if self.tape.observer.selections is None:
             raise self._refusal("a loop")
         tape = self.tape
-        for i in self.tape.turns(len(items)):
+        for i in self.tape.iterations(len(items)):
             hit = tape.call(torch.Tensor.__getitem__, (vector, i))
             self._hit = hit if hit.dtype is torch.bool else tape.call(torch.ne, (hit, 0))
             self._masks = {}

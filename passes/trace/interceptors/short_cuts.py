@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.interceptors.mode_flag import autograd_as_run
 from pdcompile.passes.trace.tape.interceptor import Interceptor
+from pdcompile.passes.trace.values.constants import evaluate
 
 GENERAL_PATH = (
     "where the model would look into its inputs for a short cut (nothing is masked), the stages "
@@ -35,8 +37,14 @@ class ShortCuts(Interceptor):
 
     def around(self) -> AbstractContextManager[None]:
         tape = self.tape
-        always = tape.reads.assumed.short_cuts
-        return as_eager(tape.fakes.findings, tape.is_constant, tape.training, always=always)
+        always = tape.assumed.short_cuts
+        return as_eager(tape.fakes.findings, self._is_constant, tape.training, always=always)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on constants alone, so that its value can be read."""
+        tape = self.tape
+        name = tape.fakes.name(tensor)
+        return isinstance(name, Ref) and evaluate(name.name, tape.ops, tape.fakes) is not None
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class Transforms(Interceptor):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
+        tape.observer.ran = self.ran
         self._grad_enabled = True  # around the outermost level
         self._detached: dict[int, torch.Tensor] = {}  # id of a value -> as evaluation has it
         self._made: list[Op] = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
-from pdcompile.passes.trace.assumptions import Assumptions, Key
+from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key
 from pdcompile.passes.trace.merge.joined import (
     CannotJoin,
     Join,
@@ -25,7 +25,7 @@ from pdcompile.passes.trace.merge.joined import (
     with_end,
     with_refs,
 )
-from pdcompile.passes.trace.values.reads import Decision, Undecided
+from pdcompile.passes.trace.values.reads import Undecided
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
-from pdcompile.passes.trace.assumptions import Key
+from pdcompile.passes.trace.assumptions import Decision, Key
 from pdcompile.passes.trace.merge.conditional_code import renamed
 from pdcompile.passes.trace.merge.slices import numbered
-from pdcompile.passes.trace.values.reads import Decision
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording

@@ -8,23 +8,17 @@ cut, so the refusal stands.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.opaque import tensors_at
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
-from pdcompile.passes.trace.opaque.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.refusals import Unrepeatable
 from pdcompile.passes.trace.subject import Subject
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.warn import warn
 
 OPAQUE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
@@ -133,69 +127,3 @@ def _covered(path: str, paths: Iterable[str]) -> bool:
 
 def _place(path: str) -> str:
     return re.sub(r"\d+", "*", path)
-
-
-def refuse_parts(path: str, opaque: Mapping[CallKey, Outcome], where: str) -> None:
-    """Raise TraceError when a part of a module that is kept whole runs outside of it."""
-    for owner, _ in opaque:
-        if path != owner and below(path, owner):
-            raise TraceError(
-                f"{path!r} runs outside of {owner!r}, which has to be kept whole",
-                where=where,
-                remedy=f"call it only in the forward of {owner!r}",
-            )
-
-
-def replay(outcome: Outcome, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
-    """Fake tensors in the place of what a call returned when it really ran."""
-    inputs = [tensor for _, tensor in tensors_at((fakes.faked(args), fakes.faked(kwargs)))]
-    outputs: list[Tensor] = []
-    for made in outcome.made:
-        outputs.append(_fake(made, inputs, outputs, outcome.made, fakes.device))
-    return _filled(outcome.result, iter(outputs))
-
-
-def _fake(
-    made: Made,
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    others: tuple[Made, ...],
-    device: torch.device,
-) -> Tensor:
-    if made.shares is None:
-        # As long as all that lies in the storage, and no leaf: it may be written in place.
-        index = len(outputs)
-        same = [made, *(other for other in others if other.shares == ("output", index))]
-        base = torch.empty(max(_end(one) + one.offset for one in same) + made.offset,
-                           dtype=made.dtype, device=device)  # fmt: skip
-        if any(one.requires_grad for one in same):
-            base = base.requires_grad_().clone()
-        offset = made.offset
-    else:
-        kind, index = made.shares
-        base = inputs[index] if kind == "input" else outputs[index]
-        offset = made.offset + int(base.storage_offset())
-    fake = base.as_strided(made.shape, made.stride, offset)
-    return fake if fake.requires_grad == made.requires_grad else fake.detach()
-
-
-def _end(made: Made) -> int:
-    if 0 in made.shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride, strict=True))
-
-
-def _filled(result: Any, outputs: Any) -> Any:
-    """The same structure with fakes for tensors."""
-    if isinstance(result, Tensor):
-        return next(outputs)
-    if isinstance(result, dict):
-        found = copy.copy(result)
-        for key, item in result.items():
-            found[key] = _filled(item, outputs)
-        return found
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(_filled(item, outputs) for item in result))
-    if isinstance(result, tuple | list):
-        return type(result)(_filled(item, outputs) for item in result)
-    return result

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pdcompile.passes.trace.opaque.outcomes import CallKey
+
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
-Proceed = Callable[[Any, Any, Any], Any]  # (function, args, kwargs) -> what the model gets
+Proceed = Callable[..., Any]  # what the next interceptor does, or the tape, with the same arguments
 
 
 class Interceptor:
-    """One mechanism of the tape.  Those of a tape are asked in their order, outermost first."""
+    """One mechanism of the tape.  Those of a tape are asked in their order."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -23,6 +25,12 @@ class Interceptor:
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """What a torch function returns to the model."""
         return proceed(func, args, kwargs)
+
+    def module(
+        self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
+    ) -> Any:
+        """What a module returns to the model; `plain` calls it."""
+        return proceed(call, plain, args, kwargs)
 
     def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:
         """What ``cls.apply(*args)`` of an autograd.Function returns to the model."""
@@ -32,11 +40,8 @@ class Interceptor:
         """What is open while the model runs."""
         return nullcontext()
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An ATen operator ran."""
-
     def asked(self, tensor: Any, name: str) -> None:
-        """A property was read that is no tensor."""
+        """A property is read that is no tensor."""
 
     def allows(self, mask: Tensor) -> bool:
         """Whether a choice by the values of this mask may be recorded here."""

@@ -17,12 +17,12 @@ from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_out
 from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
-from pdcompile.passes.trace.assumptions import Assumptions, Findings, Key
+from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
 from pdcompile.passes.trace.calls.caches import emptied
 from pdcompile.passes.trace.calls.equivalence import Computations
 from pdcompile.passes.trace.calls.memos import is_memo
 from pdcompile.passes.trace.calls.python_state import State, settled, write_rebound
-from pdcompile.passes.trace.interceptors import INTERCEPTORS
+from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.merge.value_sizes import Turns, with_sizes_that_vary
@@ -37,7 +37,6 @@ from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
 from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.examples import Examples
-from pdcompile.passes.trace.values.reads import Decision, Reading
 from pdcompile.passes.trace.values.selections import Policy, Selections
 from pdcompile.warn import warn
 
@@ -152,11 +151,11 @@ class _Run:
         if variant.sizes is not None or assumed.sizes_of_example:
             observer.selections = Selections(variant.sizes, lambda: tape.path)
             observer.selections.allows = tape.allows
-        tape.turns = variant.turns
+        tape.iterations = variant.turns
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
         examples = Examples(subject.flat, subject.layout, self._inputs, call)
-        tape.reads = Reading(assumed, findings, examples, variant.decided)
+        tape.assumed, tape.examples, tape.outcomes = assumed, examples, variant.decided
 
     def recording(
         self, outcomes: Mapping[CallKey, Outcome], assigned: dict[tuple[int, str], str]
@@ -233,7 +232,7 @@ class _Run:
             tensor_values=fakes.constants,
             computation=(computations.argument(returned), tuple(computations.effects)),
             memos=tuple(fakes.memos),
-            decisions=tuple(tape.reads.decisions),
+            decisions=tuple(tape.decisions),
             regions=tuple(tape.regions),
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
             findings=self._findings,
@@ -270,8 +269,8 @@ def run(
     except PdcompileError:
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and tape.reads.handed_out is not None:
-            raise tape.reads.handed_out from error  # it is no number for torch
+        if isinstance(error, TypeError) and tape.handed_out is not None:
+            raise tape.handed_out from error  # it is no number for torch
         what = "loss_fn" if tape.region == "loss" else "the model's forward"
         said = f"{what} raised {type(error).__name__}: {error}"
         lost = tape.region == "loss"

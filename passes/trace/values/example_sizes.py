@@ -19,11 +19,12 @@ from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_at
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.values.checks import check, number, require
 from pdcompile.passes.trace.values.constants import evaluate
 from pdcompile.passes.trace.values.packed import Packed
 from pdcompile.passes.trace.values.reads import DIFFERS, may_be_opaque
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
-from pdcompile.passes.trace.values.unsized import SHAPELESS, Unsized
+from pdcompile.passes.trace.values.unsized import SHAPELESS
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
@@ -35,15 +36,11 @@ _REPEATS = "repeat_interleave"
 
 
 class ExampleSizes:
-    """The sizes of one recording that depend on values.
+    """The sizes of one recording that depend on values."""
 
-    Args:
-        unsized: the values whose shape is not known.
-    """
-
-    def __init__(self, tape: Tape, unsized: Unsized) -> None:
+    def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._unsized = unsized
+        self._unsized = tape.unsized
         self._packed = Packed()
         self._differs = False  # between samples of the example
 
@@ -105,7 +102,7 @@ class ExampleSizes:
     def _settled(self, func: Any, args: Any, kwargs: Any, where: str = "") -> bool:
         """Whether a size is known now that was not known before."""
         tape = self._tape
-        if not tape.reads.assumed.sizes_of_example or may_be_opaque(tape):
+        if not tape.assumed.sizes_of_example or may_be_opaque(tape):
             return False
         name = str(getattr(func, "__name__", ""))
         given = tape.fakes.faked((args, kwargs))
@@ -129,10 +126,10 @@ class ExampleSizes:
         if self._same(tensor, lambda value: tuple(value.shape)) != tuple(tensor.shape):
             return False
         tape = self._tape
-        size = tape.number("method", "size", (tensor,))
-        same = tape.number("function", "operator.eq", (size, tuple(tensor.shape)))
+        size = number(tape, "method", "size", (tensor,))
+        same = number(tape, "function", "operator.eq", (size, tuple(tensor.shape)))
         tape.fakes.unsized.discard(id(tensor))
-        tape.require(same, self._words("this shape"))
+        require(tape, same, self._words("this shape"))
         return True
 
     def _count(self, tensor: Tensor, counted: Callable[..., Any]) -> bool:
@@ -146,7 +143,7 @@ class ExampleSizes:
         if selections.fixed.get(key) == count:
             return False
         found = tape.call(counted, (tensor,))
-        tape.check(tape.call(torch.eq, (found, count)), self._words("this number of rows"))
+        check(tape, tape.call(torch.eq, (found, count)), self._words("this number of rows"))
         selections.fixed[key] = count
         return True
 
@@ -154,7 +151,7 @@ class ExampleSizes:
         """What all of the example's samples agree upon; None where they do not."""
         tape = self._tape
         name = tape.fakes.name(tensor)
-        examples = tape.reads.examples
+        examples = tape.examples
         if not isinstance(name, Ref) or examples is None:
             return None
         found: list[Any] = []

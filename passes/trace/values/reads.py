@@ -17,8 +17,6 @@ capture that holds for one value of an activation would fail in the middle of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +27,13 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.assumptions import Assumptions, Findings, Key, Site
+from pdcompile.passes.trace.assumptions import Decision, Site
 from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, held_share
+from pdcompile.passes.trace.tape.calls import is_public
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import locate
+from pdcompile.passes.trace.values.checks import check, decision
 from pdcompile.passes.trace.values.constants import evaluate, read
-from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.scalars import Scalar
 
 if TYPE_CHECKING:
@@ -44,14 +44,6 @@ MAX_OPS = 8  # that may come between a read and the exception that it leads to
 MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A branch on a value that only a run can tell, and the op that reads it as a bool."""
-
-    key: Key
-    op: str
 
 
 class Undecided(TraceError):
@@ -68,147 +60,130 @@ class GoesOn(BaseException):
     """Nothing was raised soon after a read.  No Exception: forward must not catch it."""
 
 
-class Reading:
-    """The reads of one run.
+class ValueReads(Interceptor):
+    """What reads values is answered where they can be known; what no graph can hold is refused.
 
-    Args:
-        examples: values that the example gives to the call; None where nobody may rely on any.
-        outcomes: of decisions that only a run can tell.
+    Raises:
+        Undecided: a trial has to tell.
+        TraceError: the value is not known and decides something.
     """
 
-    def __init__(
-        self,
-        assumed: Assumptions,
-        findings: Findings,
-        examples: Examples | None = None,
-        outcomes: Mapping[Key, bool] | None = None,
-    ) -> None:
-        self.assumed = assumed
-        self.examples = examples
-        self._findings = findings
-        self._outcomes = outcomes or {}
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
         self._visits: dict[Site, int] = {}
-        self.handed_out: TraceError | None = None  # for a number that Python holds unknown
-        self.decisions: list[Decision] = []
 
-    def recorded(self) -> None:
-        """An operator was recorded: a trial ends when nothing is raised soon."""
-        trial = self.assumed.trial
+    def recorded(self, source: str) -> None:
+        """A trial ends when nothing is raised soon."""
+        trial = self.tape.assumed.trial
         if trial is not None and trial.begun:
             trial.ops += 1
             if trial.ops > MAX_OPS:
                 raise GoesOn
 
-    def answer(self, tape: Tape, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call that reads values returns to the model.
-
-        Raises:
-            Undecided: a trial has to tell.
-            TraceError: the value is not known and decides something.
-        """
-        known = read(func, args, kwargs, tape.ops, tape.fakes)
-        if known is not None:
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        tape, name = self.tape, str(getattr(func, "__name__", ""))
+        refusal = refusals.REFUSED.get(name) if name != "__format__" else refusals.READ
+        if refusal is None or not (name == "__format__" or is_public(func, name)):
+            return proceed(func, args, kwargs)
+        if refusal is refusals.READ and (known := read(func, args, kwargs, tape.ops, tape.fakes)):
             return known[0]
-        name = str(func.__name__)
-        refusal = refusals.error(refusals.REFUSED[name], name, tape.where())
-        trial = self.assumed.trial
+        if name == "__format__":
+            return proceed(func, args, kwargs)
+        error = refusals.error(refusal, name, tape.where())
+        if refusal is not refusals.READ:
+            raise error
+        branches = name in _BRANCHES or (name == "item" and args[0].dtype is torch.bool)
+        trial = tape.assumed.trial
         if trial is not None and trial.begun:
-            if name in _NUMBERS and not self._branches(func, args):
+            if name in _NUMBERS and not branches:
                 return _some_number(name, args[0].dtype)  # for the text of an error
             raise GoesOn
-        if name in _NUMBERS and not self._branches(func, args) and not kwargs:
-            return self._number(tape, func, args[0], refusal)
+        if name in _NUMBERS and not branches and not kwargs:
+            return self._number(func, args[0], error)
         if tape.fakes.mode is None:  # an eager run, to be compared with a capture
             value = func(*args, **kwargs)
-            if self._branches(func, args):
-                tape.check(args[0], "", holds=bool(value))
+            if branches:
+                check(tape, args[0], "", holds=bool(value))
             return value
-        if self.examples is None or kwargs:
-            raise refusal
-        if self._branches(func, args):
-            return self._branch(tape, args[0], refusal)
-        raise refusal
+        if tape.examples is not None and branches and not kwargs:
+            return self._branch(args[0], error)
+        raise error
 
-    def _number(self, tape: Tape, func: Any, tensor: Tensor, refusal: TraceError) -> Any:
+    def _number(self, func: Any, tensor: Tensor, refusal: TraceError) -> Any:
         """The number in a tensor of one element, or what stands for it."""
+        tape = self.tape
 
         def number() -> Any:
-            trial = self.assumed.trial
+            trial = tape.assumed.trial
             if trial is not None and trial.begun:
                 return _some_number(func.__name__, tensor.dtype)
             with torch._C.DisableTorchFunction():
                 if tape.fakes.mode is None:
                     return func(tensor)
-                if self.examples is None or tensor.dtype.is_floating_point:
+                if tape.examples is None or tensor.dtype.is_floating_point:
                     raise refusal
-                value = self._specialised(
-                    tape, tensor, refusal, floats=self.assumed.sizes_of_example
-                )
+                value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
                 place = _place(refusal.where)
                 same = tape.call(torch.eq, (tensor, value))
-                tape.check(same, f"{place}: {CAPTURED} this value is {value}")
-                self._findings.specialised[refusal.where or place] = str(value)
+                check(tape, same, f"{place}: {CAPTURED} this value is {value}")
+                tape.fakes.findings.specialised[refusal.where or place] = str(value)
             return float(value) if func.__name__ == "__float__" else value
 
         if func.__name__ != "item" or tensor.numel() != 1:
             return number()
-        self.handed_out = refusal
+        tape.handed_out = refusal
         return Scalar(tensor, number)
 
-    @staticmethod
-    def _branches(func: Any, args: Any) -> bool:
-        name = func.__name__
-        return name in _BRANCHES or (name == "item" and args[0].dtype is torch.bool)
-
-    def _branch(self, tape: Tape, tensor: Tensor, refusal: TraceError) -> bool:
+    def _branch(self, tensor: Tensor, refusal: TraceError) -> bool:
+        tape = self.tape
         if tensor.numel() != 1:
             raise refusal
         site = tape.site()
         visits = self._visits[site] = self._visits.get(site, 0) + 1
-        trial = self.assumed.trial
+        trial = tape.assumed.trial
         if trial is not None and trial.site == site:
             trial.begun = True
             return trial.value
-        if site not in self.assumed.reads:
+        if site not in tape.assumed.reads:
             undecided = Undecided(refusal.message, where=refusal.where, remedy=refusal.remedy)
             undecided.site = site
             raise undecided
-        expected = self.assumed.reads[site]
+        expected = tape.assumed.reads[site]
         if expected is not None:
             place = _place(refusal.where)
-            tape.check(tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
+            check(tape, tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
             return expected.value
         try:
-            value = self._specialised(tape, tensor, refusal)
+            value = self._specialised(tensor, refusal)
         except TraceError:
-            if site in self.assumed.one_way:
+            if site in tape.assumed.one_way:
                 raise
-            return self._either(tape, tensor, site)
+            return self._either(tensor, site)
         place = _place(refusal.where)
         message = f"{place}: {CAPTURED} this value is {bool(value)}"
-        tape.check(tensor, message, holds=bool(value))
-        self._findings.specialised[refusal.where or place] = str(bool(value))
+        check(tape, tensor, message, holds=bool(value))
+        tape.fakes.findings.specialised[refusal.where or place] = str(bool(value))
         return bool(value)
 
-    def _either(self, tape: Tape, tensor: Tensor, site: Site) -> bool:
+    def _either(self, tensor: Tensor, site: Site) -> bool:
         """The outcome to be recorded of a decision that only a run can tell."""
-        op, path, call = tape.decision(tensor)
-        visits = sum(decision.key[:3] == (path, call, site) for decision in self.decisions)
+        tape = self.tape
+        op, path, call = decision(tape, tensor)
+        visits = sum(decision.key[:3] == (path, call, site) for decision in tape.decisions)
         key = (path, call, site, visits)
-        if len(self.decisions) > MAX_BRANCHES:
+        if len(tape.decisions) > MAX_BRANCHES:
             raise refusals.error(refusals.READ, "__bool__, again and again", locate(None)[0])
-        self.decisions.append(Decision(key, op))
-        return self._outcomes.get(key, False)
+        tape.decisions.append(Decision(key, op))
+        return tape.outcomes.get(key, False)
 
-    def _specialised(
-        self, tape: Tape, tensor: Tensor, refusal: TraceError, *, floats: bool = False
-    ) -> Any:
+    def _specialised(self, tensor: Tensor, refusal: TraceError, *, floats: bool = False) -> Any:
         """The value on the example; raises the refusal where it may vary, or need not be known."""
+        tape = self.tape
         name = tape.fakes.name(tensor)
         if not isinstance(name, Ref) or may_be_opaque(tape):
             raise refusal
         values = []
-        for given in self.examples.calls(floats=floats) if self.examples is not None else ():
+        for given in tape.examples.calls(floats=floats) if tape.examples is not None else ():
             found = evaluate(name.name, tape.ops, tape.fakes, given)
             if found is None:
                 raise refusal

@@ -81,7 +81,7 @@ class HandedOutNumbers(Interceptor):
     """Operators get the numbers that `Scalar` stands for."""
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        if self.tape.reads.handed_out is not None:
+        if self.tape.handed_out is not None:
             args, kwargs = numbers(args), numbers(kwargs)
         return proceed(func, args, kwargs)
 

@@ -8,19 +8,20 @@ example's integers really give, and on others, which tell whether a result has t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pdcompile.ir.graph import Op, Ref
+from pdcompile.ir.graph import Ref
 from pdcompile.ir.opaque import tensors_at
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.constants import evaluate
-from pdcompile.passes.trace.values.reads import Reading
+
+if TYPE_CHECKING:
+    from pdcompile.passes.trace.tape.tape import Tape
 
 SHAPELESS = frozenset(
     ("dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "dim", "is_nested")
@@ -28,17 +29,11 @@ SHAPELESS = frozenset(
 
 
 class Unsized:
-    """The values of one recording whose shape depends on values.
+    """The values of one recording whose shape depends on values."""
 
-    Args:
-        ops: the ops that are recorded so far, by reference.
-        reading: knows the integers that the example gives to the call.
-    """
-
-    def __init__(self, fakes: FakeTensors, ops: list[Op], reading: Callable[[], Reading]) -> None:
-        self._fakes = fakes
-        self._ops = ops
-        self._reading = reading
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._fakes = tape.fakes
 
     def among(self, arguments: Any) -> bool:
         """Whether there is such a value among the arguments of a call."""
@@ -51,7 +46,7 @@ class Unsized:
         Raises what the call raises on fakes where no real run can tell the result.
         """
         unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
-        among, of_example = self.among((args, kwargs)), self._reading().assumed.sizes_of_example
+        among, of_example = self.among((args, kwargs)), self._tape.assumed.sizes_of_example
         if not among:
             try:
                 if of_example:
@@ -83,7 +78,7 @@ class Unsized:
         `known`: the shape depends on values even where all of these agree (of one sample).
         """
         found: list[tuple[Any, Tensor]] = []
-        examples = self._reading().examples
+        examples = self._tape.examples
         for given in examples.variants() if examples is not None else ():
             reals = self._reals((args, kwargs), given, zeros=not known)
             if reals is None:
@@ -119,7 +114,7 @@ class Unsized:
             name = self._fakes.name(fake)
             found = None
             if isinstance(name, Ref):
-                found = evaluate(name.name, self._ops, self._fakes, given)
+                found = evaluate(name.name, self._tape.ops, self._fakes, given)
             if found is None:
                 unsized = id(fake) in self._fakes.unsized
                 if unsized or not zeros or not fake.is_floating_point():

@@ -1,0 +1,107 @@
+"""Calls of opaque modules: one op each, which returns what the call returned when it really ran."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import TraceError
+from pdcompile.ir.opaque import tensors_at
+from pdcompile.passes.trace.opaque.opaque_modules import below
+from pdcompile.passes.trace.opaque.outcomes import CallKey, Made, Outcome
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.observer import storage_key
+
+
+class OpaqueCalls(Interceptor):
+    """Opaque modules are not looked into, and no part of one runs outside of it."""
+
+    def module(
+        self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
+    ) -> Any:
+        tape, path = self.tape, call[0]
+        outcome = tape.opaque.get(call)
+        if outcome is None:
+            self._refuse_part(path)
+            return proceed(call, plain, args, kwargs)
+        if outcome.reason:
+            raise TraceError(f"{path!r} cannot be opaque: it {outcome.reason}", where=tape.where())
+        tape.begin()
+        with torch._C.DisableTorchFunction():
+            with tape.inside():
+                result = _replayed(outcome, tape.fakes, args, kwargs)
+                buffers = [tape.table.objects[fqn] for fqn in outcome.buffers]
+                tape.observer.clear()
+                tape.observer.written = {storage_key(tape.fakes.faked(b)) for b in buffers}
+            with tape.running(call, opaque=True):
+                target = tape.table.classes[path][0]
+                return tape.record("opaque", target, path, args, kwargs, result, None, outcome)
+
+    def _refuse_part(self, path: str) -> None:
+        for owner, _ in self.tape.opaque:
+            if path != owner and below(path, owner):
+                raise TraceError(
+                    f"{path!r} runs outside of {owner!r}, which has to be opaque",
+                    where=self.tape.where(),
+                    remedy=f"call it only in the forward of {owner!r}",
+                )
+
+
+def _replayed(outcome: Outcome, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
+    """Fake tensors in the place of what a call returned when it really ran."""
+    inputs = [tensor for _, tensor in tensors_at((fakes.faked(args), fakes.faked(kwargs)))]
+    outputs: list[Tensor] = []
+    for made in outcome.made:
+        outputs.append(_fake(made, inputs, outputs, outcome.made, fakes.device))
+    return _filled(outcome.result, iter(outputs))
+
+
+def _fake(
+    made: Made,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    others: tuple[Made, ...],
+    device: torch.device,
+) -> Tensor:
+    if made.shares is None:
+        # As long as all that lies in the storage, and no leaf: it may be written in place.
+        index = len(outputs)
+        same = [made, *(other for other in others if other.shares == ("output", index))]
+        base = torch.empty(max(_end(one) + one.offset for one in same) + made.offset,
+                           dtype=made.dtype, device=device)  # fmt: skip
+        if any(one.requires_grad for one in same):
+            base = base.requires_grad_().clone()
+        offset = made.offset
+    else:
+        kind, index = made.shares
+        base = inputs[index] if kind == "input" else outputs[index]
+        offset = made.offset + int(base.storage_offset())
+    fake = base.as_strided(made.shape, made.stride, offset)
+    return fake if fake.requires_grad == made.requires_grad else fake.detach()
+
+
+def _end(made: Made) -> int:
+    if 0 in made.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride, strict=True))
+
+
+def _filled(result: Any, outputs: Any) -> Any:
+    """The same structure with fakes for tensors."""
+    if isinstance(result, Tensor):
+        return next(outputs)
+    if isinstance(result, dict):
+        found = copy.copy(result)
+        for key, item in result.items():
+            found[key] = _filled(item, outputs)
+        return found
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(_filled(item, outputs) for item in result))
+    if isinstance(result, tuple | list):
+        return type(result)(_filled(item, outputs) for item in result)
+    return result

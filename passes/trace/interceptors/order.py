@@ -1,0 +1,33 @@
+"""The interceptors in the order in which they are asked.  Removing one is removing its line."""
+
+from pdcompile.passes.trace.interceptors.arrays import Arrays
+from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints
+from pdcompile.passes.trace.interceptors.generators import Generators
+from pdcompile.passes.trace.interceptors.leaf_modules import LeafModules
+from pdcompile.passes.trace.interceptors.loops import ChosenLoops
+from pdcompile.passes.trace.interceptors.opaque_calls import OpaqueCalls
+from pdcompile.passes.trace.interceptors.process_switches import ProcessSwitches
+from pdcompile.passes.trace.interceptors.properties import Properties
+from pdcompile.passes.trace.interceptors.short_cuts import ShortCuts
+from pdcompile.passes.trace.interceptors.transforms import Transforms
+from pdcompile.passes.trace.interceptors.unchanged import UnchangedTensors
+from pdcompile.passes.trace.values.reads import ValueReads
+from pdcompile.passes.trace.values.scalars import HandedOutNumbers
+
+INTERCEPTORS = (
+    Generators,
+    Transforms,
+    Checkpoints,
+    OpaqueCalls,
+    LeafModules,
+    Properties,
+    HandedOutNumbers,
+    ChosenLoops,
+    ValueReads,
+    UnchangedTensors,
+    Arrays,
+    ShortCuts,
+    ProcessSwitches,
+)
+# Of a run on real tensors, which draws and answers as the model does.
+EAGER_INTERCEPTORS = tuple(each for each in INTERCEPTORS if each not in (Generators, ShortCuts))

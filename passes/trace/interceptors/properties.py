@@ -1,0 +1,53 @@
+"""Properties of tensors: those that are tensors become ops, and none but requires_grad is set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdcompile.ir.graph import Ref
+from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
+from pdcompile.passes.trace.tape.observer import storage_key
+
+
+class Properties(Interceptor):
+    """``tensor.name``, ``tensor.name = …`` and ``requires_grad_()``."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        if func is torch.Tensor.requires_grad_:
+            return self._require_gradient(*args, **kwargs)
+        if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+            return proceed(func, args, kwargs)
+        owner = func.__self__
+        name = str(getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", ""))
+        if func.__name__ == "__set__" and name == "requires_grad" and args[1]:
+            self._require_gradient(args[0])
+            return None
+        tape = self.tape
+        if func.__name__ != "__get__":
+            raise refusals.error(refusals.ASSIGNED, f"tensor.{name} = …", tape.where())
+        tape.begin()
+        given = tape.fakes.faked(args)
+        result = func(*given)
+        if isinstance(result, torch.Tensor):
+            return tape.record("getattr", name, "", (args[0],), {}, result, None)
+        tape.sizes.asked(given, name)
+        for each in tape.interceptors:
+            each.asked(given[0], name)
+        return result
+
+    def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
+        """Marks a result even where it needs a gradient already: not every run needs one here."""
+        tape = self.tape
+        fake = tape.fakes.faked(tensor)
+        if not isinstance(tape.fakes.name(fake), Ref) or not requires_grad:
+            if fake.requires_grad == requires_grad:
+                return tensor
+            raise refusals.error(refusals.ASSIGNED, "tensor.requires_grad = …", tape.where())
+        tape.begin()
+        fake.requires_grad_()
+        tape.observer.written = {storage_key(fake)}  # everyone who has it sees the flag
+        tape.record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
+        return tensor
