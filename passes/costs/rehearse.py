@@ -9,7 +9,6 @@ a measured or estimated size.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, t
 from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_running, guessed, play
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.form.lifetimes import Step
+from pdcompile.warn import quiet_shape_errors
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
@@ -142,7 +142,7 @@ def _staged(
     graph, b = index.graph, index.b
     fakes = Fakes(graph, b, index.tensors)
     roles: dict[str, Role] = {}
-    with _quiet():
+    with quiet_shape_errors():
         for op in ops:
             call = CostedOp(op, index)
             if op.kind == "opaque" or op.target.endswith(".apply"):
@@ -182,18 +182,6 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Role:
 
     with preserved_rng():
         return by_running(call, real, at)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch, which logs the traceback of every op without a shape rule."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]

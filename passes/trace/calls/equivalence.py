@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdcompile.ir.graph import Argument, Attr, DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import Argument, Attr, Op, Ref, Value, rewritten
 
 
 class Computations:
@@ -41,19 +41,14 @@ class Computations:
 
     def argument(self, value: Argument) -> Any:
         """The argument with computations in the place of names."""
+        return rewritten(value, self._leaf)
+
+    def _leaf(self, value: Any) -> Any:
         match value:
             case Ref(name):
                 return ("value", self._of.get(name, name))
             case Attr(fqn):
                 return ("attribute", fqn, self._attributes.get(fqn, 0))
-            case tuple():
-                return tuple(self.argument(item) for item in value)
-            case ListOf(items):
-                return ("list", *(self.argument(item) for item in items))
-            case DictOf(items):
-                return ("dict", *((key, self.argument(item)) for key, item in items))
-            case Slice(start, stop, step):
-                return ("slice", *(self.argument(part) for part in (start, stop, step)))
         return (type(value).__name__, repr(value))
 
     def _enter(self, op: Op) -> None:

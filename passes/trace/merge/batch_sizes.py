@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -44,6 +44,21 @@ def probe_sizes(
 
 
 _MEASURED = ("flops", "saved_bytes")
+
+
+def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
+    """One argument for several of one form, in which `leaf` merges what holds no other."""
+    first = parts[0]
+    if all(type(part) is type(first) for part in parts):
+        match first:
+            case tuple() if type(first) is tuple and len({len(part) for part in parts}) == 1:
+                return tuple(merged(items, leaf) for items in zip(*parts, strict=True))
+            case ListOf() | DictOf():
+                return type(first)(merged([part.items for part in parts], leaf))
+            case Slice():
+                ends = zip(*((p.start, p.stop, p.step) for p in parts), strict=True)
+                return Slice(*(merged(items, leaf) for items in ends))
+    return leaf(parts)
 
 
 class OtherBySize(TraceError):
@@ -90,23 +105,14 @@ class Fit:
 
     def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
         """One argument for the same argument at every size."""
+        return merged(parts, lambda leaves: self._leaf(leaves, what, where))
+
+    def _leaf(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         first = parts[0]
         if all(type(part) is int for part in parts):
             return self._number(parts, what, where)
-        if any(type(part) is not type(first) for part in parts):
-            raise self._differs(parts, what, where)
-        if isinstance(first, tuple) and not hasattr(first, "_fields"):
-            if len({len(part) for part in parts}) > 1:
-                raise self._differs(parts, what, where)
-            return tuple(self.any(items, what, where) for items in zip(*parts, strict=True))
-        if isinstance(first, ListOf | DictOf):
-            return type(first)(self.any([part.items for part in parts], what, where))
-        if isinstance(first, Slice):
-            return Slice(*(
-                self.any([getattr(part, name) for part in parts], what, where)
-                for name in ("start", "stop", "step")
-            ))  # fmt: skip
-        if all(part == first or (part != part and first != first) for part in parts):
+        same = all(part == first or (part != part and first != first) for part in parts)
+        if same and all(type(part) is type(first) for part in parts):
             return first
         raise self._differs(parts, what, where)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import Op, Ref, Value, rewritten
 
 # In-place writes at indices, and the positions of the index and of what is written there.
 _WRITES = {"index_add_": (2, 3), "index_copy_": (2, 3), "operator.setitem": (1, 2)}
@@ -58,16 +58,9 @@ def left_out(
 
 def renamed(argument: Any, names: Mapping[str, str]) -> Any:
     """The argument with other names in its Refs."""
-    match argument:
-        case Ref(name):
-            return Ref(names.get(name, name))
-        case tuple():
-            return tuple(renamed(item, names) for item in argument)
-        case ListOf(items) | DictOf(items):
-            return type(argument)(renamed(items, names))
-        case Slice(start, stop, step):
-            return Slice(*(renamed(part, names) for part in (start, stop, step)))
-    return argument
+    return rewritten(
+        argument, lambda part: Ref(names.get(part.name, part.name)) if type(part) is Ref else part
+    )
 
 
 def with_gates(

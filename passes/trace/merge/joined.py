@@ -8,14 +8,15 @@ many run, never what is computed: an operator is the same only if all but its in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value, walk
+from pdcompile.ir.graph import Op, Ref, Value, rewritten, walk
 from pdcompile.passes.trace.assumptions import Decision, Key
 from pdcompile.passes.trace.merge.conditional_code import renamed
 from pdcompile.passes.trace.merge.slices import numbered
+from pdcompile.passes.trace.tape.naming import Names
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
@@ -71,7 +72,7 @@ class Join:
         self._inner_when: dict[str, Mapping[Key, bool]] = {}
         self._index = {op.name: i for i, op in enumerate(base.ops)}
         self._values = dict(base.values)
-        self._taken = {*base.values, *(op.name for op in base.ops)}
+        self._names = Names((*base.values, *(op.name for op in base.ops)))
         self._regions: dict[Key, _Region] = {}
         self._owner: dict[str, Key] = {}  # op of one way only -> decision
         self._others: dict[tuple[str, int], dict[Key, str]] = {}  # argument -> what else it is
@@ -116,7 +117,7 @@ class Join:
                 made = self._enter(right[: len(right) - common], joined, names, storages, key)
                 end = mine[i] + 1 + len(left) - common
                 self._regions[key] = _Region(reached[i - 1], mine[i], end, made)
-                self._check_pure(left[: len(left) - common])
+                _check_pure(left[: len(left) - common], self._decisions)
             for a, b in zip(left[-common:], right[-common:], strict=True):
                 self._match(a, b, other, names, storages, pairs, key)
         return [decision for decision in flipped if decision.key not in there]
@@ -130,10 +131,10 @@ class Join:
         key: Key,
     ) -> list[Op]:
         other = joined.recording
-        self._check_pure([op for op in ops if op.name not in joined.choices])
+        _check_pure([op for op in ops if op.name not in joined.choices], self._decisions)
         found = []
         for op in ops:
-            name = self._fresh(op.name)
+            name = self._names.new(op.name)
             self._owner[name] = key
             value = other.values[op.name]
             if value.storage >= 0:
@@ -184,24 +185,6 @@ class Join:
                 raise CannotJoin(here)
             storages.setdefault(w.storage, v.storage)
 
-    def _check_pure(self, ops: Sequence[Op]) -> None:
-        for op in ops:
-            last = op.target.rpartition(".")[2]
-            by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
-            if (
-                op.mutates or op.buffers_written or op.opaque or by_tensor
-                or any(word in op.target for word in _MAY_FAIL)
-            ):  # fmt: skip
-                raise CannotJoin(self._decisions)
-
-    def _fresh(self, name: str) -> str:
-        found, count = name, 0
-        while found in self._taken:
-            count += 1
-            found = f"{name}_{count}"
-        self._taken.add(found)
-        return found
-
     # The graph of all of them.
 
     def finished(self) -> Joined:
@@ -249,7 +232,7 @@ class Join:
                 if len(others) == 1 and other is not None
             }
 
-    def _ordered(self, keys: Sequence[Key]) -> list[_Region]:
+    def _ordered(self, keys: Iterable[Key]) -> list[_Region]:
         regions = [self._regions[key] for key in keys]
         return sorted(regions, key=lambda region: (region.end, -region.start))
 
@@ -258,7 +241,7 @@ class Join:
         wanted = []
         for i, name in enumerate(refs_of(op)):
             others = self._others.get((op.name, i), {})
-            for region in self._ordered(list(others)):
+            for region in self._ordered(others):
                 key = region.decision.key
                 if region.end > index:
                     raise CannotJoin([region.decision])
@@ -291,7 +274,7 @@ class Join:
         one, two = self._values[name], self._values[other]
         if not one.is_tensor or not two.is_tensor or not _alike(one, two):
             raise CannotJoin([region.decision])
-        made = self._fresh("chosen")
+        made = self._names.new("chosen")
         decider = self._base.ops[region.start]
         self._values[made] = replace(one, name=made, producer=made)
         self._ops.append(
@@ -328,6 +311,18 @@ class Join:
         return dict(found)
 
 
+def _check_pure(ops: Sequence[Op], decisions: Sequence[Decision]) -> None:
+    """Raise CannotJoin where an op writes, or might fail in the way that is not taken."""
+    for op in ops:
+        last = op.target.rpartition(".")[2]
+        by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
+        if (
+            op.mutates or op.buffers_written or op.opaque or by_tensor
+            or any(word in op.target for word in _MAY_FAIL)
+        ):  # fmt: skip
+            raise CannotJoin(decisions)
+
+
 def with_end(recording: Recording) -> list[Op]:
     """The ops, and one more that reads what the model returns."""
     loss = Ref(recording.loss) if recording.loss is not None else None
@@ -342,33 +337,18 @@ def with_refs(op: Op, names: Sequence[str]) -> Op:
     """The op with other values as its arguments, in order of appearance."""
     if list(names) == refs_of(op):
         return op
-    # Each occurrence gets a name of its own first: one value may have to become two.
-    counter = iter(range(len(names)))
-
-    def numbered_refs(argument: Any) -> Any:
-        return _each(argument, lambda ref: Ref(f"#{next(counter)}"))
-
-    args, kwargs = numbered_refs((op.args, op.kwargs))
-    marked = {f"#{i}": name for i, name in enumerate(names)}
-    return replace(op, args=renamed(args, marked), kwargs=renamed(kwargs, marked))
-
-
-def _each(argument: Any, change: Callable[[Ref], Ref]) -> Any:
-    match argument:
-        case Ref():
-            return change(argument)
-        case tuple():
-            return tuple(_each(item, change) for item in argument)
-        case ListOf(items) | DictOf(items):
-            return type(argument)(_each(items, change))
-        case Slice(start, stop, step):
-            return Slice(*(_each(part, change) for part in (start, stop, step)))
-    return argument
+    following = iter(names)
+    args, kwargs = rewritten(
+        (op.args, op.kwargs), lambda part: Ref(next(following)) if type(part) is Ref else part
+    )
+    return replace(op, args=args, kwargs=kwargs)
 
 
 def form_of(op: Op) -> Any:
     """The op apart from names."""
-    args, kwargs = _each((op.args, op.kwargs), lambda ref: Ref(""))
+    args, kwargs = rewritten(
+        (op.args, op.kwargs), lambda part: Ref("") if type(part) is Ref else part
+    )
     return replace(
         op, name="", variable="", call_index=0, args=args, kwargs=kwargs,
         mutates=("",) * len(op.mutates),

@@ -9,11 +9,12 @@ at both ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.ir.graph import DictOf, ListOf, Op, Ref, Slice, Value
+from pdcompile.ir.graph import Op, Ref, Value
+from pdcompile.passes.trace.merge.batch_sizes import merged
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
@@ -68,27 +69,14 @@ class _Sizes:
         return replace(first, args=args, kwargs=kwargs)
 
     def _argument(self, parts: Sequence[Any], op: Op) -> Any:
-        first = parts[0]
-        if any(type(part) is not type(first) for part in parts):
-            raise _Differ
-        if type(first) is int and any(part != first for part in parts):
+        def leaf(parts: Sequence[Any]) -> Any:
+            if all(type(part) is type(parts[0]) and part == parts[0] for part in parts):
+                return parts[0]
+            if any(type(part) is not int for part in parts):
+                raise _Differ
             return self._size(parts, op)
 
-        def each(items: Iterable[Any]) -> list[Any]:
-            return [self._argument(item, op) for item in items]
-
-        match first:
-            case tuple():
-                if len({len(part) for part in parts}) > 1:
-                    raise _Differ
-                return tuple(each(zip(*parts, strict=True)))
-            case ListOf() | DictOf():
-                return type(first)(self._argument([part.items for part in parts], op))
-            case Slice():
-                return Slice(*each(zip(*((p.start, p.stop, p.step) for p in parts), strict=True)))
-        if any(part != first for part in parts):
-            raise _Differ
-        return first
+        return merged(parts, leaf)
 
     def _size(self, numbers: Sequence[int], op: Op) -> Ref:
         where = self._where(tuple(numbers), op)

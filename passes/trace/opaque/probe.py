@@ -271,7 +271,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [tensor for _, tensor in tensors_at((args, kwargs))]
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
             inside = refusals.error(refusals.TRANSFORM, key[0], locate(None)[0])
-            inside.module_path = key[0]  # its caller is kept instead
+            inside.module_path = key[0]  # its caller is opaque instead
             raise inside
         before = [tensor.detach().clone() for tensor in inputs]
         own = dict(module.named_buffers(prefix=key[0]))
@@ -279,12 +279,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._clear()
         self._own = _keys(inputs)
         self.functions.generator = False
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
         held = set(self._tensors) | self._own
 
         def pack(tensor: Tensor) -> Tensor:
-            if is_dense(tensor):
-                kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            if is_dense(tensor) and storage_key(tensor) not in held:
+                saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         self._path = key[0]
@@ -296,43 +296,46 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = plain(module, *args, **kwargs)
         finally:
             self._path = ""
-        written, strays = self._written, list(self._strays)
+        written = {self._tensors[each] for each in self._written if each in self._tensors}
+        written |= {fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
+        names = {self.table.fqns.get(id(self.table.objects.get(fqn)), fqn) for fqn in written}
+        changed = any(not same_values(a, b) for a, b in zip(inputs, before, strict=True))
         outputs = [tensor for _, tensor in tensors_at(result)]
-        reason = ""
+        reason = self._reason(inputs, outputs, names, changed=changed)
         try:
             form = describe(result)
         except TypeError as error:
             form, reason = "", f"returns a {error}"
-        changed = [not same_values(a, b) for a, b in zip(inputs, before, strict=True)]
-        if any(changed) or written & _keys(inputs):
-            reason = reason or "writes into its arguments"
-        names = {fqn: self._tensors[key] for key in written if (fqn := self._tensors.get(key))}
-        names |= {fqn: fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
-        lost = [fqn for fqn in names if self.table.tensors[self._canonical(fqn)].kind != "buffer"]
-        if lost:
-            reason = reason or f"writes the parameter {lost[0]!r}"
-        if strays:
-            reason = reason or f"reads {strays[0]}"
-        if self._hidden_draw or self.functions.generator:
-            reason = reason or "draws random numbers in a way that cannot be repeated"
-        if _keys(outputs) & set(self._tensors):
-            reason = reason or "returns a parameter or buffer"
-        if not all(is_dense(t) for t in (*inputs, *outputs)):
-            reason = reason or "takes or returns a tensor that is not dense"
         self.found[key] = Outcome(
             result=result if not reason else None,
             made=() if reason else made_by(inputs, outputs),
             form=form,
-            buffers=tuple(dict.fromkeys(self._canonical(fqn) for fqn in names)),
+            buffers=tuple(sorted(names)),
             flops=self._flops,
-            saved_bytes=sum(size for storage, size in kept.items() if storage not in held),
+            saved_bytes=sum(saved.values()),
             reason=reason,
         )
         self._foreign |= _keys(outputs)
         return result
 
-    def _canonical(self, fqn: str) -> str:
-        return self.table.fqns.get(id(self.table.objects.get(fqn)), fqn)
+    def _reason(
+        self, inputs: list[Tensor], outputs: list[Tensor], written: set[str], *, changed: bool
+    ) -> str:
+        """Why the call that was watched cannot be one op, "" if it can."""
+        if changed or self._written & _keys(inputs):
+            return "writes into its arguments"
+        for fqn in sorted(written):
+            if self.table.tensors[fqn].kind != "buffer":
+                return f"writes the parameter {fqn!r}"
+        for stray in self._strays:
+            return f"reads {stray}"
+        if self._hidden_draw or self.functions.generator:
+            return "draws random numbers in a way that cannot be repeated"
+        if _keys(outputs) & set(self._tensors):
+            return "returns a parameter or buffer"
+        if not all(map(is_dense, (*inputs, *outputs))):
+            return "takes or returns a tensor that is not dense"
+        return ""
 
 
 def _keys(value: Any) -> set[int]:

@@ -59,9 +59,21 @@ def to_argument(
     return _number_or_refuse(value)
 
 
-def device_of(value: Any) -> Any:
-    """The torch.device for a device that was given as text, so that it is known as one."""
-    return torch.device(value) if isinstance(value, str) else value
+def to_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensor: Callable[[torch.Tensor], Argument],
+    device: torch.device,
+) -> tuple[tuple[Argument, ...], tuple[tuple[str, Argument], ...]]:
+    """The Arguments of a call; a device that was given as text is known as one."""
+    named = {
+        key: torch.device(value) if key == "device" and isinstance(value, str) else value
+        for key, value in kwargs.items()
+    }
+    return (
+        tuple(to_argument(value, tensor, device) for value in args),
+        tuple((key, to_argument(value, tensor, device)) for key, value in named.items()),
+    )
 
 
 def without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

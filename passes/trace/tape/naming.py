@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Iterable
 
 _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
     "self", "torch", "nn", "F", "operator", "math", "draw", "loss",
@@ -12,11 +13,11 @@ _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
 
 
 class Names:
-    """Hands out unique identifiers."""
+    """Hands out unique identifiers, other than those that are `used`."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: Iterable[str] = ()) -> None:
         self._next: dict[str, int] = {}
-        self._used: set[str] = set()
+        self._used = set(used)
 
     def new(self, text: str) -> str:
         """An unused identifier that reads like `text`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
+from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import PdcompileError, TraceError
 from pdcompile.ir.graph import Argument, Attr, GraphInput, Op, Ref, TensorInfo, Value
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Findings, Key
@@ -38,7 +38,7 @@ from pdcompile.passes.trace.tape.outputs import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.examples import Examples
 from pdcompile.passes.trace.values.selections import Policy, Selections
-from pdcompile.warn import warn
+from pdcompile.warn import quiet_shape_errors, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,9 @@ class _Run:
         tape.boundary = run.__code__
         if variant.sizes is not None or assumed.sizes_of_example:
             observer.selections = Selections(variant.sizes, lambda: tape.path)
-            observer.selections.allows = tape.allows
+            observer.selections.allows = lambda mask: all(
+                each.allows(mask) for each in tape.interceptors
+            )
         tape.iterations = variant.turns
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
@@ -185,7 +187,7 @@ class _Run:
             for each in (
                 *(interceptor.around() for interceptor in tape.interceptors),
                 watched(tape),
-                _quiet(),
+                quiet_shape_errors(),
                 autocast_region(self._subject.autocast or f"{device}:{OFF}"),
                 torch.enable_grad(),
                 self._mode,
@@ -259,7 +261,7 @@ def run(
             write_rebound(model, tape.fakes)
         loss = None
         if loss_fn is not None:
-            tape.enter_loss()
+            tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]
             loss = loss_fn(output, target)
         tape.finish()
     except TraceError as refusal:
@@ -364,15 +366,3 @@ def watched(tape: Tape) -> Iterator[None]:
         nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
         script.__call__ = plain_script
         function.apply = plain_apply  # type: ignore[method-assign]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs the traceback of every shape error at ERROR level before it raises it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -20,13 +20,13 @@ import torch
 from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.eager.randomness import LOSS_PATH, is_random_function
+from pdcompile.eager.randomness import is_random_function
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
 from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
-from pdcompile.passes.trace.tape.arguments import device_of, to_argument, without_defaults
+from pdcompile.passes.trace.tape.arguments import to_arguments, without_defaults
 from pdcompile.passes.trace.tape.calls import NO_OP_CASTS, autocast_region, target_of
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor
@@ -81,7 +81,7 @@ class Tape(TorchFunctionMode):
         self.handed_out: TraceError | None = None  # for a number that Python holds unknown
         self.depth = 0  # of torch.func transforms
         self.within = 0  # in a leaf module or another call that is one op
-        self._stack: list[CallKey] = [("", 0)]
+        self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
         self.unsized = Unsized(self)
@@ -135,14 +135,14 @@ class Tape(TorchFunctionMode):
     @contextmanager
     def running(self, call: CallKey, *, opaque: bool = False) -> Iterator[None]:
         """Ops in here belong to this call of a module, and failures too unless it is opaque."""
-        self._stack.append(call)
+        self.stack.append(call)
         try:
             yield
         except Exception:
             self.failed = self.failed or (None if opaque else call[0])
             raise
         finally:
-            self._stack.pop()
+            self.stack.pop()
 
     def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
         """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
@@ -153,10 +153,6 @@ class Tape(TorchFunctionMode):
     def _tell(self, source: str) -> None:
         for each in self.interceptors:
             each.recorded(source)
-
-    def allows(self, mask: torch.Tensor) -> bool:
-        """Whether a choice by the values of this mask may be recorded here."""
-        return all(each.allows(mask) for each in self.interceptors)
 
     # One op.
 
@@ -191,12 +187,7 @@ class Tape(TorchFunctionMode):
     @property
     def path(self) -> str:
         """FQN of the innermost running module."""
-        return self._stack[-1][0]
-
-    @property
-    def module_call(self) -> CallKey:
-        """The innermost running call of a module."""
-        return self._stack[-1]
+        return self.stack[-1][0]
 
     def draw(self) -> int:
         """The index of a random op that the innermost module makes."""
@@ -235,16 +226,11 @@ class Tape(TorchFunctionMode):
         draw: int | None,
         outcome: Outcome | None = None,
     ) -> Any:
-        path, module_call = self._stack[-1]
+        path, module_call = self.stack[-1]
         source, variable = locate(self.boundary)
         self._tell(source)
-        argument = partial(to_argument, tensor=self.fakes.name, device=self.fakes.device)
         try:
-            arguments = tuple(map(argument, args))
-            named = tuple(
-                (key, argument(device_of(value) if key == "device" else value))
-                for key, value in kwargs.items()
-            )
+            arguments, named = to_arguments(args, kwargs, self.fakes.name, self.fakes.device)
         except TraceError as error:
             self.failed = self.fakes.origin_of((args, kwargs))
             if error.where is None:
@@ -299,8 +285,3 @@ class Tape(TorchFunctionMode):
             yield
         finally:
             self.within -= 1
-
-    def enter_loss(self) -> None:
-        """From now on ops belong to loss_fn."""
-        self.region = "loss"
-        self._stack[:] = [(LOSS_PATH, 0)]

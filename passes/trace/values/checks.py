@@ -34,4 +34,4 @@ def decision(tape: Tape, tensor: torch.Tensor) -> tuple[str, str, int]:
     """(an op that reads a value as a Python bool, the running module, which call of it)."""
     if tensor.dtype is not torch.bool:
         tensor = tape.call(torch.ne, (tensor, 0))
-    return number(tape, "method", "item", (tensor,), "decided").name, *tape.module_call
+    return number(tape, "method", "item", (tensor,), "decided").name, *tape.stack[-1]
