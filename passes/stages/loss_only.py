@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from pdcompile.ir.graph import Argument, Capture, OpGraph, Ref, rewritten
 from pdcompile.passes.trace.merge.assemble import returned
-from pdcompile.passes.trace.merge.prune import prune
-from pdcompile.passes.trace.merge.reachable import with_consumers
+from pdcompile.passes.trace.merge.reachable import prune, with_consumers
 
 
 def loss_only(capture: Capture) -> Capture:

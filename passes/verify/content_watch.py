@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among
 
 _STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 
@@ -59,9 +59,9 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = frozenset(digest(tensor) for _, tensor in tensors_at((args, kwargs)))
+        before = frozenset(digest(tensor) for tensor in tensors_among((args, kwargs)))
         result = func(*args, **kwargs)
-        made = [tensor for _, tensor in tensors_at(result)]
+        made = tensors_among(result)
         name = getattr(func, "__name__", "")
         if name == "__setitem__":
             made = [args[0]]

@@ -54,6 +54,11 @@ def tensors_at(value: Any, path: Place = ()) -> Iterator[tuple[Place, torch.Tens
             yield from tensors_at(item, (*path, key))
 
 
+def tensors_among(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return [tensor for _, tensor in tensors_at(value)]
+
+
 class OpaqueState:
     """The state of a twin besides that of the user's module."""
 

@@ -13,6 +13,7 @@ from pdcompile.eager.snapshot import Alike, difference, identical, restore, snap
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.memos import KeptTensors
+from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.observer import source_of_class
 
@@ -38,7 +39,7 @@ class State:
             within: paths of modules; None: all of the model.
         """
         for path, module in self._modules:
-            if within is not None and not any(_below(path, owner) for owner in within):
+            if within is not None and not any(below(path, owner) for owner in within):
                 continue
             found = _change(path, module, self._before[path], assigned, alike)
             if found is not None:
@@ -122,10 +123,6 @@ def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
                 with torch.no_grad():
                     old.copy_(new)
                 module._buffers[name] = old
-
-
-def _below(path: str, owner: str) -> bool:
-    return not owner or path == owner or path.startswith(f"{owner}.")
 
 
 def _change(

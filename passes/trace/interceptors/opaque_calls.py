@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.opaque.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
@@ -54,7 +54,7 @@ class OpaqueCalls(Interceptor):
 
 def _replayed(outcome: Outcome, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
     """Fake tensors in the place of what a call returned when it really ran."""
-    inputs = [tensor for _, tensor in tensors_at((fakes.faked(args), fakes.faked(kwargs)))]
+    inputs = tensors_among((fakes.faked(args), fakes.faked(kwargs)))
     outputs: list[Tensor] = []
     for made in outcome.made:
         outputs.append(_fake(made, inputs, outputs, outcome.made, fakes.device))

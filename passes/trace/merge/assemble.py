@@ -10,8 +10,7 @@ from torch import nn
 from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
 from pdcompile.passes.trace.merge.batch_sizes import Fit
-from pdcompile.passes.trace.merge.prune import prune
-from pdcompile.passes.trace.merge.reachable import with_consumers, with_gradients
+from pdcompile.passes.trace.merge.reachable import prune, with_consumers, with_gradients
 from pdcompile.passes.trace.tape.run import Recording
 
 MANY_RETURNED = 4  # from here on a note says what returning them costs

@@ -1,4 +1,4 @@
-"""Which values need a gradient: reverse reachability from the loss."""
+"""Which ops are used and which values need a gradient: reachability against the order of ops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from pdcompile.ir.graph import Argument, Op, Ref, Value, walk
+from pdcompile.ir.graph import CHECK, Argument, Op, Ref, Value, walk
 
 MAX_TRIED = 10  # decisions whose mixtures of outcomes are all tried
 
@@ -99,3 +99,15 @@ def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, V
         for name in op.inputs:
             readers[name].append(op.name)
     return {name: replace(value, consumers=tuple(readers[name])) for name, value in values.items()}
+
+
+def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:
+    """Without the ops that are unused, draw no random numbers, write and check nothing."""
+    used = {ref.name for ref in walk(roots, Ref)}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        impure = op.draw is not None or op.mutates or op.buffers_written or op.opaque
+        if impure or op.target == CHECK or op.name in used:
+            kept.append(op)
+            used.update(op.inputs)
+    return tuple(reversed(kept))

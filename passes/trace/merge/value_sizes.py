@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 Turns = Callable[[int], Sequence[int]]  # of so many turns of a loop (`hits`) those that run
 
 
-def _none(count: int) -> range:
-    return range(0)
-
-
-def _even(count: int) -> range:
-    return range(0, count, 2)
-
-
-def _odd(count: int) -> range:
-    return range(1, count, 2)
-
-
 def with_sizes_that_vary(
     run: Callable[..., Recording], expected: dict[bool, list[int]], training: bool, *, loops: bool
 ) -> Recording | None:
@@ -52,12 +40,15 @@ def with_sizes_that_vary(
             return sizes[index] if index < len(sizes) else elements
 
         usual = run(as_usual)
-        nothing, one = run(lambda index, elements: 0, _none), run(lambda index, elements: 1)
+        nothing, one = (
+            run(lambda index, elements: 0, lambda count: range(0)),
+            run(lambda index, elements: 1),
+        )
         some = usual
         if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
             # Others for every choice, so that the size of one is not taken for that of another.
             some = run(lambda index, elements: elements // 2 + 1 + index)
-        parts = [run(as_usual, every_other) for every_other in (_even, _odd) if loops]
+        parts = [run(as_usual, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
     except Undecided:
         raise
     except TraceError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
@@ -59,8 +59,8 @@ def check_repeats(
 
 
 def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_at(one), tensors_at(other), strict=False)
-    return all(a.device.type != "cpu" or same_values(a, b) for (_, a), (_, b) in pairs)
+    pairs = zip(tensors_among(one), tensors_among(other), strict=False)
+    return all(a.device.type != "cpu" or same_values(a, b) for a, b in pairs)
 
 
 _VARIES = "a result whose shape depends on values"

@@ -22,7 +22,7 @@ from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
-from pdcompile.ir.opaque import describe, tensors_at
+from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.python_state import settled
 from pdcompile.passes.trace.interceptors.generators import Sentinel, not_reseeded
@@ -268,7 +268,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nn.Module.__call__ = plain  # type: ignore[method-assign]
 
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
-        inputs = [tensor for _, tensor in tensors_at((args, kwargs))]
+        inputs = tensors_among((args, kwargs))
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):
             inside = refusals.error(refusals.TRANSFORM, key[0], locate(None)[0])
             inside.module_path = key[0]  # its caller is opaque instead
@@ -300,7 +300,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written |= {fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
         names = {self.table.fqns.get(id(self.table.objects.get(fqn)), fqn) for fqn in written}
         changed = any(not same_values(a, b) for a, b in zip(inputs, before, strict=True))
-        outputs = [tensor for _, tensor in tensors_at(result)]
+        outputs = tensors_among(result)
         reason = self._reason(inputs, outputs, names, changed=changed)
         try:
             form = describe(result)
@@ -339,4 +339,4 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keys(value: Any) -> set[int]:
-    return {storage_key(tensor) for _, tensor in tensors_at(value) if is_dense(tensor)}
+    return {storage_key(tensor) for tensor in tensors_among(value) if is_dense(tensor)}

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Attr, Ref, Value
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among, tensors_at
 from pdcompile.ir.targets import dtype_name
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.calls.memos import KeptTensors
@@ -66,14 +66,14 @@ class FakeTensors:
 
     def made_in(self, result: Any, path: str) -> None:
         """Remember which module a tensor came from that is made in a way nobody saw."""
-        for _, tensor in tensors_at(result):
+        for tensor in tensors_among(result):
             fake = isinstance(tensor, torch._subclasses.FakeTensor)
             if fake and not self.known(tensor):
                 self._unknown.setdefault(id(tensor), (tensor, path))
 
     def origin_of(self, arguments: Any) -> str | None:
         """The module that returned one of these tensors, if nobody saw how."""
-        for _, tensor in tensors_at(arguments):
+        for tensor in tensors_among(arguments):
             if id(tensor) in self._unknown:
                 return self._unknown[id(tensor)][1]
         return None
@@ -252,13 +252,7 @@ def alias(fake: torch.Tensor) -> torch.Tensor:
 
 def tensors_in(value: Any) -> bool:
     """Whether there is a tensor in a (nested) result."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, tuple | list):
-        return any(tensors_in(item) for item in value)
-    if isinstance(value, dict):
-        return any(tensors_in(item) for item in value.values())
-    return False
+    return any(True for _ in tensors_at(value))
 
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdcompile
 from pdcompile.errors import TraceError
+from pdcompile.ir.opaque import tensors_among
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
@@ -231,16 +232,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors among the arguments that an ATen op writes."""
     for index, name in effects(func)[1]:
-        yield from _tensors(args[index] if index < len(args) else kwargs.get(name))
+        yield from tensors_among(args[index] if index < len(args) else kwargs.get(name))
     flag_and_written = _UNMARKED.get(func._schema.name)
     if flag_and_written and args[flag_and_written[0]]:
         for index in flag_and_written[1]:
-            yield from _tensors(args[index])
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    items = value if isinstance(value, list | tuple) else (value,)
-    return [item for item in items if isinstance(item, torch.Tensor)]
+            yield from tensors_among(args[index])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pdcompile.ir.graph import Ref
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.values.checks import check, number, require
-from pdcompile.passes.trace.values.constants import evaluate
 from pdcompile.passes.trace.values.packed import Packed
-from pdcompile.passes.trace.values.reads import DIFFERS, may_be_opaque
+from pdcompile.passes.trace.values.reads import DIFFERS, may_be_opaque, values_of_example
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
 from pdcompile.passes.trace.values.unsized import SHAPELESS
 
@@ -74,7 +73,7 @@ class ExampleSizes:
             SizeByValues: one is not; names the line that made it.
         """
         tape = self._tape
-        for _, tensor in tensors_at(output):
+        for tensor in tensors_among(output):
             if not self._unsized.among(tensor):
                 continue
             with torch._C.DisableTorchFunction():
@@ -95,7 +94,7 @@ class ExampleSizes:
             if result is None:
                 result = self._unsized.run(func, *given)
                 self._packed.made(func, given[0], result)
-        if self._unsized.among(given) and not tensors_at(result):
+        if self._unsized.among(given) and not tensors_among(result):
             raise self._refusal(refusals.name_of(func))
         return result
 
@@ -107,7 +106,7 @@ class ExampleSizes:
         name = str(getattr(func, "__name__", ""))
         given = tape.fakes.faked((args, kwargs))
         before = len(tape.ops)
-        tensors = [tensor for _, tensor in tensors_at(given)]
+        tensors = tensors_among(given)
         found = [self._shape(t) for t in tensors if id(t) in tape.fakes.unsized]
         if not any(found) and name in _CHOICES:
             found = [self._count(t, torch.count_nonzero) for t in tensors if is_mask(t)]
@@ -149,22 +148,12 @@ class ExampleSizes:
 
     def _same(self, tensor: Tensor, of: Callable[[Tensor], Any]) -> Any:
         """What all of the example's samples agree upon; None where they do not."""
-        tape = self._tape
-        name = tape.fakes.name(tensor)
-        examples = tape.examples
-        if not isinstance(name, Ref) or examples is None:
+        name = self._tape.fakes.name(tensor)
+        if not isinstance(name, Ref):
             return None
-        found: list[Any] = []
-        for given in examples.calls(floats=True):
-            value = evaluate(name.name, tape.ops, tape.fakes, given)
-            if value is None:
-                return None
-            with torch.utils._python_dispatch._disable_current_modes():
-                found.append(of(value))
-            if found[-1] != found[0]:
-                self._differs = True
-                return None
-        return found[0]
+        found = values_of_example(self._tape, name.name, of, floats=True)
+        self._differs = self._differs or len(found) > 1
+        return found[0] if len(found) == 1 else None
 
     def _words(self, what: str) -> str:
         place = (self._tape.where()).replace("\\", "/").rpartition("/")[2]

@@ -17,6 +17,7 @@ capture that holds for one value of an activation would fail in the middle of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,17 +183,30 @@ class ValueReads(Interceptor):
         name = tape.fakes.name(tensor)
         if not isinstance(name, Ref) or may_be_opaque(tape):
             raise refusal
-        values = []
-        for given in tape.examples.calls(floats=floats) if tape.examples is not None else ():
-            found = evaluate(name.name, tape.ops, tape.fakes, given)
-            if found is None:
-                raise refusal
-            with _disable_current_modes():
-                values.append(found.item())
-        if any(value != values[0] for value in values):
-            refusal.message = f"{refusal.message.removesuffix(DIFFERS)}{DIFFERS}"
+        values = values_of_example(tape, name.name, lambda value: value.item(), floats=floats)
+        if len(values) != 1:
+            if values:
+                refusal.message = f"{refusal.message.removesuffix(DIFFERS)}{DIFFERS}"
             raise refusal
         return values[0]
+
+
+def values_of_example(
+    tape: Tape, name: str, of: Callable[[Tensor], Any], *, floats: bool
+) -> list[Any]:
+    """What a value is in the calls that the example gives, until two differ; [] where unknown."""
+    found: list[Any] = []
+    for given in tape.examples.calls(floats=floats) if tape.examples is not None else ():
+        value = evaluate(name, tape.ops, tape.fakes, given)
+        if value is None:
+            return []
+        with _disable_current_modes():
+            now = of(value)
+        if now not in found:
+            found.append(now)
+        if len(found) > 1:
+            break
+    return found
 
 
 def may_be_opaque(tape: Tape) -> bool:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.tape.observer import storage_key
 
 MAX_BYTES = 1 << 30  # of all tensors that the op reads
@@ -27,20 +29,16 @@ _BY_VALUE = (
 Fill = Callable[[Tensor], Any]
 
 
-def _zeros(tensor: Tensor) -> None:
-    tensor.zero_()
+_FILLS: tuple[tuple[Fill, bool], ...] = (  # whether the call has to succeed on it
+    (lambda tensor: tensor.zero_(), True),
+    (lambda tensor: tensor.fill_(1), True),
+    (lambda tensor: tensor.copy_(_counted(tensor, 2)), True),
+    (lambda tensor: tensor.copy_(_counted(tensor, 101)), False),
+)
 
 
-def _ones(tensor: Tensor) -> None:
-    tensor.fill_(1)
-
-
-def _alternating(tensor: Tensor) -> None:
-    tensor.copy_((torch.arange(tensor.numel()) % 2).view(tensor.shape))
-
-
-def _counting(tensor: Tensor) -> None:
-    tensor.copy_((torch.arange(tensor.numel()) % 101).view(tensor.shape))
+def _counted(tensor: Tensor, period: int) -> Tensor:
+    return (torch.arange(tensor.numel()) % period).view(tensor.shape)
 
 
 def run(call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
@@ -64,16 +62,13 @@ def run(call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True
 
 
 def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool) -> Any:
-    fakes = {id(t): t for t in _tensors((args, kwargs))}
+    fakes = {id(t): t for t in tensors_among((args, kwargs))}
     size = sum(t.numel() * t.element_size() for t in fakes.values())
     if not fakes or size > MAX_BYTES:
         return None
-    fills: list[tuple[Fill, bool]] = [(_zeros, True)]
-    if by_value:
-        fills += [(_ones, True), (_alternating, True), (_counting, False)]
     found: Any = None
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        for fill, needed in fills:
+        for fill, needed in _FILLS if by_value else _FILLS[:1]:
             outcome = _outcome(call, args, kwargs, fakes, fill)
             if outcome is None and not needed:
                 continue
@@ -100,7 +95,7 @@ def _outcome(
         torch.default_generator.set_state(state)
     written = versions != [t._version for t in reals.values()]
     given = {storage_key(t) for t in reals.values()}
-    made = _tensors(result)
+    made = tensors_among(result)
     shared = any(storage_key(t) in given for t in made)
     shared = shared or len({storage_key(t) for t in made}) < len(made)
     return None if drew or written or shared or not made or _form(result) is None else result
@@ -114,25 +109,9 @@ def _real(fake: Tensor, fill: Fill) -> Tensor:
     return made.requires_grad_(fake.requires_grad)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in _tensors(item)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
-    return []
-
-
 def replaced(value: Any, reals: dict[int, Tensor]) -> Any:
     """The same structure with the real tensors of fakes, by identity."""
-    if isinstance(value, Tensor):
-        return reals[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(replaced(item, reals) for item in value)
-    if type(value) is dict:
-        return {key: replaced(item, reals) for key, item in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda fake: reals[id(fake)], value)
 
 
 def _form(result: Any) -> Any:

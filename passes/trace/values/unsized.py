@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.ir.graph import Ref
-from pdcompile.ir.opaque import tensors_at
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.values import real_shapes
 from pdcompile.passes.trace.values.constants import evaluate
 
@@ -38,7 +38,7 @@ class Unsized:
     def among(self, arguments: Any) -> bool:
         """Whether there is such a value among the arguments of a call."""
         known = self._fakes.unsized
-        return bool(known) and any(id(tensor) in known for tensor in _flat(arguments))
+        return bool(known) and any(id(tensor) in known for tensor in tensors_among(arguments))
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
         """``call(*args, **kwargs)`` on fakes, as `real_shapes.run` does it.
@@ -110,7 +110,7 @@ class Unsized:
     def _reals(self, arguments: Any, given: Any, *, zeros: bool) -> dict[int, Tensor] | None:
         """Real tensors for the fakes: what they are for these integers, `zeros` for floats."""
         reals: dict[int, Tensor] = {}
-        for fake in _flat(arguments):
+        for fake in tensors_among(arguments):
             name = self._fakes.name(fake)
             found = None
             if isinstance(name, Ref):
@@ -124,7 +124,3 @@ class Unsized:
                     found.requires_grad_(fake.requires_grad)
             reals[id(fake)] = found
         return reals
-
-
-def _flat(arguments: Any) -> list[Tensor]:
-    return [tensor for _, tensor in tensors_at(arguments)]
