@@ -54,7 +54,7 @@ class _Flight:
     entered: dict[int, Entrance] = field(default_factory=dict)  # by edge
     left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
     loss: Tensor | None = None
-    draws: DrawScope | None = None  # of modules that are kept whole, which may run again
+    draws: DrawScope | None = None  # of opaque modules, which may run again
 
 
 class Compute:

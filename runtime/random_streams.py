@@ -3,7 +3,7 @@
 Generated source calls ``draw(where, index)`` before each random function, which does nothing by
 itself; here it re-seeds the generator for (seed, minibatch, microbatch, module, index), so that
 what is drawn does not depend on the plan, the schedule or the rank.  Random leaf modules (dropout,
-attention, …) get the same through a hook, and modules that are kept whole run in a scope that seeds
+attention, …) get the same through a hook, and opaque modules run in a scope that seeds
 every draw inside of them.
 """
 
@@ -38,7 +38,7 @@ class Streams:
         self._draw("", -1)
 
     def scope(self, stage: nn.Module) -> DrawScope:
-        """Where the modules of a stage that are kept whole draw, in the forward that runs."""
+        """Where the opaque modules of a stage draw, in the forward that runs."""
         found = self._scopes.get(stage)
         if found is None:
             found = self._scopes[stage] = DrawScope(stage, self._seed, *self._where)

@@ -29,7 +29,7 @@ class StageWeights:
 
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
     `copies` are tied parameters that another stage owns: they take part in backward here, but
-    their updates arrive by message.  `model` has the modules that are kept whole.
+    their updates arrive by message.  `model` has the opaque modules.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ def test_a_file_without_its_class_is_named():
 
 
 class Moody(nn.Module):
-    """Decides by a value, so that it is kept whole."""
+    """Decides by a value, so that it is opaque."""
 
     def __init__(self):
         super().__init__()

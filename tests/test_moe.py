@@ -272,7 +272,7 @@ def test_a_size_that_is_passed_on_stays_open() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["limited", "counted"])
 def test_a_size_that_decides_something_stays_inside_of_an_opaque_module(way: str) -> None:
-    with pytest.warns(UserWarning, match="kept whole as one op"):
+    with pytest.warns(UserWarning, match="captured as opaque"):
         found = faithful(model_of(Stack, way=way), tokens()["ids"])
     assert [op.module_path for op in found.train.ops if op.opaque] == [
         f"layers.{i}" for i in range(3)

@@ -1,4 +1,4 @@
-"""Modules that cannot be captured inside are kept whole, and train as in eager, bit for bit."""
+"""Modules that cannot be captured inside are opaque, and train as in eager, bit for bit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def routed() -> Routed:
     return Routed()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:kept whole")
+pytestmark = pytest.mark.filterwarnings("ignore:captured as opaque")
 
 
 def test_one_op_with_a_warning_that_says_why() -> None:

@@ -160,9 +160,9 @@ class _Loop(nn.Module):
         return torch.stack([self.back(self.inner(row)) for row in x])
 
 
-def test_a_small_module_is_rather_kept_whole() -> None:
+def test_a_small_module_is_rather_opaque() -> None:
     model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8), _Loop(8))
-    with pytest.warns(UserWarning, match="kept whole as one op: '2'"):
+    with pytest.warns(UserWarning, match="captured as opaque: '2'"):
         found = faithful(model)
     assert found.train.sizes.smallest == 1
     assert [op.opaque for op in found.train.ops] == [False, False, True]

@@ -138,5 +138,5 @@ def test_a_loop_through_the_experts_that_are_hit(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["counted", "dense", "asked"])
 def test_a_loop_on_which_more_hangs_stays_whole(form: str) -> None:
-    with pytest.warns(UserWarning, match="kept whole as one op: 'experts'"):
+    with pytest.warns(UserWarning, match="captured as opaque: 'experts'"):
         faithful(_mixture(form), X[:, 0], sizes=(4,))

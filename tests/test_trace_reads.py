@@ -110,7 +110,7 @@ def test_a_decision_that_differs_between_samples_is_taken_by_each_call() -> None
         assert torch.equal(module(x, each), model(x, each))
 
 
-def test_a_small_module_that_decides_is_kept_whole() -> None:
+def test_a_small_module_that_decides_is_opaque() -> None:
     class Small(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -125,7 +125,7 @@ def test_a_small_module_that_decides_is_kept_whole() -> None:
     def forward(self: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
         return self.small(self.lin(x), mask)
 
-    with pytest.warns(UserWarning, match="kept whole"):
+    with pytest.warns(UserWarning, match="opaque"):
         graph = captured(
             make(forward, small=Small()), torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool)
         ).train

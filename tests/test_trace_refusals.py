@@ -195,7 +195,7 @@ def test_wrapped_and_unusable_models() -> None:
 def test_hooks_on_backward() -> None:
     model = make(lambda self, x: self.lin(x))
     model.lin.register_full_backward_hook(lambda module, given, got: (given[0] * 2,))
-    with pytest.warns(UserWarning, match="kept whole as one op: 'lin' .*hook on its backward"):
+    with pytest.warns(UserWarning, match="captured as opaque: 'lin' .*hook on its backward"):
         captured(model)
     model = make(lambda self, x: self.lin(x))
     model.register_full_backward_pre_hook(lambda module, got: (got[0] * 2,))
@@ -235,7 +235,7 @@ def test_loss_that_is_no_scalar() -> None:
 
 
 def test_a_loss_of_pairs_is_captured_for_one_size() -> None:
-    """Its shape depends on the size, not linearly, and no module is there to keep whole."""
+    """Its shape depends on the size, not linearly, and no module is there to be opaque."""
     found = captured(
         nn.Linear(8, 8), loss_fn=lambda output, target: torch.pdist(output).mean(), target=rows()
     )

@@ -1,4 +1,4 @@
-"""Ways of writing a model that are legal and a little unusual: captured, or kept whole."""
+"""Ways of writing a model that are legal and a little unusual: captured, or opaque."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OtherDefault(nn.Module):
 
 def test_another_default_dtype_is_kept_with_the_module_that_sets_it() -> None:
     model = make(lambda self, x: self.part(self.lin(x)), part=OtherDefault())
-    with pytest.warns(UserWarning, match="kept whole.*default dtype.*torch.float64"):
+    with pytest.warns(UserWarning, match="opaque.*default dtype.*torch.float64"):
         faithful(model)
 
 
@@ -89,9 +89,9 @@ def test_what_counts_calls_outside_of_the_model_is_refused_with_the_line() -> No
 
 
 @pytest.mark.parametrize("part", [Moving, Aside])
-def test_what_has_no_op_is_kept_whole(part: type[nn.Module]) -> None:
+def test_what_has_no_op_is_opaque(part: type[nn.Module]) -> None:
     model = make(lambda self, x: self.part(self.lin(x)), part=part())
-    with pytest.warns(UserWarning, match="kept whole"):
+    with pytest.warns(UserWarning, match="opaque"):
         found = faithful(model)
     assert not found.train.tensor_values
     assert all(info.kind != "constant" for info in found.train.tensors.values())
@@ -154,7 +154,7 @@ class Sparse(nn.Module):
 
 def test_sparse_matrices_are_kept_with_the_module_that_makes_them() -> None:
     model = make(lambda self, x: self.part(self.lin(x)), part=Sparse())
-    with pytest.warns(UserWarning, match="kept whole.*not dense"):
+    with pytest.warns(UserWarning, match="opaque.*not dense"):
         faithful(model)
     with pytest.raises(TraceError, match="not dense") as caught:
         captured(make(lambda self, x: self.lin(x) + torch.eye(8).to_sparse().sum().to_dense()))

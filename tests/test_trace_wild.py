@@ -108,9 +108,9 @@ class OwnKernels(nn.Module):
             return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-def test_a_module_that_chooses_kernels_of_attention_is_kept_whole() -> None:
+def test_a_module_that_chooses_kernels_of_attention_is_opaque() -> None:
     model = make(lambda self, x: self.lin(self.part(x[:, None])), part=OwnKernels())
-    with pytest.warns(UserWarning, match="kept whole.*'part'.*sdpa_kernel"):
+    with pytest.warns(UserWarning, match="opaque.*'part'.*sdpa_kernel"):
         faithful(model)
 
 

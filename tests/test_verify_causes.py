@@ -96,7 +96,7 @@ def test_a_stage_holds_what_makes_a_differentiated_tensor_need_a_gradient() -> N
 
 
 class Whole(Differentiates):
-    """What reads a value is kept whole, and records nothing in evaluation."""
+    """What reads a value is opaque, and records nothing in evaluation."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Whole(Differentiates):
         return self.part(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:kept whole")
+@pytest.mark.filterwarnings("ignore:captured as opaque")
 def test_what_only_fails_without_autograd_is_told_as_that() -> None:
     pipe = pdcompile.compile(Whole(), stages=2, **OPTIONS)
     with pytest.raises(VerifyError, match=r"evaluation runs under torch\.no_grad\(\)") as caught:

@@ -53,7 +53,7 @@ def test_a_compilation_warns_once_at_the_line_of_the_user() -> None:
     assert [line_of(one) for one in own] == [
         'warnings.warn("an old way to call me", FutureWarning, stacklevel=1)'
     ]
-    (kept,) = [one for one in caught if "kept whole" in str(one.message)]
+    (kept,) = [one for one in caught if "opaque" in str(one.message)]
     assert kept.filename == __file__
     assert line_of(kept) == "pdcompile.compile("
 

@@ -199,7 +199,7 @@ def test_the_page_shows_results_and_peers() -> None:
     peers = {"gpt2": {"torch.export": ("refused", "why")}, "vae": {"torch.export": ("wrong", "")}}
     text = page([passed, kept, failed], peers, quick=True)
     assert "| gpt2 | exact | 90 / 80 |  |  | refused |  |" in text
-    assert "| t5 | too much kept whole | 90 / 0 | 50% of FLOPs, 0% of parameters |" in text
+    assert "| t5 | too much opaque | 90 / 0 | 50% of FLOPs, 0% of parameters |" in text
     assert "capture: a \\| b" in text
-    assert "1 of 3 models pass (33.3%): 1 exact, 1 too much kept whole, 1 refused" in text
+    assert "1 of 3 models pass (33.3%): 1 exact, 1 too much opaque, 1 refused" in text
     assert "torch.export: 0 exact, 1 wrong, 1 refused of 2" in summary([passed], peers)

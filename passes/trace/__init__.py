@@ -99,7 +99,7 @@ def capture(
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
-    A submodule whose inside cannot be captured becomes one op, kept whole, with a warning that
+    A submodule whose inside cannot be captured becomes one opaque op, with a warning that
     names it and the line.
 
     Raises:

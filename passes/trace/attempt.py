@@ -21,7 +21,7 @@ from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.interceptors.mode_flag import watched_flag
 from pdcompile.passes.trace.merge.assemble import as_evaluation, assemble
 from pdcompile.passes.trace.merge.batch_sizes import Fit, OtherBySize, probe_sizes
-from pdcompile.passes.trace.merge.joined import CannotJoin
+from pdcompile.passes.trace.merge.branch_merge import CannotMerge
 from pdcompile.passes.trace.merge.size_range import alone, fails_at, few_sizes, size_range
 from pdcompile.passes.trace.opaque.opaque_modules import enlarged, spares
 from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
@@ -226,7 +226,7 @@ def recorded(
     except Undecided as read:
         expected = _tried(subject, call, assumed, training, read)
         raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
-    except CannotJoin as ways:
+    except CannotMerge as ways:
         sites = {decision.key[2] for decision in ways.decisions}
         raise Refuted(replace(assumed, one_way=assumed.one_way | sites)) from None
     except OutsideDraw:
@@ -240,7 +240,7 @@ def recorded(
             raise
         raise Refuted(instead) from None
     except TraceError as error:
-        # A module inside of which it was, rather than the model itself, can be kept whole.
+        # A module inside of which it was, rather than the model itself, can be opaque.
         if assumed.first_refusal is None or error.module_path:
             raise
         raise assumed.first_refusal from None
@@ -274,7 +274,7 @@ def _tried(
             text = _raised_on_purpose(error)
             if trial.begun and text is not None:
                 raised[value] = text
-        except (TraceError, CannotJoin, GoesOn):
+        except (TraceError, CannotMerge, GoesOn):
             continue
     if len(raised) != 1:
         return None

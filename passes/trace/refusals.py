@@ -22,13 +22,13 @@ class ForwardRaised(TraceError):
 
 
 class Unkept(TraceError):
-    """What would be wrong in a module that is kept whole too."""
+    """What would be wrong in an opaque module too."""
 
 
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
 NO_PARAMETER = " that requires grad and is no parameter of the model"
-APART = ", or move these lines into a submodule, which is then kept whole"
+APART = ", or move these lines into a submodule, which is then opaque"
 READ: Refusal = (
     "forward reads the value of a tensor ({})",
     "keep the decision in tensors (torch.where, masking), decide by shapes and configuration"
@@ -58,7 +58,7 @@ CHANGED_STATE: Refusal = (
     "forward changes the Python attribute {}",
     "keep state that changes per call in a registered buffer and write it in place (add_, copy_)",
 )
-CHANGED_ELSEWHERE: Refusal = (
+CHANGED_OUTSIDE: Refusal = (
     "forward leaves something in {} that another call may find",
     "keep state that changes per call in a registered buffer and write it in place (add_, copy_); "
     "count and log outside of forward",
@@ -146,7 +146,7 @@ READS = frozenset(name for name, refusal in REFUSED.items() if refusal is READ)
 
 
 class Unrepeatable(TraceError):
-    """A module that would be kept whole computes something else in every call."""
+    """A module that would be opaque computes something else in every call."""
 
     def __init__(self, path: str, shown: str) -> None:
         super().__init__(_UNREPEATABLE[0].format(shown), remedy=_UNREPEATABLE[1])

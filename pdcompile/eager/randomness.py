@@ -103,7 +103,7 @@ def is_random_function(func: Callable[..., Any]) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether capture keeps the module whole: a torch.nn built-in that runs no other module.
+    """Whether capture records the module as one op: a torch.nn built-in that runs no other module.
 
     Subclasses of built-ins are user code and no leaves.  MultiheadAttention is a leaf although
     it has a child (out_proj), whose weight it reads without calling it.  Containers

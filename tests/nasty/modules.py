@@ -61,7 +61,7 @@ class Unused(nn.Module):
 
 
 class TiedInside(nn.Module):
-    """Weights tied to each other inside of a module that is kept whole."""
+    """Weights tied to each other inside of an opaque module."""
 
     def __init__(self) -> None:
         super().__init__()

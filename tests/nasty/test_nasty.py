@@ -36,7 +36,7 @@ def around(name: str) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), CASES[name][0](), nn.Linear(8, 8))
 
 
-@pytest.mark.filterwarnings("ignore:kept whole", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:captured as opaque", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", EXACT)
 def test_two_steps_as_the_reference(name: str) -> None:
     model = around(name)
@@ -54,7 +54,7 @@ def test_two_steps_as_the_reference(name: str) -> None:
     assert kept == (CASES[name][1] == "kept")
 
 
-@pytest.mark.filterwarnings("ignore:kept whole", "ignore::DeprecationWarning",
+@pytest.mark.filterwarnings("ignore:captured as opaque", "ignore::DeprecationWarning",
                             "ignore::FutureWarning", "ignore:Lazy modules")  # fmt: skip
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_place(name: str) -> None:

@@ -88,7 +88,7 @@ class Report:
 
     @property
     def captured(self) -> bool:
-        """By the rule that little may be kept whole."""
+        """By the rule that little may be opaque."""
         return (
             self.train_ops > 0
             and self.opaque_flops <= MAX_OPAQUE_FLOPS

@@ -1,4 +1,4 @@
-"""How much of a model is kept whole: FLOPs counted by torch on the model itself, parameters."""
+"""How much of a model is opaque: FLOPs counted by torch on the model itself, parameters."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tests.zoo.check import MAX_OPAQUE_FLOPS, RESULTS, Report
 from tests.zoo.models import ENTRIES
 
-WHOLE = "too much kept whole"  # an exact result that does not count
+TOO_OPAQUE = "too much opaque"  # an exact result that does not count
 Peers = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
@@ -15,7 +15,7 @@ def summary(reports: Sequence[Report], peers: Peers) -> str:
     """How many pass, by result, and how other front ends do on the same models."""
     passed = sum(report.passed for report in reports)
     results = [_result(report) for report in reports]
-    counts = {name: results.count(name) for name in (RESULTS[0], WHOLE, *RESULTS[1:])}
+    counts = {name: results.count(name) for name in (RESULTS[0], TOO_OPAQUE, *RESULTS[1:])}
     lines = [
         f"{passed} of {len(reports)} models pass ({passed / max(len(reports), 1):.1%}): "
         + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -46,7 +46,7 @@ def page(reports: Sequence[Report], peers: Peers, *, quick: bool) -> str:
         "parameters, over two training minibatches of two microbatches with dropout and one "
         "evaluation"
         + ("" if quick else ", and the planner's cuts again without dropout")
-        + f". Modules that are kept whole may hold at most {MAX_OPAQUE_FLOPS:.0%} of the FLOPs in "
+        + f". Opaque modules may hold at most {MAX_OPAQUE_FLOPS:.0%} of the FLOPs in "
         "all and an eighth of the parameters each.",
         "",
         "Other results: *refused* by an error that names the line; *crashed* with an error that is "
@@ -65,7 +65,7 @@ def page(reports: Sequence[Report], peers: Peers, *, quick: bool) -> str:
         ]
     for family in dict.fromkeys(report.family for report in reports):
         own = [report for report in reports if report.family == family]
-        heads = ["model", "result", "ops", "kept whole", "cuts", *fronts, "why not"]
+        heads = ["model", "result", "ops", "opaque", "cuts", *fronts, "why not"]
         lines += [f"## {family[0].upper()}{family[1:]}", "", _row(heads)]
         lines += [_row(["---"] * len(heads))]
         for report in own:
@@ -86,7 +86,7 @@ def _cells(report: Report) -> list[str]:
 
 
 def _result(report: Report) -> str:
-    return report.result if report.passed or report.result != "exact" else WHOLE
+    return report.result if report.passed or report.result != "exact" else TOO_OPAQUE
 
 
 def _why(report: Report) -> str:

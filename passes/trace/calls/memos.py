@@ -24,7 +24,7 @@ _DEPTH = 4  # of containers in an attribute
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _KeptTensor:
     """`meaning`: equal for what would be computed alike, None for what no later call may use.
     `fixed`: it depends on nothing that training changes."""
 
@@ -38,7 +38,7 @@ class KeptTensors:
     """All tensors that recordings left in one model's attributes, by identity."""
 
     def __init__(self) -> None:
-        self._left: dict[int, _Left] = {}
+        self._kept: dict[int, _KeptTensor] = {}
         self.accepted: TraceError | None = None  # of a change that did not matter to the next call
 
     def note(
@@ -57,7 +57,7 @@ class KeptTensors:
         """
         by_name = {op.name: op for op in ops}
         for place, tensor in _held(model):
-            if id(tensor) in self._left or not isinstance(tensor, torch._subclasses.FakeTensor):
+            if id(tensor) in self._kept or not isinstance(tensor, torch._subclasses.FakeTensor):
                 continue
             name = names.get(id(tensor))
             computation, fixed = None, False
@@ -66,7 +66,7 @@ class KeptTensors:
                 if closure is not None:
                     computation = computations.of(name)
                     fixed = all(_fixed(op, ops, tensors) for op in closure)
-            self._left[id(tensor)] = _Left(tensor, place, computation, fixed)
+            self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
 
     def expire(self, model: nn.Module) -> None:
         """After a call that trains: memos of what an update changes are of no use any more."""
@@ -74,29 +74,29 @@ class KeptTensors:
             _replace(vars(module), self._expired, _DEPTH)
 
     def _expired(self, tensor: torch.Tensor) -> torch.Tensor:
-        left = self._left.get(id(tensor))
-        if left is None or left.computation is None or left.fixed:
+        kept = self._kept.get(id(tensor))
+        if kept is None or kept.computation is None or kept.fixed:
             return tensor
         fresh = tensor.detach()
-        self._left[id(fresh)] = _Left(fresh, left.place, None, False)
+        self._kept[id(fresh)] = _KeptTensor(fresh, kept.place, None, False)
         return fresh
 
     def memo(self, tensor: torch.Tensor) -> int | None:
-        """The meaning of a tensor that is used; None if it is no leftover.
+        """The meaning of a tensor that is used; None if no call left it.
 
         Raises:
             TraceError: it belongs to an earlier call.
         """
-        left = self._left.get(id(tensor))
-        if left is None:
+        kept = self._kept.get(id(tensor))
+        if kept is None:
             return None
-        if left.computation is None:
-            raise refusals.error(refusals.CHANGED_STATE, left.place, None)
-        return left.computation
+        if kept.computation is None:
+            raise refusals.error(refusals.CHANGED_STATE, kept.place, None)
+        return kept.computation
 
     def alike(self, one: Any, other: Any) -> bool:
         """Whether no later call could tell these two attributes apart."""
-        mine, theirs = self._left.get(id(one)), self._left.get(id(other))
+        mine, theirs = self._kept.get(id(one)), self._kept.get(id(other))
         return mine is not None and theirs is not None and mine.computation == theirs.computation
 
 

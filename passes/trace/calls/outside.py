@@ -122,7 +122,7 @@ class Outside:
                 counted = _is_number(value) and _is_number(before.get(name))
                 if counted or any(not memo(t) for t in _fakes_in(value, _DEPTH)):
                     shown = f"{prefix}[{name!r}]" if isinstance(place, dict) else f"{prefix}{name}"
-                    raise refusals.error(refusals.CHANGED_ELSEWHERE, shown, where)
+                    raise refusals.error(refusals.CHANGED_OUTSIDE, shown, where)
 
 
 def _of_user(cls: type) -> bool:

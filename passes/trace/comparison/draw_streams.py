@@ -20,7 +20,7 @@ from pdcompile.ir.graph import Op, OpGraph, Ref
 
 @dataclass(frozen=True)
 class StreamLookup(Lookup):
-    """Finds the model's modules; those that are kept whole run inside a scope of draws."""
+    """Finds the model's modules; those that are opaque run inside a scope of draws."""
 
     scope: DrawScope | None = None
     opaque: frozenset[str] = frozenset()

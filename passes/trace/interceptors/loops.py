@@ -1,9 +1,9 @@
 """Loops over what a mask chooses: ``for expert in hit.nonzero(): …``, as loops over everything.
 
-Each turn is recorded for every index, and every choice by values in it is made only where the
-index is hit: with ``mask & hit[i]`` in the place of ``mask`` a turn that forward would leave out
-works on nothing (`skips` holds that it does).  The indices themselves are then constants, so
-that they may name submodules.  How many there are nobody may ask.
+Each iteration is recorded for every index, and every choice by values in it is made only where the
+index is hit: with ``mask & hit[i]`` in the place of ``mask`` an iteration that forward would leave
+out works on nothing (`conditional_code` holds that it does).  The indices themselves are then
+constants, so that they may name submodules.  How many there are nobody may ask.
 """
 
 from __future__ import annotations
@@ -34,19 +34,15 @@ _THROUGH = _VIEWS | {"getitem", "unbind"}
 
 
 class ChosenLoops(Interceptor):
-    """The loops of one recording.
-
-    Args:
-        turns: which of so many turns are recorded.
-    """
+    """The loops of one recording."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self._chosen: dict[str, Site] = {}  # value that a choice among a vector made
         self._all: dict[int, Tensor] = {}  # id of all indices of a vector -> the vector
         self._kept: list[Tensor] = []
-        self._hit: Tensor | None = None  # in a turn: whether it is taken
-        self._masks: dict[int, Tensor] = {}  # storage of a mask -> the same in this turn
+        self._hit: Tensor | None = None  # in an iteration: whether forward makes it
+        self._masks: dict[int, Tensor] = {}  # storage of a mask -> the same in this iteration
         self._gates: set[int] = set()
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
@@ -75,8 +71,8 @@ class ChosenLoops(Interceptor):
             self._chosen.update((op.name, site) for op in made)
         return result
 
-    def turns_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:
-        """The turns of a loop through a tensor, each with what belongs to it."""
+    def iterations_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:
+        """The iterations of a loop through a tensor, each with what belongs to it."""
         vector = self._all[id(tensor)]
         if self._hit is not None:
             raise self._refusal("a loop inside of a loop")
@@ -142,7 +138,7 @@ class ChosenLoops(Interceptor):
         return result
 
     def _gated(self, name: str, args: Any) -> Any:
-        """The arguments with masks that choose nothing in a turn that is not taken."""
+        """The arguments with masks that choose nothing in an iteration that forward leaves out."""
         if self._hit is None or name not in ("__getitem__", "__setitem__", "masked_select"):
             return args
         if name == "masked_select":
@@ -166,7 +162,7 @@ class ChosenLoops(Interceptor):
         return self._masks[key]
 
     def allows(self, mask: Tensor) -> bool:
-        """Whether a choice by this mask is none in a turn that is not taken."""
+        """Whether a choice by this mask is none in an iteration that forward leaves out."""
         return self._hit is None or storage_key(mask) in self._gates
 
     def _refusal(self, what: str) -> Exception:
@@ -180,7 +176,7 @@ class _Numbers(list[Any]):
         self._tensor = tensor
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loops.turns_of(self._tensor, list(super().__iter__()))
+        return self._loops.iterations_of(self._tensor, list(super().__iter__()))
 
     def __len__(self) -> int:
         raise self._loops._refusal("len")

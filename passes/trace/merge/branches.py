@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key
-from pdcompile.passes.trace.merge.joined import (
-    CannotJoin,
-    Join,
-    Joined,
+from pdcompile.passes.trace.merge.branch_merge import (
+    BranchMerge,
+    CannotMerge,
+    MergedBranches,
     form_of,
     refs_of,
     with_end,
@@ -44,13 +44,13 @@ def both_ways(once: Once, assumed: Assumptions, mixed: set[Any], training: bool)
         mixed: decisions all mixtures of whose outcomes were tried, filled in.
 
     Raises:
-        CannotJoin: the ways of some decisions do not fit into one graph.
+        CannotMerge: the ways of some decisions do not fit into one graph.
     """
     base = once({})
     if not base.decisions:
         return base
     trial = assumed.trial is not None
-    return _Ways(once, mixed, training, trial=trial).joined(base, {}).recording
+    return _Ways(once, mixed, training, trial=trial).merged(base, {}).recording
 
 
 @dataclass(slots=True)
@@ -60,57 +60,57 @@ class _Ways:
     training: bool
     trial: bool
 
-    def joined(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> Joined:
+    def merged(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> MergedBranches:
         """A recording made with these outcomes, and both ways of its other decisions.
 
         `depth`: how many decisions deep, each met only where the one before it was True.
         """
         decisions = tuple(d for d in base.decisions if d.key not in given)
         if not decisions:
-            return Joined(base, {}, {})
+            return MergedBranches(base, {}, {})
         if len(decisions) > MAX_DECISIONS or depth > MAX_NESTED:
-            raise CannotJoin(decisions)
+            raise CannotMerge(decisions)
         ways = [[decisions[0::2], decisions[1::2]]] if len(decisions) > 2 else []
         ways.append([(one,) for one in decisions])
         for groups in ways:
             try:
-                return self._joined(base, decisions, groups, given, depth)
-            except CannotJoin:
+                return self._merged(base, decisions, groups, given, depth)
+            except CannotMerge:
                 if groups is ways[-1]:
                     raise
-        raise CannotJoin(decisions)
+        raise CannotMerge(decisions)
 
-    def _joined(
+    def _merged(
         self,
         base: Recording,
         decisions: Sequence[Decision],
         groups: Sequence[Sequence[Decision]],
         given: Mapping[Key, bool],
         depth: int,
-    ) -> Joined:
-        join = Join(base, decisions)
+    ) -> MergedBranches:
+        merge = BranchMerge(base, decisions)
         waiting = list(groups)
         known = {decision.key: False for decision in decisions}
         while waiting:
             group = waiting.pop(0)
             outcomes = {**given, **{decision.key: True for decision in group}}
             known_there = {**given, **known, **outcomes}
-            other = self.joined(self._run(outcomes, decisions), known_there, depth + 1)
-            waiting += [(decision,) for decision in join.add(other, group)]
-        found = join.finished()
+            other = self.merged(self._run(outcomes, decisions), known_there, depth + 1)
+            waiting += [(decision,) for decision in merge.add(other, group)]
+        found = merge.finished()
         if depth == 0:
             self._check(found, decisions, len(groups))
         return found
 
-    def _check(self, found: Joined, decisions: Sequence[Decision], groups: int) -> None:
+    def _check(self, found: MergedBranches, decisions: Sequence[Decision], groups: int) -> None:
         """Every mixture of outcomes: Python may remember one decision until another one.
 
         Raises:
-            CannotJoin: one of them leads to something else than the graph has.
+            CannotMerge: one of them leads to something else than the graph has.
         """
         keys = sorted(found.met, key=repr)
         if len(keys) > MAX_DECISIONS:
-            raise CannotJoin(decisions)
+            raise CannotMerge(decisions)
         shape = (self.training, tuple(keys), groups)
         if shape in self.mixed:
             return
@@ -119,7 +119,7 @@ class _Ways:
             actual = self._run(outcomes, decisions)
             met = {decision.key for decision in actual.decisions}
             if not met <= found.met or not predicts(found, actual, outcomes):
-                raise CannotJoin(decisions)
+                raise CannotMerge(decisions)
         self.mixed.add(shape)
 
     def _run(self, outcomes: Mapping[Key, bool], decisions: Sequence[Decision]) -> Recording:
@@ -130,23 +130,23 @@ class _Ways:
         except TraceError:
             if self.trial:
                 raise
-            raise CannotJoin(decisions) from None
+            raise CannotMerge(decisions) from None
 
 
-def predicts(joined: Joined, actual: Recording, outcomes: Mapping[Key, bool]) -> bool:
+def predicts(merged: MergedBranches, actual: Recording, outcomes: Mapping[Key, bool]) -> bool:
     """Whether the graph does with these outcomes what the model did."""
     names: dict[str, str] = {}
 
     def resolved(name: str) -> str:
-        while name in joined.choices:
-            no, yes, key = joined.choices[name]
+        while name in merged.choices:
+            no, yes, key = merged.choices[name]
             name = yes if outcomes.get(key, False) else no
         return name
 
     expected = []
-    for op in with_end(joined.recording):
-        runs = all(outcomes.get(k, False) == v for k, v in joined.when.get(op.name, {}).items())
-        if runs and op.name not in joined.choices:
+    for op in with_end(merged.recording):
+        runs = all(outcomes.get(k, False) == v for k, v in merged.when.get(op.name, {}).items())
+        if runs and op.name not in merged.choices:
             expected.append(with_refs(op, [resolved(name) for name in refs_of(op)]))
     ran = with_end(actual)
     if len(ran) != len(expected):

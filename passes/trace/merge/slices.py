@@ -20,20 +20,20 @@ def with_unbound(ops: list[Op], output: Argument) -> tuple[list[Op], set[str]]:
     makers = {op.name: op for op in ops}
     slices = Counter(str(_container(op)) for op in ops if _container(op) is not None)
     found: list[Op] = []
-    joined: set[str] = set()
+    unbound: set[str] = set()
     for op in ops:
         if op.target in _JOINS and op.args and isinstance(op.args[0], ListOf | tuple):
             first = op.args[0].items if isinstance(op.args[0], ListOf) else op.args[0]
             name = _all_slices(first, makers, slices)
             if name is not None:
-                joined.add(name)
+                unbound.add(name)
                 op = replace(op, args=(Ref(name), *op.args[1:]))
         found.append(op)
-    if not joined:
+    if not unbound:
         return ops, set()
     used = {ref.name for ref in walk((output, *((op.args, op.kwargs) for op in found)), Ref)}
     used.update(name for op in found for name in op.mutates)
-    left_out = {op.name for op in found if _container(op) in joined} - used
+    left_out = {op.name for op in found if _container(op) in unbound} - used
     return numbered([op for op in found if op.name not in left_out]), left_out
 
 

@@ -16,7 +16,7 @@ from pdcompile.passes.trace.values.selections import average, same_ops, varied
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
 
-Turns = Callable[[int], Sequence[int]]  # of so many turns of a loop (`hits`) those that run
+Iterations = Callable[[int], Sequence[int]]  # of so many of a loop, those that run
 
 
 def with_sizes_that_vary(
@@ -26,7 +26,7 @@ def with_sizes_that_vary(
     them.
 
     Args:
-        run: records the model with these sizes and turns of loops.
+        run: records the model with these sizes and iterations of loops.
         expected: mode to the sizes that results have on average, filled in by the first call.
         loops: whether there are loops through what is chosen.
     """

@@ -1,8 +1,8 @@
-"""Modules that are kept whole: what cannot be captured inside becomes one op of the graph.
+"""Opaque modules: what cannot be captured inside becomes one op of the graph.
 
 A refusal inside of a submodule makes the innermost running module one op, and capture starts
 again; where that module's call cannot be one op either (what it takes or returns, what it reads
-or writes), its caller takes its place.  The root is never kept whole: that would leave nothing to
+or writes), its caller takes its place.  The root is never opaque: that would leave nothing to
 cut, so the refusal stands.
 """
 
@@ -21,7 +21,7 @@ from pdcompile.passes.trace.refusals import Unrepeatable
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.warn import warn
 
-OPAQUE_SHARE = 1 / 8  # of all parameters: modules with no more are kept whole
+OPAQUE_SHARE = 1 / 8  # of all parameters: modules with no more are opaque
 
 
 Opaque = Mapping[str, TraceError]  # path to the refusal that the module is kept for
@@ -72,7 +72,7 @@ def _with(
     meta = [fqn for fqn, tensor in tensors if tensor.is_meta]
     if meta:
         error.remedy = (
-            f"{error.remedy or ''}; {chosen[0]!r} could be kept whole if the model could run "
+            f"{error.remedy or ''}; {chosen[0]!r} could be opaque if the model could run "
             f"once to see what it returns, but {meta[0]!r} is on the meta device"
         ).removeprefix("; ")
         raise error
@@ -106,7 +106,7 @@ def warn_of(subject: Subject, opaque: Opaque) -> None:
         names = [f"{path!r} ({subject.table.classes[path][0]})" for path in paths[:3]]
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         place = f" ({error.where})" if error.where else ""
-        warn(f"kept whole as one op: {', '.join(names)}{more}, because {error.message}{place}")
+        warn(f"captured as opaque: {', '.join(names)}{more}, because {error.message}{place}")
 
 
 def held_share(modules: Iterable[nn.Module], model: nn.Module) -> float:

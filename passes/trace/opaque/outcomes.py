@@ -1,4 +1,4 @@
-"""What one call of a module that is kept whole did, and whether two runs agree on it."""
+"""What one call of an opaque module did, and whether two runs agree on it."""
 
 from __future__ import annotations
 

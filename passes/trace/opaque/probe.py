@@ -1,4 +1,4 @@
-"""What modules that are kept whole really do, seen in one run of the model on real tensors.
+"""What opaque modules really do, seen in one run of the model on real tensors.
 
 Nothing is known of the inside of such a module; so the model runs once as it is, and every call
 of these modules is watched from outside: what it returns, which tensors it reads and writes,
@@ -108,7 +108,7 @@ def _run(
     def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
         return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
-    # What changes outside of the modules that are kept whole, recordings judge.
+    # What changes outside of the opaque modules, recordings judge.
     return settled(subject.model, training, call, same, within=paths)
 
 
@@ -178,7 +178,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every tensor of the run; looks closely while a module that is kept whole runs."""
+    """Sees every tensor of the run; looks closely while an opaque module runs."""
 
     def __init__(
         self, model: nn.Module, table: ModuleTable, paths: frozenset[str], *, hooks: bool
@@ -196,7 +196,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._foreign: set[int] = set()  # storages of activations made outside of the module
         self._path = ""  # of the module that is running
-        self.draws = 0  # so far, in modules that are kept whole
+        self.draws = 0  # so far, in opaque modules
         self._clear()
 
     def _clear(self) -> None:

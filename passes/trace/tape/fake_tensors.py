@@ -61,7 +61,9 @@ class FakeTensors:
         self.constants: dict[str, torch.Tensor] = {}
         self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
-        self._memo_of: dict[int, torch.Tensor] = {}  # id of a leftover -> its fake here
+        self._memo_of: dict[
+            int, torch.Tensor
+        ] = {}  # id of a tensor that an earlier call left -> its fake here
         self.memos: dict[str, int] = {}  # value that an earlier call left -> its computation
 
     def made_in(self, result: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The model's modules and tensors by name, and which modules are kept whole."""
+"""The model's modules and tensors by name, and which modules are opaque."""
 
 from __future__ import annotations
 

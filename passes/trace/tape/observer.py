@@ -256,6 +256,6 @@ def storage_key(tensor: torch.Tensor) -> int:
             f"forward computes with a tensor that is not dense ({kind})",
             where=locate(None)[0],
             remedy="use index_add, scatter or dense matrices, or do it in a submodule that takes "
-            "and returns dense tensors, which is then kept whole as one op",
+            "and returns dense tensors, which is then captured as opaque",
         )
     return int(tensor.untyped_storage()._cdata)

@@ -25,7 +25,7 @@ from pdcompile.passes.trace.calls.python_state import State, settled, write_rebo
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
-from pdcompile.passes.trace.merge.value_sizes import Turns, with_sizes_that_vary
+from pdcompile.passes.trace.merge.value_sizes import Iterations, with_sizes_that_vary
 from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.refusals import ForwardRaised
@@ -65,10 +65,10 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one run makes up: sizes that depend on values, turns of loops, ways of branches."""
+    """What one run makes up: sizes that depend on values, iterations of loops, ways of branches."""
 
     sizes: Policy | None = None
-    turns: Turns = range
+    iterations: Iterations = range
     decided: Mapping[Key, bool] = field(default_factory=dict)
 
 
@@ -87,7 +87,7 @@ def record(
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
-        Undecided, CannotJoin, SizeByValues, OutsideDraw: so it is under these assumptions.
+        Undecided, CannotMerge, SizeByValues, OutsideDraw: so it is under these assumptions.
     """
     outcomes = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
@@ -153,7 +153,7 @@ class _Run:
             observer.selections.allows = lambda mask: all(
                 each.allows(mask) for each in tape.interceptors
             )
-        tape.iterations = variant.turns
+        tape.iterations = variant.iterations
         self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
         self._arguments = call.unflatten(leaves)
         examples = Examples(subject.flat, subject.layout, self._inputs, call)

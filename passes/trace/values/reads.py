@@ -11,7 +11,7 @@ where the model would have raised.
 A branch where both ways go on is a decision.  If the value depends on integer or bool inputs
 alone, and is the same for every sample of the example, the capture is made for that value, and
 the ``torch._assert`` refuses every other one; a warning says so.  A module with few parameters
-is kept whole instead, because then it works for all values.  Everything else stays refused: a
+is opaque instead, because then it works for all values.  Everything else stays refused: a
 capture that holds for one value of an activation would fail in the middle of a training.
 """
 

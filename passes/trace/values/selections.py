@@ -44,7 +44,7 @@ class Selections:
         self.fixed: dict[Key, int] = {}  # sizes that are the example's, by `mask_key`
         self._kept: list[Tensor] = []
         self.found: list[tuple[str, int]] = []  # (place, elements of the mask)
-        self.allows: Callable[[Tensor], bool] = lambda mask: True  # choices in loops (`hits`)
+        self.allows: Callable[[Tensor], bool] = lambda mask: True  # choices in loops
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result; None where it does not choose by values."""

@@ -105,7 +105,7 @@ def _model(forward: Callable[..., Any]) -> nn.Module:
 def test_tables_outside_of_the_model_stay_the_users(forward: Callable[..., Any]) -> None:
     model, x = _model(forward), rows(4)
     module = captured(model).train.to_module(model)
-    assert type(model(x)) is Tensor  # and computes with no stand-in of a recording
+    assert type(model(x)) is Tensor  # and computes with no fake tensor of a recording
     assert torch.equal(module(x), model(x))
     assert torch.equal(module(rows(3)), model(rows(3)))
 
@@ -154,7 +154,7 @@ def test_what_another_call_may_find_is_refused(forward: Callable[..., Any], name
     model = _model(forward)
     with pytest.raises(TraceError, match=f"leaves something in {name}") as caught:
         captured(model)
-    assert "test_trace_elsewhere.py:" in str(caught.value.where)
+    assert "test_trace_outside.py:" in str(caught.value.where)
     assert LOG == []
     assert type(model(rows(4))) is Tensor
     LOG.clear()

@@ -29,7 +29,7 @@ _MAY_FAIL = (
 )  # fmt: skip
 
 
-class CannotJoin(Exception):
+class CannotMerge(Exception):
     """Both ways of a branch do not fit into one graph."""
 
     def __init__(self, decisions: Sequence[Decision]) -> None:
@@ -38,7 +38,7 @@ class CannotJoin(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class MergedBranches:
     """A recording with several ways in it.
 
     choices: value -> (value without, value with a decision, that decision).
@@ -62,7 +62,7 @@ class _Region:
     ops: list[Op]  # with their final names
 
 
-class Join:
+class BranchMerge:
     """Several recordings of one model as one; in `base` these decisions are all False."""
 
     def __init__(self, base: Recording, decisions: Sequence[Decision]) -> None:
@@ -83,13 +83,13 @@ class Join:
 
     # What another recording adds.
 
-    def add(self, joined: Joined, flipped: Sequence[Decision]) -> list[Decision]:
+    def add(self, merged: MergedBranches, flipped: Sequence[Decision]) -> list[Decision]:
         """Enter the ops of a recording in which these outcomes are True.
 
         Returns those among them that it never came to.
         """
-        base, other = self._base, joined.recording
-        self._met |= joined.met
+        base, other = self._base, merged.recording
+        self._met |= merged.met
         there = {decision.key: decision.op for decision in other.decisions}
         reached = [decision for decision in flipped if decision.key in there]
         positions = {op.name: i for i, op in enumerate(other.ops)}
@@ -103,18 +103,18 @@ class Join:
         mine.append(len(ours) - 1)
         theirs.append(len(others) - 1)
         if mine != sorted(mine) or theirs != sorted(theirs):
-            raise CannotJoin(reached)
+            raise CannotMerge(reached)
         for i in range(len(mine) - 1):
             left = ours[mine[i] + 1 : mine[i + 1] + 1]
             right = others[theirs[i] + 1 : theirs[i + 1] + 1]
             common = _common(left, right, keys)
             key = reached[i - 1].key if i else None
             if key is None and not common == len(left) == len(right):
-                raise CannotJoin(reached)
+                raise CannotMerge(reached)
             if common == 0:
-                raise CannotJoin(reached)
+                raise CannotMerge(reached)
             if key is not None:
-                made = self._enter(right[: len(right) - common], joined, names, storages, key)
+                made = self._enter(right[: len(right) - common], merged, names, storages, key)
                 end = mine[i] + 1 + len(left) - common
                 self._regions[key] = _Region(reached[i - 1], mine[i], end, made)
                 _check_pure(left[: len(left) - common], self._decisions)
@@ -125,13 +125,13 @@ class Join:
     def _enter(
         self,
         ops: Sequence[Op],
-        joined: Joined,
+        merged: MergedBranches,
         names: dict[str, str],
         storages: dict[int, int],
         key: Key,
     ) -> list[Op]:
-        other = joined.recording
-        _check_pure([op for op in ops if op.name not in joined.choices], self._decisions)
+        other = merged.recording
+        _check_pure([op for op in ops if op.name not in merged.choices], self._decisions)
         found = []
         for op in ops:
             name = self._names.new(op.name)
@@ -149,9 +149,9 @@ class Join:
                 )
             )
             names[op.name] = name
-            self._inner_when[name] = joined.when.get(op.name, {})
-            if op.name in joined.choices:
-                no, yes, inner = joined.choices[op.name]
+            self._inner_when[name] = merged.when.get(op.name, {})
+            if op.name in merged.choices:
+                no, yes, inner = merged.choices[op.name]
                 self._inner[name] = (names[no], names[yes], inner)
         return found
 
@@ -172,22 +172,22 @@ class Join:
             if alternative == mine:
                 continue
             if key is None:
-                raise CannotJoin(here)
+                raise CannotMerge(here)
             owner = self._owner.get(alternative) or pairs.setdefault((mine, alternative), key)
             pairs.setdefault((mine, alternative), owner)
             self._others.setdefault((a.name, i), {})[owner] = alternative
         if tuple(names[name] for name in b.mutates) != a.mutates:
-            raise CannotJoin(here)
+            raise CannotMerge(here)
         names[b.name] = a.name
         if a.name in self._base.values:
             v, w = self._base.values[a.name], other.values[b.name]
             if not _alike(v, w):
-                raise CannotJoin(here)
+                raise CannotMerge(here)
             storages.setdefault(w.storage, v.storage)
 
     # The graph of all of them.
 
-    def finished(self) -> Joined:
+    def finished(self) -> MergedBranches:
         """The recording with the ops of all ways, and the choices between what they make."""
         base = self._base
         self._settle()
@@ -214,7 +214,9 @@ class Join:
             decisions=tuple(d for d in base.decisions if d.key not in mine),
         )
         choices = {made: memo for memo, made in self._selects.items()}
-        return Joined(recording, {**choices, **self._inner}, self._when(), frozenset(self._met))
+        return MergedBranches(
+            recording, {**choices, **self._inner}, self._when(), frozenset(self._met)
+        )
 
     def _settle(self) -> None:
         """For every decision: what takes the place of a value wherever it is read afterwards."""
@@ -244,7 +246,7 @@ class Join:
             for region in self._ordered(others):
                 key = region.decision.key
                 if region.end > index:
-                    raise CannotJoin([region.decision])
+                    raise CannotMerge([region.decision])
                 name = self._select(name, self._at(others[key], region), region)
             wanted.append(name)
         return with_refs(op, wanted)
@@ -273,7 +275,7 @@ class Join:
             return self._selects[memo]
         one, two = self._values[name], self._values[other]
         if not one.is_tensor or not two.is_tensor or not _alike(one, two):
-            raise CannotJoin([region.decision])
+            raise CannotMerge([region.decision])
         made = self._names.new("chosen")
         decider = self._base.ops[region.start]
         self._values[made] = replace(one, name=made, producer=made)
@@ -297,7 +299,7 @@ class Join:
             either |= {self._values[name].storage, self._values[other].storage}
         for op in self._ops:
             if any(self._values[name].storage in either for name in op.mutates):
-                raise CannotJoin(self._decisions)
+                raise CannotMerge(self._decisions)
 
     def _when(self) -> dict[str, Mapping[Key, bool]]:
         found: dict[str, dict[Key, bool]] = {}
@@ -312,7 +314,7 @@ class Join:
 
 
 def _check_pure(ops: Sequence[Op], decisions: Sequence[Decision]) -> None:
-    """Raise CannotJoin where an op writes, or might fail in the way that is not taken."""
+    """Raise CannotMerge where an op writes, or might fail in the way that is not taken."""
     for op in ops:
         last = op.target.rpartition(".")[2]
         by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
@@ -320,7 +322,7 @@ def _check_pure(ops: Sequence[Op], decisions: Sequence[Decision]) -> None:
             op.mutates or op.buffers_written or op.opaque or by_tensor
             or any(word in op.target for word in _MAY_FAIL)
         ):  # fmt: skip
-            raise CannotJoin(decisions)
+            raise CannotMerge(decisions)
 
 
 def with_end(recording: Recording) -> list[Op]:
