@@ -20,7 +20,7 @@ from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.point_to_point import Handle, Transport
+from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase
@@ -34,16 +34,6 @@ class Box(NamedTuple):
 
     tensors: dict[tuple[int, int], Tensor]
     expected: dict[tuple[int, int], Expected]
-
-
-class Handed(Handle):
-    """What another stage of the same rank made."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
 
 
 class Loss:
@@ -229,7 +219,7 @@ class Worker:
         else:
             tensor = self._outgoing.pop(key)
         if ins.peer == self.transport.rank:  # to another stage of this rank
-            self.held[ins.target]._receiving[key] = Handed(tensor.detach())
+            self.held[ins.target]._receiving[key] = Done(tensor.detach())
             return
         channel = Channel(key[0], ins.edge, ins.peer, ins.target)
         self._sending[key, ins.peer, ins.target] = self.transport.send(channel, tensor, key[2])

@@ -148,39 +148,28 @@ class Session(Guarded):
         """The rank of the last stage, which has the outputs and the loss."""
         return max(self.stages_of_rank, key=lambda rank: self.stages_of_rank[rank][-1])
 
-    def _begin_update(self, minibatch: int) -> None:
-        """A minibatch with an update begins: fix its learning rates, start from no gradients."""
-        assert self.optimizer is not None
-        if len(self.workers) > 1:
-            self.updater.warn_of_hooks()
-        self.updater.snapshot(minibatch)
-        self._open_gradients(keep=False)
-
-    def _begin_gradients(self) -> None:
-        """A minibatch without an update begins; afterwards the user may change parameters, so
-        that tied copies are old."""
-        self._stale_copies = bool(self.plan.tied)
-        self._open_gradients(keep=True)
-
-    def _open_gradients(self, *, keep: bool) -> None:
-        for worker in self.workers if self.versions == 1 else ():
-            worker.weights.open_gradients(keep=keep)
-
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
-        """One minibatch, with its update or for its gradients alone."""
-        count = len(feeds[0].sizes)
+        """One minibatch, with its update or for its gradients alone.
+
+        After the latter the user may change parameters, so that tied copies are old.
+        """
         self.refresh(minibatch)
         if updates:
-            self._begin_update(minibatch)
+            if len(self.workers) > 1:
+                self.updater.warn_of_hooks()
+            self.updater.snapshot(minibatch)
         else:
-            self._begin_gradients()
+            self._stale_copies = bool(self.plan.tied)
+        for worker in self.workers if self.versions == 1 else ():
+            worker.weights.open_gradients(keep=not updates)
+        count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
         self.in_flight = self.versions > 1
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
-        program = self._programs.evaluation(len(feeds[0].sizes), with_loss=with_loss)
+        program = self._programs.evaluation(len(feeds[0].sizes), with_loss)
         self._run(program, minibatch, feeds)
 
     def drain(self, minibatch: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check import check, check_program, check_programs
+from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Phase, Schedule
@@ -49,7 +49,7 @@ def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObje
 @given(plans(), st.integers(1, 9), st.booleans())
 def test_evaluations_are_proved(plan: Plan, count: int, with_loss: bool) -> None:
     program = evaluation(plan, plan.edges, count, with_loss=with_loss)
-    check_program(plan, program, plan.edges)
+    check_programs(plan, [program], plan.edges)
     assert (Action.LOSS in {one.action for c in program.columns for one in c}) == with_loss
 
 

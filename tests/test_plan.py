@@ -159,7 +159,12 @@ def test_broken_text(text: str | bytes, message: str) -> None:
         ("stages.1.trainable_bytes", 7, "stages[1].trainable_bytes", "7 trainable of 0"),
         ("stages.1.replicas", 0, "stages[1].replicas", "without replicas"),
         ("stages.1.replicas", 2, "stages[1].ranks", "1 ranks for 2"),
-        ("stages.1.ranks", [0], "stages[1].ranks", "also runs stage 0"),
+        (
+            "stages.1.ranks",
+            [0],
+            "stages[1].ranks",
+            "rank 0 holds stages [0, 1]; sched",
+        ),
         ("stages.1.ranks", [7], "stages", "no device 7"),
         ("edges.1.value", "block_0", "edges[1]", "two edges"),
         ("edges.1.source", 5, "edges[1].source", "no stage 5"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.check import check_program
+from pdcompile.passes.check import check_programs
 from pdcompile.passes.check.programs import Programs
 from pdcompile.passes.schedules import (
     evaluation,
@@ -59,7 +59,7 @@ def cases(plan: Plan, count: int) -> Iterator[Case]:
 
 
 def prove(plan: Plan, case: Case, program: Schedule | None = None) -> None:
-    check_program(plan, program or case[0], case[1], case[2])
+    check_programs(plan, [program or case[0]], case[1], case[2])
 
 
 @settings(max_examples=100, deadline=None)
@@ -117,7 +117,7 @@ def test_an_order_that_is_exchanged_is_caught_in_gradients(action: Action) -> No
     plan = make_plan("1f1b", 3, 4, tied=(TiedParameter("w", (0, 2), 1),))
     program = gradients(plan, 4)
     with pytest.raises(ScheduleError):
-        check_program(plan, mutated(program, 2, exchanged(program.columns[2], action)))
+        check_programs(plan, [mutated(program, 2, exchanged(program.columns[2], action))])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_order_that_is_exchanged_is_caught_in_broadcasts(rank: int, action: A
     program = share(plan, broadcasts)
     changed = mutated(program, rank, exchanged(program.columns[rank], action))
     with pytest.raises(ScheduleError):
-        check_program(plan, changed, None, broadcasts)
+        check_programs(plan, [changed], None, broadcasts)
 
 
 def test_two_ranks_that_first_receive_wait_for_ever() -> None:
@@ -138,10 +138,10 @@ def test_two_ranks_that_first_receive_wait_for_ever() -> None:
     plan = make_plan("1f1b", 2, 1)
     both = (Broadcast(Kind.STATE, 0, -1, 0, (1,)), Broadcast(Kind.STATE, 1, -1, 1, (0,)))
     program = share(plan, both)
-    check_program(plan, program, None, both)
+    check_programs(plan, [program], None, both)
     late = [*program.columns[0][2:], *program.columns[0][:2]]
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0 .* waits for rank 1"):
-        check_program(plan, mutated(program, 0, late), None, both)
+        check_programs(plan, [mutated(program, 0, late)], None, both)
 
 
 @pytest.mark.parametrize("name", FLUSH)
@@ -160,7 +160,7 @@ def test_replicas_reduce_their_gradients_without_an_update() -> None:
     assert actions.count(Action.POST_REDUCE) == actions.count(Action.WAIT_REDUCE) == 1
     without = [one for one in program.columns[2] if one.action.kind is not Kind.REDUCE]
     with pytest.raises(ScheduleError):
-        check_program(plan, mutated(program, 2, without))
+        check_programs(plan, [mutated(program, 2, without)])
 
 
 def test_a_program_that_updates_is_not_one_for_gradients() -> None:
@@ -168,7 +168,7 @@ def test_a_program_that_updates_is_not_one_for_gradients() -> None:
     step, _ = make_stream(plan).step(2)
     for name in ("1f1b+gradients", "1f1b+norms", "1f1b+broadcast", "1f1b+refresh"):
         with pytest.raises(ScheduleError, match=r"an update too many|is not expected"):
-            check_program(plan, replace(step, name=name))
+            check_programs(plan, [replace(step, name=name)])
 
 
 def test_a_stream_has_no_gradients_without_updates() -> None:
@@ -227,10 +227,11 @@ def test_only_the_session_runs_programs() -> None:
     }
     assert callers == {"pdcompile.runtime.interpreter", "pdcompile.runtime.session"}
     tree = ast.parse(modules()["pdcompile.runtime.session"].read_text(encoding="utf-8"))
+    assigned = [ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign)
+                if ast.unparse(n.targets[0]) == "program"]  # fmt: skip
+    assert all("self._programs." in value for value in assigned)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    runs = [node for node in calls if ast.unparse(node.func) == "self._run"]
-    for node in runs:
-        assert "self._programs." in ast.unparse(node.args[0]) or ast.unparse(node.args[0]) == (
-            "program"
-        )
+    runs = [node.args[0] for node in calls if ast.unparse(node.func) == "self._run"]
+    given = {ast.unparse(one) for one in runs if not ast.unparse(one).startswith("self._programs.")}
+    assert given == {"program"}
     assert len(runs) == 6

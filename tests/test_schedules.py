@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,9 +193,9 @@ def test_unusable_plans_are_refused() -> None:
         make_stream(make_plan("stash", 2, 2, depths=(1, 0)))
     with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
         make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
-    with pytest.raises(ScheduleError, match="goes from 1 to"):
+    with pytest.raises(ScheduleError, match="goes from stage 1 to stage 0"):
         make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (0,), 1, True),)))
-    with pytest.raises(ScheduleError, match="ends at 2 of 2"):
+    with pytest.raises(ScheduleError, match="there is no stage 2"):
         make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (2,), 1, True),)))
     with pytest.raises(ScheduleError, match="replicated"):
         make_stream(make_plan("1f1b", 2, 2, replicas=(1, 2), tied=(TiedParameter("w", (0, 1), 1),)))
@@ -247,7 +246,7 @@ def test_golden_programs(name: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(plans(max_stages=4, max_microbatches=4))
-def test_text_and_json_come_back(plan: Plan) -> None:
+def test_text_comes_back(plan: Plan) -> None:
     stream = make_stream(plan)
     count = plan.training.num_microbatches
     programs = [evaluation(plan, plan.edges, count, with_loss=True)]
@@ -256,7 +255,6 @@ def test_text_and_json_come_back(plan: Plan) -> None:
         programs.append(program)
     for program in [*programs, stream.flush()[0]]:
         assert Schedule.parse(str(program)) == program
-        assert Schedule.from_json(program.to_json()) == program
 
 
 instructions = st.builds(
@@ -276,7 +274,6 @@ instructions = st.builds(
 def test_any_instruction_can_be_written(columns: tuple[tuple[Instruction, ...], ...]) -> None:
     program = Schedule("any", columns)
     assert Schedule.parse(str(program)) == program
-    assert Schedule.from_json(program.to_json()) == program
 
 
 @pytest.mark.parametrize(
@@ -294,27 +291,3 @@ def test_any_instruction_can_be_written(columns: tuple[tuple[Instruction, ...], 
 def test_bad_text(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule.parse(text)
-
-
-def test_bad_json() -> None:
-    good = json.loads(make_stream(make_plan("1f1b", 2, 1)).step(1)[0].to_json())
-    changes: tuple[dict[str, object], ...] = (
-        {"schema": "pdcompile.schedule/0"},
-        {"name": 3},
-        {"name": ""},
-        {"columns": {}},
-        {"columns": [3]},
-        {"columns": [[["F", 0]]]},
-        {"columns": [[["G", 0, 0, 0, 0, 0, 0]]]},
-        {"columns": [[["F", 0, 0, 0.0, 0, 0, 0]]]},
-        {"columns": [[["F", 0, 0, True, 0, 0, 0]]]},
-        {"columns": [[["F", 0, 0, -2, 0, 0, 0]]]},
-        {"columns": [[[[], 0, 0, 0, 0, 0, 0]]]},
-        {"more": 1},
-    )
-    for change in changes:
-        with pytest.raises(ScheduleError):
-            Schedule.from_json(json.dumps(good | change))
-    for text in ("[", "[]", '{"schema": NaN}', '{"name": 1, "name": 2}', "[" * 100_000):
-        with pytest.raises(ScheduleError):
-            Schedule.from_json(text)

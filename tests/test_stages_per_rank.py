@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Level
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.passes.check import check, check_program, check_programs
+from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
@@ -46,7 +46,7 @@ def test_a_plan_of_two_stages_a_rank_is_proved(ranks: tuple[int, ...]) -> None:
     assert "in flight: at most [5, 5, 5, 5]" in proof
     for with_loss in (False, True):
         program = evaluation(plan, plan.edges, 3, with_loss=with_loss)
-        check_program(plan, program, plan.edges)
+        check_programs(plan, [program], plan.edges)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,10 +119,9 @@ def programs_of(plan: Plan) -> list[Schedule]:
 
 
 @SHARED
-def test_text_and_json_come_back(ranks: tuple[int, ...]) -> None:
+def test_text_comes_back(ranks: tuple[int, ...]) -> None:
     for program in programs_of(shared(ranks)):
         assert Schedule.parse(str(program)) == program
-        assert Schedule.from_json(program.to_json()) == program
     assert ">1/3" in str(programs_of(shared(ALTERNATING))[0])
 
 

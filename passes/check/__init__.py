@@ -10,13 +10,13 @@ from functools import lru_cache
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check.exchange import ChannelModel
-from pdcompile.passes.check.walk import BROADCAST, EVALUATION, NORMS, REFRESH, Walk
+from pdcompile.passes.check.walk import EVALUATION, Walk
 from pdcompile.passes.schedules.stream import Stream
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
 
-__all__ = ["ChannelModel", "Proof", "check", "check_program", "check_programs"]
+__all__ = ["ChannelModel", "Proof", "check", "check_programs"]
 
 MAX_LISTED = 16
 MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled
@@ -98,44 +98,29 @@ def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) 
 
 
 def check_programs(
-    plan: Plan, programs: Iterable[Schedule], *, channels: ChannelModel = "per_direction"
-) -> Proof:
-    """Prove exactly these successive programs, from the beginning of training.
-
-    Raises:
-        DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
-    """
-    begin = time.perf_counter()
-    walk = Walk(spec_of(plan), channels)
-    for program in programs:
-        walk.run(program)
-    return _proof([walk], f"{walk.num_programs} programs in this order", begin)
-
-
-def check_program(
     plan: Plan,
-    program: Schedule,
+    programs: Iterable[Schedule],
     edges: tuple[Edge, ...] | None = None,
     broadcasts: Sequence[Broadcast] = (),
     *,
     channels: ChannelModel = "per_direction",
 ) -> Proof:
-    """Prove a program that is complete in itself: nothing is in flight before it or after it.
+    """Prove exactly these successive programs, while nothing is in flight before the first.
 
     Args:
-        edges: what crosses stages in it, where that is not what the plan says.
-        broadcasts: what it has to bring from whom to whom.
+        edges: what crosses stages in them, where that is not what the plan says.
+        broadcasts: what each has to bring from whom to whom.
 
     Raises:
         DeadlockError, ScheduleError: with the place, an excerpt, and the shortest cycle.
     """
-    begin = time.perf_counter()
+    begin, listed = time.perf_counter(), list(programs)
     spec = spec_of(plan) if edges is None else with_edges(spec_of(plan), edges)
-    kind = program.name.removeprefix(spec.name)
-    walk = Walk(spec, channels, forward_only=kind == EVALUATION)
-    walk.run(program, broadcasts)
-    what = {REFRESH: "tied copies", NORMS: "norms", BROADCAST: "broadcasts"}.get(kind, "minibatch")
-    return _proof([walk], f"one program, complete in itself: {what}", begin)
+    forward_only = all(program.name.endswith(EVALUATION) for program in listed)
+    walk = Walk(spec, channels, forward_only=forward_only)
+    for program in listed:
+        walk.run(program, broadcasts)
+    return _proof([walk], f"{walk.num_programs} programs in this order", begin)
 
 
 def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:

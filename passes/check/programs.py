@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcompile.passes.check import check, check_program
+from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import evaluation, gradients, make_stream, norms, refresh, share
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
@@ -39,39 +39,35 @@ class Programs:
 
     def gradients(self, num_microbatches: int) -> Schedule:
         """One minibatch without its update."""
-        make = lambda: gradients(self._plan, num_microbatches)  # noqa: E731
-        return self._once(("gradients", num_microbatches), make)
+        return self._prove_once(gradients, num_microbatches)
 
-    def evaluation(self, num_microbatches: int, *, with_loss: bool) -> Schedule:
+    def evaluation(self, num_microbatches: int, with_loss: bool) -> Schedule:
         """One minibatch forward, on the newest weights."""
         edges = self._eval_edges
-        return self._once(
-            ("evaluation", num_microbatches, with_loss),
-            lambda: evaluation(self._plan, edges, num_microbatches, with_loss=with_loss),
-            edges,
-        )
+        return self._prove_once(evaluation, edges, num_microbatches, with_loss, edges=edges)
 
     def refresh(self) -> Schedule:
         """Bring tied copies up to date."""
-        return self._once("refresh", lambda: refresh(self._plan))
+        return self._prove_once(refresh)
 
     def norms(self) -> Schedule:
         """Exchange the norms of the gradients that there are."""
-        return self._once("norms", lambda: norms(self._plan))
+        return self._prove_once(norms)
 
     def share(self, broadcasts: tuple[Broadcast, ...]) -> Schedule:
         """Bring what one rank has to those that need it."""
-        return self._once(broadcasts, lambda: share(self._plan, broadcasts), None, broadcasts)
+        return self._prove_once(share, broadcasts, broadcasts=broadcasts)
 
-    def _once(
+    def _prove_once(
         self,
-        key: object,
-        make: Callable[[], Schedule],
+        make: Callable[..., Schedule],
+        *given: object,
         edges: tuple[Edge, ...] | None = None,
         broadcasts: tuple[Broadcast, ...] = (),
     ) -> Schedule:
-        if key not in self._proved:
-            program = make()
-            check_program(self._plan, program, edges, broadcasts)
-            self._proved[key] = program
-        return self._proved[key]
+        found = self._proved.get((make, *given))
+        if found is None:
+            found = make(self._plan, *given)
+            check_programs(self._plan, [found], edges, broadcasts)
+            self._proved[make, *given] = found
+        return found

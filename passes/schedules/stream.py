@@ -76,7 +76,7 @@ def gradients(plan: Plan, num_microbatches: int) -> Schedule:
 
 
 def evaluation(
-    plan: Plan, edges: tuple[Edge, ...], num_microbatches: int, *, with_loss: bool = False
+    plan: Plan, edges: tuple[Edge, ...], num_microbatches: int, with_loss: bool = False
 ) -> Schedule:
     """Forward-only program over the given edges, replicas round-robin, complete in itself.
 

@@ -12,7 +12,7 @@ from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
 from pdcompile.schedule import Action, Phase, Schedule
-from pdcompile.schedule.spec import spec_of
+from pdcompile.schedule.registry import kind_of
 
 __all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
 
@@ -51,25 +51,15 @@ def simulate(
     Raises:
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
     """
-    stream = make_stream(plan)
-    lag = stream.spec.kind.lag
-    programs = []
-    for _ in range(max(1, steps or (STREAM_STEPS if lag else 1))):
-        program, stream = stream.step(plan.training.num_microbatches)
-        programs.append(program)
-    links = links or links_of(plan)
-    clock = Clock(plan, programs, links, step_seconds, timeline=timeline)
-    clock.run()
-    ends = tuple(max(one) for one in clock.ends)
+    stream = kind_of(plan.training.schedule).stream
+    *programs, flush = _calls(plan, max(1, steps or (STREAM_STEPS if stream else 1)))
+    clock = Clock(plan, programs, links or links_of(plan), step_seconds, timeline=timeline)
+    ends = clock.run()
     half = len(ends) // 2
     # A call of a stream ends with forwards that later calls follow: only differences count.
-    seconds = (ends[-1] - ends[half - 1]) / (len(ends) - half) if lag and half else ends[0]
-    flush, _ = stream.flush()
-    return Simulation(
-        _forecast(plan, programs[-1], seconds, clock, (*programs, flush)),
-        tuple(sorted(clock.events, key=lambda one: (one.start_seconds, one.rank))),
-        ends,
-    )
+    seconds = (ends[-1] - ends[half - 1]) / (len(ends) - half) if stream and half else ends[0]
+    forecast = _forecast(plan, programs[-1:], seconds, clock, (*programs, flush))
+    return Simulation(forecast, clock.timeline, ends)
 
 
 def simulate_programs(
@@ -81,11 +71,9 @@ def simulate_programs(
 ) -> Simulation:
     """The same for given programs; `step_seconds` of the forecast is the time of all of them."""
     clock = Clock(plan, programs, links or links_of(plan), step_seconds)
-    clock.run()
-    ends = tuple(max(one) for one in clock.ends)
-    forecast = _forecast(plan, programs[-1], max(ends), clock, programs, every=programs)
-    events = sorted(clock.events, key=lambda one: (one.start_seconds, one.rank))
-    return Simulation(forecast, tuple(events), ends)
+    ends = clock.run()
+    forecast = _forecast(plan, programs, max(ends), clock, programs)
+    return Simulation(forecast, clock.timeline, ends)
 
 
 def links_of(plan: Plan) -> Links:
@@ -106,22 +94,21 @@ def links_of(plan: Plan) -> Links:
 
 def _forecast(
     plan: Plan,
-    last: Schedule,
+    counted: Sequence[Schedule],
     seconds: float,
     clock: Clock,
     walked: Sequence[Schedule],
-    every: Sequence[Schedule] = (),
 ) -> Forecast:
-    """Busy time and traffic are those of one call (of `every` program where given)."""
+    """Busy time and traffic are of the programs that are `counted`, ledgers of all `walked`."""
     busy, sent = 0.0, [0] * clock.spec.num_ranks
-    for program in every or (last,):
+    for program in counted:
         for rank, column in enumerate(program.columns):
             for one in column:
                 if one.action.phase is Phase.COMPUTE:
                     busy += _busy(plan, one.action, one.stage, clock.step_seconds)
                 elif one.peer != rank:
                     sent[rank] += clock.bytes_of(one)
-    num_ranks = spec_of(plan).num_ranks
+    num_ranks = clock.spec.num_ranks
     return Forecast(
         step_seconds=seconds,
         samples_per_second=plan.training.batch_size / seconds if seconds > 0 else math.inf,
@@ -144,10 +131,13 @@ def drained(plan: Plan, steps: int, *, step_seconds: float = 0.0) -> tuple[Timel
 
     A stream such as 2bw would otherwise end with forwards whose backwards are not drawn.
     """
-    stream = make_stream(plan)
-    programs = []
+    return simulate_programs(plan, _calls(plan, steps), step_seconds=step_seconds).timeline
+
+
+def _calls(plan: Plan, steps: int) -> list[Schedule]:
+    """The programs of so many full minibatches, and the flush after them."""
+    stream, programs = make_stream(plan), []
     for _ in range(steps):
         program, stream = stream.step(plan.training.num_microbatches)
         programs.append(program)
-    program, _ = stream.flush()
-    return simulate_programs(plan, [*programs, program], step_seconds=step_seconds).timeline
+    return [*programs, stream.flush()[0]]

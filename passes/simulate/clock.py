@@ -87,7 +87,7 @@ class Clock:
         timeline: bool = True,
     ):
         self.plan = plan
-        self.timeline = timeline
+        self.keeps_events = timeline
         self.links = links
         self.spec = spec_of(plan)
         self.step_seconds = step_seconds
@@ -119,8 +119,15 @@ class Clock:
         self.ticket = count()
         self.now = 0.0
 
-    def run(self) -> None:
-        """Raises ScheduleError when ranks wait for ever (`check` says more)."""
+    @property
+    def timeline(self) -> tuple[TimelineEvent, ...]:
+        return tuple(sorted(self.events, key=lambda one: (one.start_seconds, one.rank)))
+
+    def run(self) -> tuple[float, ...]:
+        """When each program's last rank was done.
+
+        Raises ScheduleError when ranks wait for ever (`check` says more).
+        """
         for rank in range(len(self.columns)):
             self._advance(rank)
         while self.heap:
@@ -134,6 +141,7 @@ class Clock:
                 raise ScheduleError(
                     f"rank {rank} waits for ever at {column[self.position[rank]][0]}"
                 )
+        return tuple(map(max, self.ends))
 
     def _at(self, seconds: float, rank: int, transfer: _Transfer | None = None) -> None:
         heapq.heappush(self.heap, (seconds, next(self.ticket), rank, transfer))
@@ -154,7 +162,7 @@ class Clock:
             self.position[rank] += 1
             end = self.now + seconds
             self.ends[number][rank] = end
-            if self.timeline:
+            if self.keeps_events:
                 minibatch = base + one.minibatch
                 self.events.append(
                     TimelineEvent(
@@ -253,7 +261,7 @@ class Clock:
         assert one is not None
         link = self.links(transfer.sender, transfer.receiver)
         end = self.now + message_seconds(link, self.bytes_of(one))
-        if self.timeline:
+        if self.keeps_events:
             self.events.append(
                 TimelineEvent(
                     transfer.sender,

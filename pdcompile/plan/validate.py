@@ -33,7 +33,7 @@ def validate(plan: Plan, where: str = "plan.json") -> None:
 def _problems(plan: Plan) -> Iterator[Finding]:
     yield from unusable_numbers(plan, "")
     yield from _stages(plan)
-    yield from _ranks(plan)
+    yield from pipeline(plan)
     yield from _edges(plan)
     yield from _tied(plan)
     yield from _training(plan)
@@ -68,27 +68,57 @@ def _stages(plan: Plan) -> Iterator[Finding]:
             yield f"{path}.trainable_bytes", message, "trainable bytes are part of parameter_bytes"
 
 
+def pipeline(plan: Plan) -> Iterator[Finding]:
+    """What no schedule could run, whatever the stages compute."""
+    yield from _ranks(plan)
+    for i, edge in enumerate(plan.edges):
+        path = f"edges[{i}].targets"
+        if edge.source >= len(plan.stages):
+            remedy = "name an existing stage"
+            yield f"edges[{i}].source", f"there is no stage {edge.source}", remedy
+        if not edge.targets:
+            yield path, "an edge without targets", "remove the edge"
+        yield from _ascending(edge.targets, len(plan.stages), path)
+        if edge.targets and min(edge.targets) <= edge.source:
+            message = f"goes from stage {edge.source} to stage {min(edge.targets)}"
+            yield path, message, "values only go to later stages"
+    for i, tied in enumerate(plan.tied):
+        path = f"tied[{i}].stages"
+        if len(tied.stages) < 2:
+            message = f"{tied.fqn!r} is tied to fewer than two stages"
+            yield path, message, "list only parameters held by several stages"
+        yield from _ascending(tied.stages, len(plan.stages), path)
+        held = [plan.stages[s] for s in tied.stages if s < len(plan.stages)]
+        if any(stage.replicas > 1 for stage in held):
+            message = f"{tied.fqn!r} is tied across stages of which one is replicated"
+            yield path, message, "plan with one replica for these stages"
+
+
 def _ranks(plan: Plan) -> Iterator[Finding]:
-    taken: dict[int, list[int]] = {}
+    held: dict[int, list[int]] = {}
     kind = KINDS.get(plan.training.schedule)
-    most = 1 if kind is None else kind.stages_per_rank
+    most = None if kind is None else kind.stages_per_rank
+    several = " or ".join(name for name, one in KINDS.items() if one.stages_per_rank is None)
     for s, stage in enumerate(plan.stages):
-        path = f"stages[{s}]"
+        path = f"stages[{s}].ranks"
         if stage.replicas < 1:
-            yield f"{path}.replicas", "a stage without replicas", "write 1 or more"
+            yield f"stages[{s}].replicas", "a stage without replicas", "write 1 or more"
         if stage.ranks and len(stage.ranks) != stage.replicas:
             message = f"{len(stage.ranks)} ranks for {stage.replicas} replicas"
-            yield f"{path}.ranks", message, "give one rank to each replica"
+            yield path, message, "give one rank to each replica"
+        if len(set(stage.ranks)) < len(stage.ranks) or min(stage.ranks, default=0) < 0:
+            yield path, f"{list(stage.ranks)} are not ranks", "give each replica a rank of its own"
         for rank in stage.ranks:
-            held = taken.setdefault(rank, [])
-            if s in held or (most is not None and len(held) >= most):
-                message = f"rank {rank} also runs stage {held[0]}"
-                several = [name for name, one in KINDS.items() if one.stages_per_rank != 1]
-                remedy = "give every rank to one stage"
-                if s not in held:
-                    remedy += f", or use schedule {' or '.join(several)}"
-                yield f"{path}.ranks", message, remedy
-            held.append(s)
+            stages = held.setdefault(rank, [])
+            stages.append(s)
+            if most is not None and len(stages) > most:
+                message = f"rank {rank} holds stages {stages}; schedule "
+                message += f"{plan.training.schedule!r} runs {most} on a rank"
+                yield path, message, f"give every rank to one stage, or use schedule {several}"
+    shared = [rank for rank, stages in held.items() if len(stages) > 1]
+    if shared and any(stage.replicas > 1 for stage in plan.stages):
+        message = f"rank {shared[0]} holds stages {held[shared[0]]}, and other stages have replicas"
+        yield "stages", message, "one rank for each stage, or no replicas"
 
 
 def _edges(plan: Plan) -> Iterator[Finding]:
@@ -99,17 +129,9 @@ def _edges(plan: Plan) -> Iterator[Finding]:
         if edge.value in seen:
             yield path, f"value {edge.value!r} has two edges", "list all targets in one edge"
         seen.add(edge.value)
-        if edge.source >= len(plan.stages):
-            yield f"{path}.source", f"there is no stage {edge.source}", "name an existing stage"
         if stage_of.get(edge.value, edge.source) != edge.source:
             message = f"{edge.value!r} is made on stage {stage_of[edge.value]}, not {edge.source}"
             yield f"{path}.source", message, "send a value from the stage that makes it"
-        if not edge.targets:
-            yield f"{path}.targets", "an edge without targets", "remove the edge"
-        yield from _ascending(edge.targets, len(plan.stages), f"{path}.targets")
-        if edge.targets and min(edge.targets) <= edge.source:
-            message = f"goes from stage {edge.source} to stage {min(edge.targets)}"
-            yield f"{path}.targets", message, "values only go to later stages"
         if edge.dtype not in DTYPE_BYTES:
             yield f"{path}.dtype", f"unknown dtype {edge.dtype!r}", "use torch's names"
         for size in edge.shape:
@@ -119,15 +141,10 @@ def _edges(plan: Plan) -> Iterator[Finding]:
 
 def _tied(plan: Plan) -> Iterator[Finding]:
     for i, tied in enumerate(plan.tied):
-        path = f"tied[{i}]"
-        if len(tied.stages) < 2:
-            message = f"{tied.fqn!r} is tied to fewer than two stages"
-            yield f"{path}.stages", message, "list only parameters held by several stages"
-        yield from _ascending(tied.stages, len(plan.stages), f"{path}.stages")
         for s in tied.stages:
             if s < len(plan.stages) and tied.fqn not in plan.stages[s].parameters:
                 message = f"stage {s} does not hold {tied.fqn!r}"
-                yield f"{path}.stages", message, f"add it to stages[{s}].parameters"
+                yield f"tied[{i}].stages", message, f"add it to stages[{s}].parameters"
     if len({tied.fqn for tied in plan.tied}) != len(plan.tied):
         yield "tied", "a parameter is listed twice", "keep one entry a parameter"
 

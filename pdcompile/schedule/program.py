@@ -1,4 +1,4 @@
-"""Schedule: what every rank does in one call, as a table, as JSON and back.
+"""Schedule: what every rank does in one call, as a table and back.
 
 `passes.check` walks it with tokens, `passes.simulate` with seconds and bytes, the runtime
 with tensors.
@@ -6,16 +6,12 @@ with tensors.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from pdcompile.errors import ScheduleError
 from pdcompile.schedule.instruction import Action, Instruction, Kind
-
-SCHEMA = "pdcompile.schedule/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +70,6 @@ class Schedule:
                 columns[rank].append(_cell(cell, homes[rank], where))
         return Schedule(name, tuple(map(tuple, columns)))
 
-    def to_json(self) -> str:
-        """One list of numbers an instruction: action, then the other fields in their order.
-
-        The stage that receives is left out where the rank at the other end says it.
-        """
-        columns = [[_numbers(one) for one in column] for column in self.columns]
-        return json.dumps(
-            {"schema": SCHEMA, "name": self.name, "columns": columns}, separators=(",", ":")
-        )
-
-    @staticmethod
-    def from_json(text: str, where: str = "schedule.json") -> Schedule:
-        """Read strictly what `to_json` wrote.  Raises ScheduleError naming the place."""
-        try:
-            data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"the schedule is not strict JSON: {error}", where=where) from error
-        if not isinstance(data, dict) or set(data) != {"schema", "name", "columns"}:
-            raise ScheduleError("expected the keys schema, name and columns", where=where)
-        if data["schema"] != SCHEMA:
-            raise ScheduleError(
-                f"schema {data['schema']!r} is not {SCHEMA!r}", where=f"{where}: schema"
-            )
-        name, columns = data["name"], data["columns"]
-        if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
-            raise ScheduleError(f"{name!r} is no schedule name", where=f"{where}: name")
-        if not isinstance(columns, list) or not all(isinstance(one, list) for one in columns):
-            raise ScheduleError("columns is not a list of lists", where=f"{where}: columns")
-        return Schedule(
-            name,
-            tuple(
-                tuple(
-                    _entry(entry, f"{where}: columns[{rank}][{index}]")
-                    for index, entry in enumerate(column)
-                )
-                for rank, column in enumerate(columns)
-            ),
-        )
-
 
 LEGEND = (
     "# one column a rank, one instruction a row; ACTION MINIBATCH:MICROBATCH, then",
@@ -157,28 +114,3 @@ def _cell(cell: str, home: int, where: str) -> Instruction:
     if found.text(home) != cell:
         raise ScheduleError(f"{cell!r} should be written {found.text(home)!r}", where=where)
     return found
-
-
-def _entry(entry: Any, where: str) -> Instruction:
-    known = isinstance(entry, list) and len(entry) in (7, 8) and isinstance(entry[0], str)
-    if not known or entry[0] not in _ACTIONS:
-        raise ScheduleError(f"{entry!r} is no instruction", where=where)
-    numbers = all(type(number) is int for number in entry[1:])
-    if not numbers or min(entry[3:]) < -1 or entry[7:] == [-1]:
-        raise ScheduleError(f"{entry!r} holds something else than small integers", where=where)
-    return Instruction(_ACTIONS[entry[0]], *entry[1:])
-
-
-def _numbers(one: Instruction) -> list[Any]:
-    written = list(one)
-    return written if one.target >= 0 else written[:-1]
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key comes twice")
-    return dict(pairs)
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")

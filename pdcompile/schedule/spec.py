@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
 from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan.schema import ranks_of
+from pdcompile.plan.validate import pipeline
 from pdcompile.schedule.instruction import Kind
-from pdcompile.schedule.registry import KINDS, ScheduleKind, kind_of, window
+from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
 
@@ -153,89 +155,22 @@ def spec_of(plan: Plan) -> PipelineSpec:
             f"{training.num_microbatches} microbatches with warm-up {training.warmup}",
             where="plan: training",
         )
-    spec = PipelineSpec(
+    for path, message, remedy in pipeline(plan):
+        raise ScheduleError(message, where=f"plan: {path}", remedy=remedy)
+    return PipelineSpec(
         name,
         training.num_microbatches,
         training.warmup,
-        _ranks(plan),
+        tuple(ranks_of(plan.stages)),
         plan.edges,
         plan.tied,
         training.max_grad_norm is not None,
     )
-    _check_transfers(spec)
-    return spec
 
 
 def with_edges(spec: PipelineSpec, edges: tuple[Edge, ...]) -> PipelineSpec:
     """The same pipeline for a forward-only program over other edges."""
     return replace(spec, edges=edges, tied=())
-
-
-def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    ranks, following = [], 0
-    for stage in plan.stages:
-        given = stage.ranks or tuple(range(following, following + stage.replicas))
-        if len(given) != stage.replicas or stage.replicas < 1:
-            raise ScheduleError(
-                f"{stage.replicas} replicas on ranks {given}", where=f"plan: stages[{stage.index}]"
-            )
-        following = max(given) + 1
-        ranks.append(given)
-    _check_shared(kind_of(plan.training.schedule), ranks)
-    return tuple(ranks)
-
-
-def _check_shared(kind: ScheduleKind, ranks: list[tuple[int, ...]]) -> None:
-    """Refuse ranks that hold more stages than the schedule runs on one."""
-    flat = [rank for given in ranks for rank in given]
-    for rank in flat:
-        held = [stage for stage, given in enumerate(ranks) if rank in given]
-        if rank < 0 or any(given.count(rank) > 1 for given in ranks):
-            raise ScheduleError(f"not ranks of stages: {tuple(ranks)}", where="plan: stages")
-        if kind.stages_per_rank is not None and len(held) > kind.stages_per_rank:
-            raise ScheduleError(
-                f"rank {rank} holds stages {held}; schedule {kind.name!r} runs "
-                f"{kind.stages_per_rank} on a rank",
-                where="plan: stages",
-                remedy="give every rank to one stage, or use schedule "
-                + " or ".join(name for name, one in KINDS.items() if one.stages_per_rank is None),
-            )
-        if len(held) > 1 and max(map(len, ranks)) > 1:
-            raise ScheduleError(
-                f"rank {rank} holds stages {held}, and other stages have replicas",
-                where="plan: stages",
-                remedy="one rank for each stage, or no replicas",
-            )
-
-
-def _check_transfers(spec: PipelineSpec) -> None:
-    num_stages = len(spec.ranks)
-    for index, edge in enumerate(spec.edges):
-        stages = (edge.source, *edge.targets)
-        if not edge.targets or list(stages) != sorted(set(stages)) or stages[0] < 0:
-            raise ScheduleError(
-                f"edge {edge.value!r} goes from {edge.source} to {edge.targets}",
-                where=f"plan: edges[{index}]",
-            )
-        if stages[-1] >= num_stages:
-            raise ScheduleError(
-                f"edge {edge.value!r} ends at {stages[-1]} of {num_stages} stages",
-                where=f"plan: edges[{index}]",
-            )
-    for index, tied in enumerate(spec.tied):
-        where = f"plan: tied[{index}]"
-        if len(tied.stages) < 2 or list(tied.stages) != sorted(set(tied.stages)):
-            raise ScheduleError(f"{tied.fqn!r} is tied over stages {tied.stages}", where=where)
-        if tied.stages[-1] >= num_stages or tied.stages[0] < 0:
-            raise ScheduleError(
-                f"{tied.fqn!r} is held by stage {tied.stages[-1]} of {num_stages}", where=where
-            )
-        if any(len(spec.ranks[stage]) > 1 for stage in tied.stages):
-            raise ScheduleError(
-                f"{tied.fqn!r} is tied across stages of which one is replicated",
-                where=where,
-                remedy="plan with one replica for these stages",
-            )
 
 
 @lru_cache(maxsize=4096)

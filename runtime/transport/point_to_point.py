@@ -60,10 +60,13 @@ class Handle:
 
 
 class Done(Handle):
-    """A message that needs no waiting for."""
+    """A message that needs no waiting for, such as from another stage of the same rank."""
 
-    def wait(self) -> None:
-        return None
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor | None:
+        return self._tensor
 
 
 class Transport(Protocol):
