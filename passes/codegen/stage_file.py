@@ -34,7 +34,7 @@ from pdcompile.passes.stages.signatures import Mode
 
 DRAW = '''\
 def draw(where, index):
-    """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
+    """Called before every random op: pdcompile seeds the generator here. Alone it does nothing."""
 '''
 
 OPAQUE = '''\

@@ -8,7 +8,7 @@ measured time as the machine is noisy; they rank ops well, which is what the pla
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ def profile(
         machine = machine_of(device_kind) or REFERENCE
         return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
     if costs == "measured":
-        found = recalled(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
+        found = measure(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
         return apply(graph, found)
     check_costs(costs)
     if not isinstance(costs, Profile):
@@ -93,45 +93,19 @@ def check_costs(costs: Any) -> None:
         )
 
 
-def recalled(
-    graph: OpGraph,
-    model: nn.Module | None,
-    *,
-    microbatch_size: int,
-    progress: Progress | None = None,
-    say: Say | None = None,
-) -> Profile:
-    """Measures what the cache does not know; see `cache`."""
-    environment = cache.Environment.here(DEVICE, microbatch_size)
-    calls = distinct_calls(graph, microbatch_size)
-    lasting = {key for key, call in calls.items() if cache.lasting(call.op)}
-    known = cache.load(environment, lasting)
-    entries = known.profile.entries if known else ()
-    found = measure(graph, model, microbatch_size=microbatch_size, progress=progress, known=entries)
-    if known is None:
-        cache.save(environment, lasting, (e for e in found.entries if e.key in lasting))
-    elif say:
-        say(
-            f"times of {len(entries)} of {len(calls)} distinct ops at microbatch size "
-            f"{microbatch_size} come from the cache, measured {known.measured} "
-            f"({cache.VARIABLE}=off measures anew)"
-        )
-    return found
-
-
 def measure(
     graph: OpGraph,
     model: nn.Module | None,
     *,
     microbatch_size: int,
     progress: Progress | None = None,
+    say: Say | None = None,
     budget_seconds: float = BUDGET_SECONDS,
-    known: Sequence[Entry] = (),
 ) -> Profile:
-    """Measures every distinct op once; the whole takes about `budget_seconds`.
+    """Measures every distinct op that the cache does not know; takes about `budget_seconds`.
 
     An op that cannot run alone (too large for this machine, unknown to this process) is left
-    out, and `apply` estimates it.  `known` entries are taken as they are.
+    out, and `apply` estimates it.
     """
     import torch
 
@@ -139,21 +113,27 @@ def measure(
     from pdcompile.passes.profile.op_bench import measure as measure_one
 
     distinct = distinct_calls(graph, microbatch_size)
+    environment = cache.Environment.here(DEVICE, microbatch_size)
+    lasting = {key for key, call in distinct.items() if cache.lasting(call.op)}
+    known = cache.load(environment, lasting)
+    entries = {entry.key: entry for entry in known.profile.entries} if known else {}
+    if known and say:
+        say(
+            f"times of {len(entries)} of {len(distinct)} distinct ops at microbatch size "
+            f"{microbatch_size} come from the cache, measured {known.measured} "
+            f"({cache.VARIABLE}=off measures anew)"
+        )
     machine = calibrate()
-    expected = {key: sum(seconds(call, machine)) for key, call in distinct.items()}
     share = budget_seconds / max(len(distinct), 1)
-    entries = [entry for entry in known if entry.key in distinct]
-    there = {entry.key for entry in entries}
     with preserved_rng():
         for done, (key, call) in enumerate(distinct.items()):
             if progress:
                 progress(done, len(distinct), call.op.target)
-            if key in there:
-                continue
-            if expected[key] > budget_seconds or _operand_bytes(call) > MAX_OPERAND_BYTES:
+            too_long = sum(seconds(call, machine)) > budget_seconds
+            if key in entries or too_long or _operand_bytes(call) > MAX_OPERAND_BYTES:
                 continue
             try:
-                entries.append(measure_one(call, key, model, microbatch_size, share))
+                entries[key] = measure_one(call, key, model, microbatch_size, share)
             except Exception as error:  # the op is a user's: whatever it raises, it is estimated
                 _LOG.info(
                     "%s (%s, %s) cannot run alone and is estimated: %s",
@@ -161,7 +141,9 @@ def measure(
                 )  # fmt: skip
     if progress:
         progress(len(distinct), len(distinct), "")
-    return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries))
+    if known is None:
+        cache.save(environment, lasting, (e for key, e in entries.items() if key in lasting))
+    return Profile(torch.__version__, DEVICE, microbatch_size, tuple(entries.values()))
 
 
 def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import CostedOp, Machine, calibrate, costed_ops, seconds, structural_key
-from pdcompile.passes.profile import Progress, Say, apply, profile, recalled
+from pdcompile.passes.profile import Progress, Say, apply, measure, profile
 from pdcompile.passes.profile.entries import Entry, Profile
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Sizes:
             )  # fmt: skip
         if not self._profiles:
             self._profiles = [
-                recalled(
+                measure(
                     self._graph, self._model, microbatch_size=one,
                     progress=self._progress, say=self._say,
                 )

@@ -6,7 +6,7 @@ comparison that failed pays for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.execution import execute
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, announce, opaque_paths
+from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, announcing, opaque_paths
 from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify.content_watch import Watch, digest
@@ -92,7 +92,7 @@ def _of_the_capture(model: nn.Module, graph: OpGraph, call: FlatCall, layout: Ba
 class _Locator:
     def __init__(self, graph: OpGraph, right: Replay, seen: Watch) -> None:
         self._graph, self._right, self._seen = graph, right, seen
-        self._ops = {op.name: op for op in graph.ops}
+        self._ops = right.ops
         self._order = {op.name: i for i, op in enumerate(graph.ops)}
         self._wrong = {n for n, value in right.values.items() if value not in seen.values}
 
@@ -174,32 +174,23 @@ class Replay:
     """What each op made, by content: of values and gradients those that a `Watch` on the same
     run saw, since others would be missed in the stages as well."""
 
-    graph: OpGraph
-    seeds: tuple[int, int]  # seed, minibatch
+    ops: Mapping[str, Op]
     watch: Watch = field(default_factory=Watch)
     contents: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, frozenset[str]] = field(default_factory=dict)  # of what each op read
-    done: int = 0
-
-    def announce(self) -> None:
-        """Seeds the op that comes next."""
-        if self.done < len(self.graph.ops):
-            announce(self.graph.ops[self.done], *self.seeds)
 
     def ran(self, name: str, value: Any) -> None:
         """Notes what an op that has run read and made."""
-        op: Op = self.graph.ops[self.done]
-        self.inputs[name] = frozenset(self.contents[i] for i in op.inputs if i in self.contents)
+        read = self.ops[name].inputs
+        self.inputs[name] = frozenset(self.contents[i] for i in read if i in self.contents)
         if isinstance(value, Tensor):
             found = self.contents[name] = digest(value)
             if found in self.watch.values:
                 self.values[name] = found
             if value.requires_grad and value.grad_fn is not None:
                 value.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
-        self.done += 1
-        self.announce()
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         found = digest(gradient)
@@ -221,7 +212,7 @@ def replay(
         call, layout: one microbatch.
         seed, minibatch: name the random streams.
     """
-    recorder = Replay(graph, (seed, minibatch))
+    recorder = Replay({op.name: op for op in graph.ops})
     scope = DrawScope(model, seed, minibatch, 0)
     lookup = StreamLookup(
         model, layout.size, device_of(model, call), graph.tensor_values, scope, opaque_paths(graph)
@@ -232,9 +223,14 @@ def replay(
         entered = {entry.name: given[entry.path] for entry in graph.inputs}
         recorder.contents.update((name, digest(tensor)) for name, tensor in entered.items())
         reseed(seed_of(seed, minibatch, 0, "", -1))
-        recorder.announce()
+        seed_next = announcing(graph, seed, minibatch)
+
+        def ran(name: str, value: Any) -> None:
+            recorder.ran(name, value)
+            seed_next()
+
         with recorder.watch:
-            env = execute(graph, entered, lookup, watch=recorder.ran)
+            env = execute(graph, entered, lookup, watch=ran)
         loss = env[graph.loss] if graph.loss is not None else None
         if graph.training and loss is not None and loss.requires_grad:
             back = scope.backward_of if scope.draws else torch.autograd.backward

@@ -17,7 +17,7 @@ from torch import nn
 
 
 def draw(where, index):
-    """Called before every random op; pdcompile seeds the generator here, by itself nothing."""
+    """Called before every random op: pdcompile seeds the generator here. Alone it does nothing."""
 
 
 class Block(nn.Module):  # models.py:30: blocks.0-1
