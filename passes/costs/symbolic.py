@@ -18,7 +18,7 @@ from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import ConfigError, TraceError
-from pdcompile.ir.graph import Op, OpGraph, size_at
+from pdcompile.ir.graph import OpGraph, size_at
 from pdcompile.passes.costs.closed_forms import (
     Dims,
     Point,
@@ -28,7 +28,7 @@ from pdcompile.passes.costs.closed_forms import (
     symbols,
     with_length,
 )
-from pdcompile.passes.costs.costed_op import costed_ops
+from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
 from pdcompile.passes.costs.flops import forward_flops
 from pdcompile.passes.costs.rehearse import kept_storages
 from pdcompile.passes.costs.workspaces import Workspace, workspace
@@ -229,14 +229,14 @@ def symbolic(
     if not layout.splits or len(sizes) < 3:
         reason = without or "it is captured for one microbatch size only"
         return _concrete(own, reason if layout.splits else "nothing of the call is split")
-    samples: dict[Point, list[_OpSizes]] = {
+    samples: dict[Point, list[_Sized]] = {
         (b, s): _numbers(graph, b) for (s, graph), b in product(graphs.items(), sizes)
     } or {(b,): _numbers(own, b) for b in sizes}
     example = (own.batch_size, next(iter(graphs))) if graphs else (own.batch_size,)
     return SymbolicCosts(
         ops=tuple(
-            _op(op, {point: numbers[i] for point, numbers in samples.items()}, example)
-            for i, op in enumerate(own.ops)
+            _op({point: numbers[i] for point, numbers in samples.items()}, example)
+            for i in range(len(own.ops))
         ),
         symbols=tuple(str(symbol) for symbol in symbols(len(example))),
         sequence=tuple(dims.items()) if graphs else (),
@@ -293,74 +293,56 @@ def _batch_sizes(own: OpGraph, others: Sequence[OpGraph]) -> list[int]:
     return sorted({own.batch_size, *fitting[:3]})[:4]
 
 
-@dataclass(frozen=True, slots=True)
-class _OpSizes:
-    """What one op costs at one size."""
-
-    shape: tuple[int, ...]
-    flops: int
-    output_bytes: int
-    saved_bytes: int
-    measured: bool  # of an opaque module: no closed form is known
-    workspace: Workspace | None  # the part of `saved_bytes` that comes in pages
+_Sized = tuple[SymbolicOp, Workspace | None]  # numbers, and which of the saved bytes come in pages
 
 
-def _numbers(graph: OpGraph, b: int) -> list[_OpSizes]:
+def _numbers(graph: OpGraph, b: int) -> list[_Sized]:
+    """What each op costs at one size; an opaque module has no closed form."""
     kept = kept_storages(graph, b).new()
-    return [
-        _OpSizes(
-            tuple(size_at(size, b) for size in graph.values[call.op.name].shape),
-            int(forward_flops(call)),
-            int(call.output_bytes),
-            kept[call.op.name],
-            call.op.opaque,
-            workspace(call),
-        )
-        for call in costed_ops(graph, b)
-    ]
+
+    def numbers(call: CostedOp) -> SymbolicOp:
+        op = call.op
+        shape = tuple(size_at(size, b) for size in graph.values[op.name].shape)
+        return SymbolicOp(
+            op.name, op.target, op.module_path, shape, forward_flops(call), call.output_bytes,
+            kept[op.name], not op.opaque,
+        )  # fmt: skip
+
+    return [(numbers(call), workspace(call)) for call in costed_ops(graph, b)]
 
 
-def _op(op: Op, samples: Mapping[Point, _OpSizes], example: Point) -> SymbolicOp:
-    own = samples[example]
-    known = not own.measured
-    ranks = {len(numbers.shape) for numbers in samples.values()}
+def _op(samples: Mapping[Point, _Sized], example: Point) -> SymbolicOp:
+    own, pages = samples[example]
+    known = own.symbolic
 
-    def form(number: Callable[[_OpSizes], int]) -> Any:
+    def form(number: Callable[[SymbolicOp, Workspace], int]) -> Any:
         nonlocal known
-        values = {point: number(numbers) for point, numbers in samples.items()}
+        none = Workspace((), 0, 0)
+        values = {point: number(op, paged or none) for point, (op, paged) in samples.items()}
         if len(set(values.values())) == 1:
-            return number(own)
+            return values[example]
         found = fit(values)
         known = known and found is not None
-        return number(own) if found is None else found
+        return values[example] if found is None else found
 
-    if len(ranks) > 1:
+    shape = own.shape
+    if len({len(op.shape) for op, _ in samples.values()}) > 1:
         known = False
-        shape: tuple[Any, ...] = own.shape
     else:
-        shape = tuple(form(lambda one, i=i: one.shape[i]) for i in range(len(own.shape)))  # type: ignore[misc]
-    flops = form(lambda one: one.flops)
-    written = form(lambda one: one.output_bytes)
-    if own.workspace is None:
-        saved = form(lambda one: one.saved_bytes)
-    else:
-        rest = form(lambda one: one.saved_bytes - _workspace(one).bytes)
-        steps, rows = form(lambda one: _workspace(one).steps), form(lambda o: _workspace(o).rows)
-        paged = Workspace(own.workspace.kernels, steps, rows).bytes
-        saved = rest + paged if known else own.saved_bytes
-    return SymbolicOp(op.name, op.target, op.module_path, shape, flops, written, saved, known)
-
-
-def _workspace(numbers: _OpSizes) -> Workspace:
-    """The workspace of an op that has one at every size."""
-    return numbers.workspace or Workspace((), 0, 0)
+        shape = tuple(form(lambda op, _, i=i: op.shape[i]) for i in range(len(shape)))  # type: ignore[misc]
+    flops, written = form(lambda op, _: op.flops), form(lambda op, _: op.output_bytes)
+    saved = form(lambda op, paged: op.saved_bytes - paged.bytes)
+    if pages is not None:
+        steps, rows = form(lambda _, paged: paged.steps), form(lambda _, paged: paged.rows)
+        saved = saved + Workspace(pages.kernels, steps, rows).bytes if known else own.saved_bytes
+    return replace(
+        own, shape=shape, flops=flops, output_bytes=written, saved_bytes=saved, symbolic=known
+    )
 
 
 def _concrete(graph: OpGraph, reason: str) -> SymbolicCosts:
     point = (graph.batch_size,)
-    sizes = _numbers(graph, graph.batch_size)
-    found = (_op(op, {point: one}, point) for op, one in zip(graph.ops, sizes, strict=True))
-    ops = tuple(replace(op, symbolic=False) for op in found)
+    ops = tuple(replace(op, symbolic=False) for op, _ in _numbers(graph, graph.batch_size))
     return SymbolicCosts(ops, (), (), reason, point, (point,))
 
 
