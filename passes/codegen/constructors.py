@@ -48,10 +48,10 @@ class Constructors:
 
     def lines(self, node: Node, owner: str = "self") -> list[Line]:
         """Statements that fill the module `node`, whose expression is `owner`."""
-        done = [self._tensor(owner, name, info) for name, info in node.tensors.items()]
+        done = [_tensor(owner, name, info) for name, info in node.tensors.items()]
         for name, child in node.children.items():
             expression, finished = self._make(child)
-            done.append(_assign(owner, name, expression))
+            done.append(_put(owner, name, expression, "_modules"))
             if not finished:
                 done += self._finish(child, reach(owner, name))
         return done
@@ -108,21 +108,28 @@ class Constructors:
             return f"{text}.requires_grad_(False)", True
         return text, not node.frozen
 
-    def _tensor(self, owner: str, name: str, info: TensorInfo) -> Line:
-        value = _initial(name, info)
-        if info.kind == "parameter":
-            grad = "" if info.requires_grad else ", requires_grad=False"
-            made = f"nn.Parameter({value}{grad})"
-            if is_plain(name):
-                return Line(f"{owner}.{name} = {made}")
-            if name in TAKEN:
-                return Line(f"{owner}._parameters[{quote(name)}] = {made}")
-            return Line(f"{owner}.register_parameter({quote(name)}, {made})")
-        if name in TAKEN:
-            return Line(f"{owner}._buffers[{quote(name)}] = {value}")
-        persistent = info.persistent and info.kind == "buffer"
-        extra = "" if persistent else ", persistent=False"
-        return Line(f"{owner}.register_buffer({quote(name)}, {value}{extra})")
+
+def _tensor(owner: str, name: str, info: TensorInfo) -> Line:
+    value = _initial(name, info)
+    if info.kind == "parameter":
+        grad = "" if info.requires_grad else ", requires_grad=False"
+        return _put(owner, name, f"nn.Parameter({value}{grad})", "_parameters")
+    persistent = info.persistent and info.kind == "buffer"
+    return _put(owner, name, value, "_buffers", "" if persistent else ", persistent=False")
+
+
+_REGISTER = {
+    "_parameters": "register_parameter", "_buffers": "register_buffer", "_modules": "add_module",
+}  # fmt: skip
+
+
+def _put(owner: str, name: str, value: str, table: str, extra: str = "") -> Line:
+    """The statement that gives a module a tensor or a child."""
+    if name in TAKEN:
+        return Line(f"{owner}.{table}[{quote(name)}] = {value}")
+    if is_plain(name) and table != "_buffers":
+        return Line(f"{owner}.{name} = {value}")
+    return Line(f"{owner}.{_REGISTER[table]}({quote(name)}, {value}{extra})")
 
 
 def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
@@ -179,14 +186,6 @@ def _joined(parts: Sequence[tuple[str, bool]], brackets: str, star: str) -> str:
         f"{star}{opening}{text}{closing}" if repeats else text for text, repeats in parts
     )
     return f"{brackets[0]}{inner}{brackets[1]}"
-
-
-def _assign(owner: str, name: str, expression: str) -> Line:
-    if is_plain(name):
-        return Line(f"{owner}.{name} = {expression}")
-    if name in TAKEN:
-        return Line(f"{owner}._modules[{quote(name)}] = {expression}")
-    return Line(f"{owner}.add_module({quote(name)}, {expression})")
 
 
 def _is_module_class(cls: Any) -> bool:

@@ -9,13 +9,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from typing import TypeAlias
 
 import torch
 
 from pdcompile.errors import SourceError
-from pdcompile.ir.graph import Op, OpGraph, Ref, TorchLiteral, Value, size_at
+from pdcompile.ir.graph import Op, OpGraph, Ref, TorchLiteral
 from pdcompile.ir.targets import from_literal
 from pdcompile.passes.codegen.block_calls import BlockCall, Item, Pair, ops_of
 from pdcompile.passes.codegen.block_classes import CodeLayout
@@ -158,16 +157,11 @@ def _unpack(pieces: Sequence[Pair | Loop], graph: OpGraph) -> list[Piece]:
         op = piece.item if isinstance(piece, Pair) else None
         if not isinstance(op, Op) or not isinstance(piece, Pair):
             done.append(piece)
-            continue
-        if op.name in taken:
-            continue
-        items = _items(op, takers.get(op.name, []), graph)
-        if items:
-            twin = piece.twin if isinstance(piece.twin, Op) else None
-            done.append(Unpack(op, twin, items))
+        elif op.name not in taken:
+            items = _items(op, takers.get(op.name, []), graph)
             taken.update(items)
-        else:
-            done.append(piece)
+            twin = piece.twin if isinstance(piece.twin, Op) else None
+            done.append(Unpack(op, twin, items) if items else piece)
     return done
 
 
@@ -188,13 +182,8 @@ def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
     source = op.args[0]
     if not isinstance(source, Ref):
         return ()
-    whole = _numel(graph.values[source.name], graph.batch_size)
-    parts = sum(_numel(graph.values[name], graph.batch_size) for name in names)
-    return names if whole == parts and whole else ()
-
-
-def _numel(value: Value, b: int) -> int:
-    return prod(size_at(size, b) for size in value.shape)
+    whole, *parts = (graph.values[n].bytes(graph.batch_size) for n in (source.name, *names))
+    return names if whole == sum(parts) and whole else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.eager.entrance import Entrance
-from pdcompile.warn import quiet_shape_errors
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.execution import materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, TensorInfo, fingerprint, size_at
