@@ -67,19 +67,28 @@ def flush_bound(segments: Segments) -> Cost:
             return result
         speed = model.problem.stages[stage].speed
         f, w = segments.forward / speed, segments.backward / speed
-        more, less = np.maximum(f, w), np.minimum(f, w)
         down = (before + hops_before[stage])[:, None]
         after = (before[-1] - before + hops_after[stage])[None, :]
-        depth = warmup[stage] + 1
-        trips = -(-m // depth)
-        rest = m - 1 - (trips - 1) * depth
-        ends = own + after + (m - 1) * more + (m - depth) * less
-        around = trips * (own + after) + rest * more
         last = final[None, :] if stage == 0 else final[:, None]
-        paths: Matrix = last + down + np.maximum(np.maximum(result, ends), around)
+        paths: Matrix = last + down + _passage(f, w, after, m, warmup[stage] + 1)
         return paths
 
     return cost
+
+
+def _passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
+    """Seconds between the first microbatch's arrival at a stage and the last one's return to it.
+
+    F and W of the stage, T in `after`, at most `depth` in flight: the three paths of `flush_bound`
+    without D.
+    """
+    own, more, less = f + w, np.maximum(f, w), np.minimum(f, w)
+    trips = -(-m // depth)
+    rest = m - 1 - (trips - 1) * depth
+    ends = own + after + (m - 1) * more + (m - depth) * less
+    around = trips * (own + after) + rest * more
+    result: Matrix = np.maximum(np.maximum(m * own, ends), around)
+    return result
 
 
 def last_transfer(segments: Segments) -> Vector:
@@ -289,16 +298,10 @@ class _Tables:
         """Seconds of the best schedule that goes through each state, at least."""
         m = self.segments.model.problem.num_microbatches
         f, w = self.own[s]
-        own, more, less = f + w, np.maximum(f, w), np.minimum(f, w)
         down = self.before[:-1, None] + ahead
         down = down + (self.final[self.ends] if s == 0 else self.final[:-1, None])
         after = self.before[-1] - self.before[self.ends] + behind
-        depth = self.warmup[s] + 1
-        trips = -(-m // depth)
-        rest = m - 1 - (trips - 1) * depth
-        ends = own + after + (m - 1) * more + (m - depth) * less
-        around = trips * (own + after) + rest * more
-        result: Array = down + np.maximum(np.maximum(m * own, ends), around)
+        result: Array = down + _passage(f, w, after, m, self.warmup[s] + 1)
         return result
 
     def _between(self, s: int) -> Array:

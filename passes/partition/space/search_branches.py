@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.space.pipelines import Ground, Pipelines, simple_bound
@@ -102,68 +102,49 @@ def branches(
     ground_at: Callable[[int], Ground],
 ) -> Iterator[Branch]:
     """Every setting with every order of devices, number of used ones, and replica counts."""
-    return _Branches(cluster, space, training, ground_at).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Branches:
-    cluster: Cluster
-    space: SearchSpace
-    training: Training
-    ground_at: Callable[[int], Ground]
-
-    def run(self) -> Iterator[Branch]:
-        if self.space.in_order:
-            ranks = tuple(range(self.space.stages or 0))
-            yield from self._of(Seats(self.cluster, ranks), (1,), len(ranks))
-            return
-        orders, _ = arrangements(self.cluster)
-        most = len(self.cluster.devices)
-        seen = set()
-        for order in orders:
-            for used in range(1, most + 1):
-                if order[:used] in seen:
-                    continue
-                seen.add(order[:used])
-                seats = Seats(self.cluster, order[:used])
-                for counts, stages in self._widths(used):
-                    yield from self._of(seats, counts, stages)
-
-    def _of(self, seats: Seats, counts: tuple[int, ...], stages: int | None) -> Iterator[Branch]:
-        for setting in self._settings(len(seats.ranks)):
-            ground = self.ground_at(setting.num_microbatches)
+    cap = ground_at(space.microbatches[0]).problem.max_stages
+    for ranks, counts, stages in _shapes(cluster, space, cap):
+        seats = Seats(cluster, ranks)
+        for setting in _settings(space, training, len(ranks)):
+            ground = ground_at(setting.num_microbatches)
             branch = Branch(setting, seats, counts, stages, ground)
-            branch.bound = simple_bound(ground, self.space, setting, seats) * branch.scale
+            branch.bound = simple_bound(ground, space, setting, seats) * branch.scale
             yield branch
 
-    def _widths(self, used: int) -> Iterator[tuple[tuple[int, ...], int | None]]:
-        """Replica counts of a stage, and the number of stages where it is asked for or follows."""
-        wanted, cap = self.space.stages, self._most_stages()
-        if self.space.replicas == "any":
-            depths = [wanted] if wanted or cap is None else list(range(1, min(used, cap) + 1))
-            for stages in depths:
-                if stages is None or stages <= used:
-                    yield self.space.counts(used), stages
-            return
-        for width in (1,) if self.space.replicas == "1" else range(1, used + 1):
-            stages, rest = divmod(used, width)
-            if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
-                yield (width,), stages if wanted else None
 
-    def _settings(self, used: int) -> Iterator[Setting]:
-        for schedule in self.space.schedules:
-            for m in self.space.microbatches:
-                # whatever the warm-up is to be
-                same = used == 1 or kind_of(schedule).warmup == "all"
-                for extra in self.space.extra_warmup[: 1 if same else None]:
-                    yield Setting(
-                        schedule,
-                        m,
-                        extra,
-                        self.training.optimizer_factor,
-                        self.training.max_grad_norm is not None,
-                        self.training.step,
-                    )
+def _shapes(
+    cluster: Cluster, space: SearchSpace, cap: int | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+    """Ranks, replica counts of a stage, and the number of stages if it is asked for or follows."""
+    if space.in_order and space.stages:
+        yield tuple(range(space.stages)), (1,), space.stages
+        return
+    orders, _ = arrangements(cluster)
+    lengths = range(1, len(cluster.devices) + 1)
+    for ranks in dict.fromkeys(order[:used] for order in orders for used in lengths):
+        for counts, stages in _widths(space, len(ranks), cap):
+            yield ranks, counts, stages
 
-    def _most_stages(self) -> int | None:
-        return self.ground_at(self.space.microbatches[0]).problem.max_stages
+
+def _widths(
+    space: SearchSpace, used: int, cap: int | None
+) -> Iterator[tuple[tuple[int, ...], int | None]]:
+    wanted = space.stages
+    if space.replicas == "any":
+        depths = [wanted] if wanted or cap is None else list(range(1, min(used, cap) + 1))
+        for stages in depths:
+            if stages is None or stages <= used:
+                yield space.counts(used), stages
+        return
+    for width in (1,) if space.replicas == "1" else range(1, used + 1):
+        stages, rest = divmod(used, width)
+        if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
+            yield (width,), stages if wanted else None
+
+
+def _settings(space: SearchSpace, training: Training, used: int) -> Iterator[Setting]:
+    clips = training.max_grad_norm is not None
+    for schedule, m in product(space.schedules, space.microbatches):
+        same = used == 1 or kind_of(schedule).warmup == "all"  # whatever the warm-up is to be
+        for extra in space.extra_warmup[: 1 if same else None]:
+            yield Setting(schedule, m, extra, training.optimizer_factor, clips, training.step)

@@ -294,17 +294,21 @@ def thin(points: Floats, most: int) -> Floats:
     return points[:, np.unique(np.linspace(0, count - 1, most).astype(np.int64))]
 
 
+def flights_within(limit: float, moving: Floats, first: Floats, most: int) -> Floats:
+    """How many microbatches in flight fit into `limit` bytes, at most `most`; 0: none."""
+    if math.isinf(limit):
+        return np.full(moving.shape, float(most))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        more = np.where(moving > 0, np.floor((limit - first) / moving), float(most))
+    return np.where(first <= limit, np.minimum(1 + more, most), 0.0)
+
+
 def stairs(points: Floats, limit: float, most: int) -> tuple[Floats, Floats]:
     """(seconds ascending, microbatches in flight that fit, ascending), at most `most` each."""
     seconds, moving, first = points
     order = np.argsort(seconds, kind="stable")
     seconds, moving, first = seconds[order], moving[order], first[order]
-    if math.isinf(limit):
-        flights = np.full(len(seconds), float(most))
-    else:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            more = np.where(moving > 0, np.floor((limit - first) / moving), float(most))
-        flights = np.where(first <= limit, np.minimum(1 + more, most), 0.0)
+    flights = flights_within(limit, moving, first, most)
     rising = np.flatnonzero(_falling(-flights))
     rising = rising[flights[rising] >= 1]
     return seconds[rising], flights[rising]

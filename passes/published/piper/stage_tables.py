@@ -23,6 +23,7 @@ from pdcompile.passes.published.piper.menus import (
     Items,
     Menu,
     extend,
+    flights_within,
     stairs,
     thin,
     weighted,
@@ -197,14 +198,7 @@ def achievable_table(space: Space, pairs: StatePairs, policies: int = POLICIES) 
     along = sums @ space.has.T
     # Costs of a stage are differences of sums, in which rounding may leave less than nothing.
     seconds, moving, first = np.maximum(along[:, :, after] - along[:, :, before], 0.0)
-    most = float(problem.devices + 1)
-    limit = problem.memory_bytes
-    if math.isinf(limit):
-        flights = np.full(seconds.shape, most)
-    else:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            more = np.where(moving > 0, np.floor((limit - first) / moving), most)
-        flights = np.where(first <= limit, np.minimum(1 + more, most), 0.0)
+    flights = flights_within(problem.memory_bytes, moving, first, problem.devices + 1)
     return _dense(pairs, seconds, np.maximum.accumulate(flights, axis=0))
 
 

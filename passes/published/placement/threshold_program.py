@@ -7,7 +7,7 @@ them is a lower bound of the true objective; the best placements it meets are ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,34 +163,27 @@ class ThresholdModel:
             mask = sum(1 << v for v in pins)
             least = [v for v in pins if not ancestors[v] & mask]
             most = [v for v in pins if not descendants[v] & mask]
-            self.firsts.append([self._every(least, s) for s in range(self.stages + 1)])
-            self.lasts.append([self._some(most, s) for s in range(self.stages + 1)])
+            first, last = [], []
+            for s in range(self.stages + 1):
+                first.append(self._every(self.x.from_stage(v, s) for v in least))
+                none = self._every(negated(self.x.from_stage(v, s)) for v in most)
+                last.append(negated(none))
+            self.firsts.append(first)
+            self.lasts.append(last)
 
-    def _every(self, groups: Sequence[int], s: int) -> Any:
-        literals = {_key(x): x for v in groups if (x := self.x.from_stage(v, s)) is not True}
-        if not literals:
+    def _every(self, literals: Iterable[Any]) -> Any:
+        """A literal that implies all of these."""
+        open_ones = {_key(x): x for x in literals if x is not True}
+        if not open_ones:
             return True
-        if any(x is False for x in literals.values()):
+        if any(x is False for x in open_ones.values()):
             return False
-        if len(literals) == 1:
-            return next(iter(literals.values()))
+        if len(open_ones) == 1:
+            return next(iter(open_ones.values()))
         every = self.cp.new_bool_var("")
-        for x in literals.values():
+        for x in open_ones.values():
             self.cp.add_implication(every, x)
         return every
-
-    def _some(self, groups: Sequence[int], s: int) -> Any:
-        literals = {_key(x): x for v in groups if (x := self.x.from_stage(v, s)) is not False}
-        if not literals:
-            return False
-        if any(x is True for x in literals.values()):
-            return True
-        if len(literals) == 1:
-            return next(iter(literals.values()))
-        some = self.cp.new_bool_var("")
-        for x in literals.values():
-            self.cp.add_implication(x, some)
-        return some
 
     def _held(
         self, ranges: Sequence[tuple[int, int]], s: int, amounts: Sequence[int]
