@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks import whole_ranks
 from benchmarks.models import MODELS, Sample, sample
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.driver import make_plan
 from pdcompile.ir.graph import Capture, OpCost
 from pdcompile.options import Options
 from pdcompile.options.configuration import configure
@@ -32,7 +33,7 @@ from pdcompile.passes.costs.symbolic import symbolic
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
-from pdcompile.planner import make_plan
+from pdcompile.planner import Planner
 from pdcompile.steps import Steps
 from pdcompile.units import format_bytes
 from tests.helpers.live_stages import Measured, measured
@@ -149,7 +150,9 @@ def _planned(
     # Several microbatches of the sample's size: with one alone stages would not have to balance.
     chosen = configure(options, batch_size=MICROBATCHES * layout.size, splits=True, num_ranks=None)
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
-    return captured, make_plan(one.model, captured, options, chosen, lambda _: flat, Steps())
+    step = Steps()
+    planner = Planner(one.model, captured, options, chosen, step.listener)
+    return captured, make_plan(planner, lambda _: flat, step)
 
 
 def closed_form(name: str) -> list[str]:

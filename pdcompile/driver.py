@@ -36,7 +36,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
-from pdcompile.planner import check_refine, make_plan
+from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.schedule.registry import DEFAULT
@@ -77,9 +77,10 @@ def run_passes(
     )
 
     captured = step("graph", lambda: _captured(model, flat, layout, options, chosen))
-    # costs, problem, plan, refined
     plan = given_plan(options, chosen, captured.train) or make_plan(
-        model, captured, options, chosen, partial(resize, flat, layout), step
+        Planner(model, captured, options, chosen, step.listener),
+        partial(resize, flat, layout),
+        step,
     )
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
@@ -104,6 +105,18 @@ def run_passes(
         verification=verification,
         pass_seconds=tuple(step.seconds.items()),
     )
+
+
+def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Steps) -> Plan:
+    """The passes from a capture to a plan.  `microbatch`: one of the example's, by its size."""
+    step("costs", planner.costs)
+    step("problem", planner.problem)
+    plan = step("plan", planner.plan)
+    if planner.options.searches and planner.options.refine is True:  # of one schedule and size
+        return make_plan(planner.settled(plan), microbatch, step)
+    if not planner.times(plan):
+        return plan
+    return step("refined", lambda: planner.refined(plan, microbatch))
 
 
 def _captured(

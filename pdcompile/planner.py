@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pdcompile.cluster import Cluster
 from pdcompile.eager.meta import refuse_mostly_estimated
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture, OpGraph
@@ -26,11 +25,9 @@ from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
-from pdcompile.plan import Plan, Training
+from pdcompile.plan import Plan
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import PartitionProblem, StageLimits
-from pdcompile.problem.space import SearchSpace
-from pdcompile.steps import Steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,104 +39,121 @@ ESTIMATED = "costs are estimated, not measured on this machine"
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
-def make_plan(
-    model: nn.Module,
-    captured: Capture,
-    options: Options,
-    chosen: Configuration,
-    microbatch: Callable[[int], FlatCall],
-    step: Steps,
-) -> Plan:
-    """Costs, a plan, and where that pays the same again with costs that timed stages mend.
+class Planner:
+    """Plans one captured model: costs, problem, the search, and the stages timed once.
 
-    Args:
-        microbatch: one of the example's, by its size.
-
-    Raises:
-        InfeasibleError: no plan fits (NotFoundError: none was found).
-        ConfigError: the options ask for what the model or the minibatch does not allow.
+    `problem`, `plan` and `refined` need `costs` first.
     """
-    if options.costs == "estimated":
-        cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
-        chosen = replace(chosen, cluster=cluster)
-    takes, assumed = optimizer_memory(options.optimizer)
-    training = replace(chosen.training, optimizer_factor=takes.factor, step=takes.step)
-    space = search_space(options, chosen, captured.train.sizes)
-    counts = space.microbatches
-    said = [assumed] if assumed else []
-    sizes = Sizes(
-        captured.train,
-        model,
-        [-(-training.batch_size // m) for m in counts],
-        costs=options.costs,
-        device_kind=chosen.cluster.devices[0].kind,
-        progress=step.listener.part,
-        say=said.append,
-    )
 
-    @cache
-    def graph_at(m: int) -> OpGraph:
-        return sizes.at(-(-training.batch_size // m))
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Capture,
+        options: Options,
+        chosen: Configuration,
+        listener: Listener,
+    ) -> None:
+        """Raises ConfigError: the options ask for what the model or minibatch does not allow."""
+        if options.costs == "estimated":
+            cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
+            chosen = replace(chosen, cluster=cluster)
+        takes, assumed = optimizer_memory(options.optimizer)
+        self.model, self.captured, self.options = model, captured, options
+        self.cluster, self.listener = chosen.cluster, listener
+        self.training = replace(chosen.training, optimizer_factor=takes.factor, step=takes.step)
+        self.space = search_space(options, chosen, captured.train.sizes)
+        self._notes = [assumed] if assumed else []
+        self._sizes = Sizes(
+            captured.train,
+            model,
+            [self._size(m) for m in self.space.microbatches],
+            costs=options.costs,
+            device_kind=self.cluster.devices[0].kind,
+            progress=listener.part,
+            say=self._notes.append,
+        )
+        self._graphs: dict[int, OpGraph] = {}
+        self._problem_at = cache(partial(self._problem, self._graphs))
 
-    def costs() -> OpGraph:
-        for m in counts:
-            graph_at(m)
-        return graph_at(counts[0])
+    def costs(self) -> OpGraph:
+        """The graph with costs, for every number of microbatches in the space; the first one."""
+        for m in self.space.microbatches:
+            self._graphs[m] = self._sizes.at(self._size(m))
+        first = self._graphs[self.space.microbatches[0]]
+        if self.options.costs == "measured" and not self.options.searches:
+            refuse_mostly_estimated(first, self.model)
+        return first
 
-    def planned(graph_at: Callable[[int], OpGraph], step: Steps) -> Plan:
-        found = _planned(options, chosen.cluster, space, training, graph_at, step)
-        return replace(found, notes=(*found.notes, *chosen.cluster.notes, *said))
+    def problem(self) -> PartitionProblem:
+        """The problem of the first number of microbatches."""
+        return self._problem_at(self.space.microbatches[0])
 
-    graph = step("costs", costs)
-    if options.searches:
-        plan = planned(graph_at, step)
-        if options.refine is not True:
+    def plan(self) -> Plan:
+        """The best plan of the space, with a note where its stages could be timed and are not.
+
+        Raises:
+            InfeasibleError: no plan fits (NotFoundError: none was found).
+        """
+        plan = self._best(self._graphs, self._problem_at)
+        reason = why_not(plan, self.options, self.model)
+        if not reason:
             return plan
-        # of one schedule and size
-        settled = replace(chosen, training=replace(plan.training, warmup=()))
-        options = replace(options, schedule=plan.training.schedule, replicas=None)
-        return make_plan(model, captured, options, settled, microbatch, step)
-    if options.costs == "measured":
-        refuse_mostly_estimated(graph, model)
-    plan = planned(graph_at, step)
-    reason = why_not(plan, options, model)
-    if reason is not None:
-        note = (f"stages not timed: {reason}; refine=True (--refine on) does it",) if reason else ()
-        return replace(plan, notes=(*plan.notes, *note))
+        note = f"stages not timed: {reason}; refine=True (--refine on) does it"
+        return replace(plan, notes=(*plan.notes, note))
 
-    def again(mended: OpGraph) -> Plan:
-        return planned(lambda _: mended, Steps(folder=""))
+    def settled(self, plan: Plan) -> Planner:
+        """A planner of the cut alone, for what a search has decided."""
+        options = replace(self.options, schedule=plan.training.schedule, replicas=None)
+        stages = self.space.stages or len(self.cluster.devices)
+        chosen = Configuration(self.cluster, stages, replace(plan.training, warmup=()))
+        return Planner(self.model, self.captured, options, chosen, self.listener)
 
-    leaves = microbatch(chosen.microbatch_size).leaves
-    return step(
-        "refined",
-        lambda: refined_plan(plan, graph, captured, model, leaves, again, step.listener),
-    )
+    def times(self, plan: Plan) -> bool:
+        """Whether the stages of the plan are to be timed."""
+        return why_not(plan, self.options, self.model) is None
 
+    def refined(self, plan: Plan, microbatch: Callable[[int], FlatCall]) -> Plan:
+        """The plan after its stages were timed, with a note that says how far it was off.
 
-def _planned(
-    options: Options,
-    cluster: Cluster,
-    space: SearchSpace,
-    training: Training,
-    graph_at: Callable[[int], OpGraph],
-    step: Steps,
-) -> Plan:
-    """The best plan of the space, checked."""
-    free = (StageLimits(),) * (space.stages or len(cluster.devices))
+        `microbatch`: one of the example's, by its size.
+        """
+        m = plan.training.num_microbatches
+        graph, leaves = self._graphs[m], microbatch(self._size(m)).leaves
+        size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
 
-    @cache
-    def problem_at(m: int) -> PartitionProblem:
-        return coarsen(graph_at(m), free, num_microbatches=m, constraints=options.constraints)
+        def measure(plan: Plan) -> tuple[StageTimes, ...]:
+            sources = codegen.generate(self.captured, plan)
+            return measure_stages(
+                self.captured.train, plan, sources, self.model, leaves,
+                microbatch_size=size, progress=self.listener.part,
+            )  # fmt: skip
 
-    step("problem", lambda: problem_at(space.microbatches[0]))
-    search = partial(
-        best_plan, graph_at, problem_at, cluster, space, training,
-        time_limit=options.time_limit, seed=options.seed, progress=step.listener.found,
-    )  # fmt: skip
-    plan = step("plan", lambda: search().plan)
-    check_plan(plan, graph_at(plan.training.num_microbatches), cluster)
-    return plan
+        def solve(mended: OpGraph) -> Plan:
+            graphs = {m: mended}
+            return self._best(graphs, cache(partial(self._problem, graphs)))
+
+        found = refine(plan, graph, measure, solve)
+        return replace(found.plan, notes=(*found.plan.notes, str(found)))
+
+    def _best(
+        self,
+        graphs: Mapping[int, OpGraph],
+        problem_at: Callable[[int], PartitionProblem],
+    ) -> Plan:
+        plan = best_plan(
+            graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
+            time_limit=self.options.time_limit, seed=self.options.seed,
+            progress=self.listener.found,
+        ).plan  # fmt: skip
+        check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
+        return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))
+
+    def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:
+        free = (StageLimits(),) * (self.space.stages or len(self.cluster.devices))
+        return coarsen(graphs[m], free, num_microbatches=m, constraints=self.options.constraints)
+
+    def _size(self, m: int) -> int:
+        return -(-self.training.batch_size // m)
 
 
 def check_refine(options: Options) -> None:
@@ -174,7 +188,7 @@ def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
     Raises:
         ConfigError: refine=True, and it is not possible.
     """
-    if options.refine is False:
+    if options.refine is False or (options.searches and options.refine is not True):
         return ""
     if options.costs == "estimated":
         return _impossible(options, ESTIMATED)
@@ -199,32 +213,3 @@ def _impossible(options: Options, reason: str) -> str:
             remedy="leave refine out, or plan a model with memory and measured costs",
         )
     return ""
-
-
-def refined_plan(
-    plan: Plan,
-    graph: OpGraph,
-    captured: Capture,
-    model: nn.Module,
-    leaves: Mapping[str, Any],
-    solve: Callable[[OpGraph], Plan],
-    listener: Listener,
-) -> Plan:
-    """The plan after its stages were timed, with a note that says how far it was off.
-
-    Args:
-        graph: with the costs that the plan was made with.
-        leaves: of one microbatch, by path.
-        solve: makes the plan anew from other costs.
-    """
-    size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
-
-    def measure(plan: Plan) -> tuple[StageTimes, ...]:
-        sources = codegen.generate(captured, plan)
-        return measure_stages(
-            captured.train, plan, sources, model, leaves,
-            microbatch_size=size, progress=listener.part,
-        )  # fmt: skip
-
-    found = refine(plan, graph, measure, solve)
-    return replace(found.plan, notes=(*found.plan.notes, str(found)))

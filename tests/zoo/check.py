@@ -22,6 +22,7 @@ from typing import Any
 from pdcompile import reference
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resize, resolve_batch
 from pdcompile.compiled import Compiled
+from pdcompile.driver import make_plan
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
@@ -34,7 +35,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.verify import verify
 from pdcompile.plan import Plan
-from pdcompile.planner import make_plan
+from pdcompile.planner import Planner
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.steps import Steps
 from tests.zoo.case import BATCH, Case, Entry, build
@@ -221,7 +222,9 @@ def _planned(case: Case, found: Capture, options: Options, stages: int) -> Plan:
     flat = example_call(case.model, case.inputs(0), case.target(0))
     layout = resolve_batch(flat, case.batch_dims)
     microbatch = partial(resize, flat, layout) if layout.splits else lambda _: flat
-    return make_plan(case.model, found, own, chosen, microbatch, Steps())
+    step = Steps()
+    planner = Planner(case.model, found, own, chosen, step.listener)
+    return make_plan(planner, microbatch, step)
 
 
 def _run(
