@@ -9,7 +9,7 @@ read from outside and returns what others read of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -152,7 +152,10 @@ def _calls(run: list[Op], path: str) -> list[list[Op]]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An item of a body, with its twin in evaluation (None where a body is of one mode)."""
+    """An item of a body, with its twin in evaluation (None where a body is of one mode).
+
+    A twin that is an op reads the values of training.
+    """
 
     item: Item
     twin: Item | None = None
@@ -172,7 +175,7 @@ def pair(train: BlockCall, evaluation: BlockCall) -> tuple[Pair, ...] | None:
     found = []
     for item, twin in zip(train.items, evaluation.items, strict=True):
         if isinstance(item, Op) and isinstance(twin, Op):
-            item, twin = _same_keywords(item, twin)
+            item, twin = _same_keywords(item, _renamed(twin, match))
         if not _alike(item, twin, match):
             return None
         match.update(zip(twin.outputs, item.outputs, strict=True))
@@ -200,8 +203,7 @@ def _alike(item: Item, twin: Item, match: dict[str, str]) -> bool:
             and tuple(match.get(name) for name in twin.inputs) == item.inputs
         )
     if isinstance(item, Op) and isinstance(twin, Op):
-        flow = _flow((item.args, item.kwargs), str)
-        return _facts(item) == _facts(twin) and flow == _flow((twin.args, twin.kwargs), match.get)
+        return _facts(item) == _facts(twin) and _flow(item) == _flow(twin)
     return False
 
 
@@ -235,15 +237,23 @@ def _facts(op: Op) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _flow(argument: Any, name: Callable[[str], str | None]) -> Any:
-    """The structure and the data flow of an argument, without its literals."""
+def _renamed(op: Op, names: Mapping[str, str]) -> Op:
+    """The op on values of the other mode; "" stands for a value that is not there."""
+
+    def rename(part: Any) -> Any:
+        return Ref(names.get(part.name, "")) if isinstance(part, Ref) else part
+
+    args, kwargs = rewritten((op.args, op.kwargs), rename)
+    return replace(op, args=args, kwargs=kwargs)
+
+
+def _flow(op: Op) -> Any:
+    """The structure and the data flow of an op's arguments, without literals."""
 
     def flow(part: Any) -> Any:
-        if isinstance(part, Ref):
-            return ("value", name(part.name))
-        return part if isinstance(part, Attr) else None
+        return part if isinstance(part, Ref | Attr) else None
 
-    return rewritten(argument, flow)
+    return rewritten((op.args, tuple(value for _, value in op.kwargs)), flow)
 
 
 def wider_twins(

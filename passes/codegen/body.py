@@ -57,7 +57,6 @@ class Body:
     wishes: Mapping[str, tuple[str, bool]]
     arguments: Sequence[str]
     results: Mapping[str, str] = field(default_factory=dict)
-    match: Mapping[str, str] = field(default_factory=dict)  # eval value -> train value
     path_known: bool = False  # the body belongs to one module only: FQNs may be written
     variables: Variables = field(default_factory=Variables)
     shapes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # for comments
@@ -145,7 +144,6 @@ class Body:
         """The expression of an item before its variables have their final names."""
 
         def value(name: str) -> str:
-            name = self.match.get(name, name)
             return inner.get(name) or identifier(self.wishes[name][0])
 
         if isinstance(item, BlockCall):
@@ -169,21 +167,20 @@ class Body:
         if draws(op) or (twin is not None and draws(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
         scope = self._scope(copied=copied_buffers(op, self.graph))
-        scope_eval = replace(scope, value=lambda name: scope.value(self.match.get(name, name)))
         name = self.variables.names.get(op.name, "")
         comment = self._shape_of(op.name)
         target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
         if target == "setitem" and len(op.args) == 3:
             other = (twin or op).args
             receiver = atom(literal(op.args[0], scope), dotted=True)
-            index = subscript(op.args[1], other[1], scope, scope_eval)
+            index = subscript(op.args[1], other[1], scope)
             done.append(Line(f"{receiver}[{index}] = {literal(op.args[2], scope)}"))
             return done
         if target in IN_PLACE and len(op.args) == 2 and literal(op.args[0], scope) == name:
             value = literal(op.args[1], scope)
             done.append(Line(f"{name} {IN_PLACE[target]} {value}", comment))
             return done
-        text = expression(op, twin, scope, scope_eval)
+        text = expression(op, twin, scope)
         if op.name in self.nameless:
             self.inlined[op.name] = text
             return done

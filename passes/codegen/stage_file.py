@@ -217,7 +217,7 @@ class _Writer:
         train, evaluation = calls
         pairs = pair(train, evaluation) if train is not None and evaluation is not None else None
         if train is not None and pairs is not None:
-            body = self._body(0, train, pairs, arguments[0], ports, evaluation)
+            body = self._body(0, train, pairs, arguments[0], ports)
             return _finished(body, 2, ports is not None, fewer)
         lines = []
         for k, call in enumerate(calls):
@@ -241,13 +241,7 @@ class _Writer:
         pairs: Sequence[Pair],
         arguments: Sequence[str],
         ports: Sequence[Sequence[Port]] | None,
-        twin: BlockCall | None = None,
     ) -> Body:
-        match: dict[str, str] = {}
-        if twin is not None:
-            match.update(zip(twin.inputs, call.inputs, strict=True))
-            for ours, theirs in zip(call.items, twin.items, strict=True):
-                match.update(zip(theirs.outputs, ours.outputs, strict=True))
         returned = ports[k] if ports is not None else ()
         return Body(
             context=self.context,
@@ -257,7 +251,6 @@ class _Writer:
             wishes=self.modes[k].wishes,
             arguments=arguments,
             results={p.value: p.name for p in returned if p.value not in call.inputs},
-            match=match,
             path_known=not call.path,
             shapes=self.shapes[k],
         )

@@ -126,10 +126,10 @@ def torch_literal(value: TorchLiteral, scope: Scope) -> str:
     return f"torch.{value.text}"
 
 
-def dual(train: Any, evaluation: Any, scope: Scope, scope_eval: Scope) -> str:
+def dual(train: Any, evaluation: Any, scope: Scope) -> str:
     """An argument that may differ between training and evaluation."""
     first = literal(train, scope)
-    second = literal(evaluation, scope_eval)
+    second = literal(evaluation, scope)
     if first == second:
         return first
     if (first, second) == ("True", "False"):
@@ -140,7 +140,7 @@ def dual(train: Any, evaluation: Any, scope: Scope, scope_eval: Scope) -> str:
         ours = train.items if isinstance(train, ListOf) else train
         theirs = evaluation.items if isinstance(evaluation, ListOf) else evaluation
         if len(ours) == len(theirs):
-            parts = [dual(a, b, scope, scope_eval) for a, b in zip(ours, theirs, strict=True)]
+            parts = [dual(a, b, scope) for a, b in zip(ours, theirs, strict=True)]
             if isinstance(train, ListOf):
                 return f"[{', '.join(parts)}]"
             return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
@@ -176,17 +176,14 @@ def call(head: str, arguments: list[str]) -> str:
     return f"{head}({', '.join(arguments)})"
 
 
-def arguments(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope, skip: int = 0) -> list[str]:
+def arguments(op: Op, twin: Op | None, scope: Scope, skip: int = 0) -> list[str]:
     """Positional and keyword arguments of a call, in order."""
     other = twin or op
-    found = [
-        dual(a, b, scope, scope_eval if twin else scope)
-        for a, b in zip(op.args[skip:], other.args[skip:], strict=True)
-    ]
+    found = [dual(a, b, scope) for a, b in zip(op.args[skip:], other.args[skip:], strict=True)]
     for (key, a), (_, b) in zip(op.kwargs, other.kwargs, strict=True):
         if _is_default(op, key, a) and _is_default(op, key, b):
             continue
-        text = dual(a, b, scope, scope_eval if twin else scope)
+        text = dual(a, b, scope)
         if key.isascii() and key.isidentifier() and not keyword.iskeyword(key):
             found.append(f"{key}={text}")
         else:
@@ -194,24 +191,24 @@ def arguments(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope, skip: in
     return found
 
 
-def subscript(index: Any, other: Any, scope: Scope, scope_eval: Scope) -> str:
+def subscript(index: Any, other: Any, scope: Scope) -> str:
     """What stands between the brackets of ``x[…]``."""
     if type(index) is tuple and type(other) is tuple and index and len(index) == len(other):
-        parts = [subscript_part(a, b, scope, scope_eval) for a, b in zip(index, other, strict=True)]
+        parts = [subscript_part(a, b, scope) for a, b in zip(index, other, strict=True)]
         return f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
-    return subscript_part(index, other, scope, scope_eval)
+    return subscript_part(index, other, scope)
 
 
-def subscript_part(index: Any, other: Any, scope: Scope, scope_eval: Scope) -> str:
+def subscript_part(index: Any, other: Any, scope: Scope) -> str:
     if type(index) is Slice and type(other) is Slice:
         start, stop, step = (
-            "" if a is None and b is None else dual(a, b, scope, scope_eval)
+            "" if a is None and b is None else dual(a, b, scope)
             for a, b in (
                 (index.start, other.start), (index.stop, other.stop), (index.step, other.step),
             )
         )  # fmt: skip
         return f"{start}:{stop}" + (f":{step}" if step else "")
-    return dual(index, other, scope, scope_eval)
+    return dual(index, other, scope)
 
 
 def tensor_attribute(name: str, *, method: bool) -> str:
@@ -224,22 +221,22 @@ def tensor_attribute(name: str, *, method: bool) -> str:
     return name
 
 
-def expression(op: Op, twin: Op | None, scope: Scope, scope_eval: Scope) -> str:
+def expression(op: Op, twin: Op | None, scope: Scope) -> str:
     """The right-hand side for one op, in training and, with a twin, in evaluation."""
     if op.kind in ("module", "opaque"):
         head = scope.module(op.module_path)
-        return call(head, arguments(op, twin, scope, scope_eval))
+        return call(head, arguments(op, twin, scope))
     receiver = atom(literal(op.args[0], scope), dotted=True) if op.args else ""
     if op.kind == "method":
         head = f"{receiver}.{tensor_attribute(op.target, method=True)}"
-        return call(head, arguments(op, twin, scope, scope_eval, skip=1))
+        return call(head, arguments(op, twin, scope, skip=1))
     if op.kind == "getattr":
         return f"{receiver}.{tensor_attribute(op.target, method=False)}"
     other = twin or op
     name = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
     if name == "getitem" and len(op.args) == 2:
-        return f"{receiver}[{subscript(op.args[1], other.args[1], scope, scope_eval)}]"
-    operands = arguments(op, twin, scope, scope_eval)
+        return f"{receiver}[{subscript(op.args[1], other.args[1], scope)}]"
+    operands = arguments(op, twin, scope)
     if name == "pow" and len(operands) == 2:
         return power(atom(operands[0]), atom(operands[1]))
     if name in BINARY and len(operands) == 2:
@@ -255,7 +252,7 @@ def rough(op: Op, twin: Op | None, scope: Scope) -> str:
     """An op's expression before the variables have their final names, to measure its width."""
     if op.target.removeprefix("operator.") in {*IN_PLACE, "setitem"}:
         return ", ".join(literal(argument, scope) for argument in op.args)
-    return expression(op, twin, scope, scope)
+    return expression(op, twin, scope)
 
 
 def _is_default(op: Op, key: str, value: Any) -> bool:
