@@ -59,7 +59,7 @@ def test_what_is_saved_is_found_by_what_it_depends_on(folder: Path) -> None:
     cache.save(HERE, ("one", "two"), ENTRIES)
     found = cache.load(HERE, ("two", "one"))
     assert found is not None
-    assert found.profile.entries == ENTRIES
+    assert found.entries == ENTRIES
     assert cache.load(HERE, ("one",)) is None
     for name, other in (("torch_version", "2.14"), ("device_kind", "other"), ("num_threads", 2),
                         ("microbatch_size", 8), ("device", "cuda")):  # fmt: skip

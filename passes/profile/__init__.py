@@ -116,7 +116,7 @@ def measure(
     environment = cache.Environment.here(DEVICE, microbatch_size)
     lasting = {key for key, call in distinct.items() if cache.lasting(call.op)}
     known = cache.load(environment, lasting)
-    entries = {entry.key: entry for entry in known.profile.entries} if known else {}
+    entries = {entry.key: entry for entry in known.entries} if known else {}
     if known and say:
         say(
             f"times of {len(entries)} of {len(distinct)} distinct ops at microbatch size "

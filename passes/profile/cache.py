@@ -21,7 +21,7 @@ from pdcompile import jsonio
 from pdcompile.errors import CostError
 from pdcompile.files import write_whole
 from pdcompile.ir.graph import Op
-from pdcompile.passes.profile.entries import Entry, Profile
+from pdcompile.passes.profile.entries import Entry, validate
 
 VARIABLE = "PDCOMPILE_CACHE"
 OFF = ("off", "0", "")
@@ -59,7 +59,7 @@ class Cached:
     """A file of the cache; `measured` is a date and time in UTC."""
 
     environment: Environment
-    profile: Profile
+    entries: tuple[Entry, ...]
     measured: str
     schema: str = SCHEMA
 
@@ -100,13 +100,12 @@ def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
             raise CostError("the file is too large", where=str(path))
         data = jsonio.loads(path.read_bytes(), where=str(path), error=CostError)
         found = jsonio.decode(Cached, data, where=str(path), error=CostError)
-        found.profile.validate(str(path))
+        validate(found.entries, str(path))
     except (CostError, OSError) as error:
         _LOG.warning("a cached profile is ignored and measured anew: %s", error)
         return None
     theirs, ours = (found.schema, found.environment), (SCHEMA, environment)
-    strange = {entry.key for entry in found.profile.entries} - wanted
-    if theirs != ours or strange or found.profile.microbatch_size != environment.microbatch_size:
+    if theirs != ours or {entry.key for entry in found.entries} - wanted:
         _LOG.warning("a cached profile is of something else, and is measured anew: %s", path)
         return None
     return found
@@ -117,11 +116,8 @@ def save(environment: Environment, keys: Iterable[str], entries: Iterable[Entry]
     path = _path(environment, keys)
     if path is None:
         return
-    profile = Profile(
-        environment.torch_version, environment.device, environment.microbatch_size, tuple(entries)
-    )
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    text = jsonio.dumps(Cached(environment, profile, now))
+    text = jsonio.dumps(Cached(environment, tuple(entries), now))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())

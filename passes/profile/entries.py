@@ -5,6 +5,7 @@ Ops with equal keys do the same work on equal operands, and are measured once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,32 +45,18 @@ class Profile:
         """Reads a profile; raises CostError for anything else: NaN, repeated keys, …"""
         data = jsonio.loads(text, where=where, error=CostError)
         found = jsonio.decode(Profile, data, where=where, error=CostError)
-        found.validate(where)
-        return found
-
-    def validate(self, where: str) -> None:
-        """Raises CostError for what no measuring gives: negative numbers, repeated keys, …"""
-        if self.schema != SCHEMA:
+        if found.schema != SCHEMA:
             raise CostError(
-                f"schema {self.schema!r} is not known",
+                f"schema {found.schema!r} is not known",
                 where=where,
                 remedy=f"this version reads {SCHEMA!r}: measure again",
             )
-        if self.microbatch_size < 1:
+        if found.microbatch_size < 1:
             raise CostError(
-                f"microbatch_size is {self.microbatch_size}, and has to be positive", where=where
+                f"microbatch_size is {found.microbatch_size}, and has to be positive", where=where
             )
-        seen: set[str] = set()
-        for i, entry in enumerate(self.entries):
-            place = f"{where}: entries[{i}] ({entry.target})"
-            if entry.key in seen:
-                raise CostError(f"key {entry.key!r} appears twice", where=place)
-            seen.add(entry.key)
-            for name in ("forward_seconds", "backward_seconds"):
-                if getattr(entry, name) < 0:
-                    raise CostError(
-                        f"{name} is negative", where=place, remedy="costs are 0 seconds or more"
-                    )
+        validate(found.entries, where)
+        return found
 
     def save(self, path: str | Path) -> None:
         """Writes to a file, all or nothing.  Raises CostError when it cannot be written."""
@@ -105,4 +92,19 @@ class Profile:
                 raise CostError(
                     f"the profile is stale: its {name} is {there}, here it is {here}",
                     remedy='measure again (costs="measured"), or use costs="estimated"',
+                )
+
+
+def validate(entries: Sequence[Entry], where: str) -> None:
+    """Raises CostError for what no measuring gives: negative numbers, repeated keys."""
+    seen: set[str] = set()
+    for i, entry in enumerate(entries):
+        place = f"{where}: entries[{i}] ({entry.target})"
+        if entry.key in seen:
+            raise CostError(f"key {entry.key!r} appears twice", where=place)
+        seen.add(entry.key)
+        for name in ("forward_seconds", "backward_seconds"):
+            if getattr(entry, name) < 0:
+                raise CostError(
+                    f"{name} is negative", where=place, remedy="costs are 0 seconds or more"
                 )

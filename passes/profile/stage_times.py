@@ -160,9 +160,9 @@ def _environment(
 
 def _cached(environment: cache.Environment | None, key: str) -> StageTimes | None:
     known = environment and cache.load(environment, (f"stage {key}",))
-    if not known or not known.profile.entries:
+    if not known or not known.entries:
         return None
-    (entry,) = known.profile.entries
+    (entry,) = known.entries
     return StageTimes(entry.forward_seconds, entry.backward_seconds, 0, cached=True)
 
 
