@@ -273,16 +273,6 @@ def _default(flat: FlatCall, path: str) -> Any:
     return inspect.Parameter.empty if parameter is None else parameter.default
 
 
-def refuse_target(options: Options, target: Any) -> None:
-    """Raise ConfigError for a target that nothing would use."""
-    if target is not None and options.loss_fn is None:
-        raise ConfigError(
-            "a target was given, but there is no loss_fn to use it",
-            remedy="give loss_fn=, or pass it to the model under its own name "
-            "(step_call(args, kwargs) for an argument called target)",
-        )
-
-
 def refuse_blind_start(options: Options, target: Any, *, started: bool) -> None:
     """Raise InputError where an evaluation would be the first call: loss_fn is captured too."""
     if not started and options.loss_fn is not None and target is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +69,4 @@ def join(
     ]
     names = [part.name if isinstance(part, Ref) else None for part in parts]
     place = names.index(graph.loss) if loss is not None and graph.loss in names else None
-    dims = Counter(dim for dim in layout.dims.values() if dim is not None)
-    first = dims.most_common(1)[0][0] if dims else 0
-    return concatenate(outputs, feed.sizes, loss=loss, loss_leaf=place, batch_dim=first)
+    return concatenate(outputs, feed.sizes, loss=loss, loss_leaf=place, batch_dim=layout.usual_dim)

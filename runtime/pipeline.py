@@ -20,7 +20,8 @@ from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
-from pdcompile.runtime.calls import begin_call, refuse_blind_start, refuse_target
+from pdcompile.options.option_checks import check_older_weights, check_target
+from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
@@ -29,7 +30,6 @@ from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
-from pdcompile.schedule.registry import flush_schedules
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -72,12 +72,9 @@ class Pipeline(PipelineState):
             compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
         plan = compiled.plan
         check_supported(plan)
-        if compiled.num_versions > 1 and self._options.optimizer is None:
-            raise ConfigError(
-                f"schedule={plan.training.schedule!r} computes gradients on older weights, which "
-                "means nothing without updates",
-                remedy=f"give optimizer=, or use a flush schedule ({flush_schedules()})",
-            )
+        if compiled.num_versions > 1:
+            updates = self._options.optimizer is not None
+            check_older_weights(plan.training.schedule, updates=updates)
         if self._options.keep_model:
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
@@ -130,13 +127,9 @@ class Pipeline(PipelineState):
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        compiled, schedule = session.compiled, session.plan.training.schedule
-        if kind == "forward_backward" and session.versions > 1:
-            raise ConfigError(
-                f"forward_backward is not possible under schedule={schedule!r}: it computes a "
-                "minibatch on older weights, so it has to make the updates itself",
-                remedy=f"call step, or use a flush schedule ({flush_schedules()})",
-            )
+        compiled = session.compiled
+        if session.versions > 1:
+            check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
         graph, number = compiled.capture.train, self._num_minibatches
         check_trained(graph)
@@ -185,7 +178,7 @@ class Pipeline(PipelineState):
 
     def _flatten(self, args: Any, kwargs: Any, target: Any) -> FlatCall:
         self._check_open()
-        refuse_target(self._options, target)
+        check_target(self._options, target)
         flat = flatten_call(self._model, args, kwargs, target)
         if self._session is None:
             self._start(flat)

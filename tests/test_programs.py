@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check_programs
 from pdcompile.passes.check.programs import Programs
-from pdcompile.passes.schedules import (
+from pdcompile.passes.schedules.stream import (
     evaluation,
     gradients,
     make_stream,

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcompile.passes.check import check, check_programs
-from pdcompile.passes.schedules import evaluation, gradients, make_stream, norms, refresh, share
+from pdcompile.passes.schedules.stream import (
+    evaluation,
+    gradients,
+    make_stream,
+    norms,
+    refresh,
+    share,
+)
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast

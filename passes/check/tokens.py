@@ -174,20 +174,17 @@ class Tokens(Transfers):
         self.waited[kind] += 1
 
     def loss(self, one: Instruction, label: Label) -> None:
-        self._of_call(one)
+        self.hear(one, label)
         if one.peer >= 0 or self.stage != len(self.spec.ranks) - 1 or self.loss_after:
             raise Violation("only the last stage sums its loss, and once")
         self.loss_after = len(self.done)
 
     def tell(self, one: Instruction, label: Label) -> None:
-        self._of_call(one)
+        self.hear(one, label)
         if not self.loss_after:
             raise Violation("tells a loss that was not summed")
 
     def hear(self, one: Instruction, label: Label) -> None:
-        self._of_call(one)
-
-    def _of_call(self, one: Instruction) -> None:
         if one.minibatch or one.microbatch >= 0:
             raise Violation("the loss is that of the call's whole minibatch")
 

@@ -5,29 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pdcompile.errors import ScheduleError
-from pdcompile.passes.schedules.stream import (
-    Stream,
-    evaluation,
-    gradients,
-    make_stream,
-    norms,
-    refresh,
-    share,
-)
+from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
-__all__ = [
-    "Stream",
-    "evaluation",
-    "gradients",
-    "make_stream",
-    "memory_rule",
-    "norms",
-    "refresh",
-    "share",
-    "warmup",
-]
+__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
 
 
 def warmup(

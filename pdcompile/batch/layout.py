@@ -42,6 +42,12 @@ class BatchLayout:
         """Whether anything is split; if not, there is one microbatch."""
         return any(dim is not None for dim in self.dims.values())
 
+    @property
+    def usual_dim(self) -> int:
+        """The dimension that counts samples in most leaves."""
+        dims = Counter(dim for dim in self.dims.values() if dim is not None)
+        return dims.most_common(1)[0][0] if dims else 0
+
 
 def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
     """Find the batch size and each leaf's batch dimension.

@@ -16,6 +16,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import check_count, chosen_schedule, not_a_cluster
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Constraint
+from pdcompile.schedule.registry import flush_schedules
 from pdcompile.units import parse_bytes
 
 
@@ -107,6 +108,26 @@ def _machines(options: Options) -> None:
             Cluster.parse(text)
     elif not isinstance(cluster, Cluster):
         raise not_a_cluster(cluster)
+
+
+def check_target(options: Options, target: Any) -> None:
+    """Raise ConfigError for a target that nothing would use."""
+    if target is not None and options.loss_fn is None:
+        raise ConfigError(
+            "a target was given, but there is no loss_fn to use it",
+            remedy="give loss_fn=, or pass it to the model under its own name "
+            "(step_call(args, kwargs) for an argument called target)",
+        )
+
+
+def check_older_weights(schedule: str, *, updates: bool) -> None:
+    """Refuse calls and options without updates under a schedule that runs on older weights."""
+    if not updates:
+        raise ConfigError(
+            f"schedule={schedule!r} computes gradients on older weights, which means nothing "
+            "without updates",
+            remedy=f"call step with an optimizer=, or use a flush schedule ({flush_schedules()})",
+        )
 
 
 def check_loss_fn(loss_fn: Any) -> None:

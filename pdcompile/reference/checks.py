@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
 
-from pdcompile.eager.autocast import autocast_text
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
-from pdcompile.options import Options
+from pdcompile.options import Options, option_checks
 from pdcompile.reference.versions import ONE_AGE, STASH, VSYNC
+from pdcompile.schedule.registry import DEFAULT
 from pdcompile.weights import materialise, open_source
 
 
@@ -47,6 +48,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_options(options: Options) -> int:
     """Refuse what has no meaning here; return the number of microbatches."""
+    option_checks.check_options(replace(options, schedule=DEFAULT))  # `weight_lags` knows more
     microbatches: int | Literal["auto"] = options.microbatches
     if options.schedule in (STASH, VSYNC):
         if microbatches not in ("auto", 1):
@@ -61,27 +63,10 @@ def check_options(options: Options) -> int:
             "microbatches='auto' is the planner's choice, which a reference does not have",
             remedy="give the number: microbatches=pipe.plan.training.num_microbatches",
         )
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches!r} is not a number from 1 up")
-    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm must be positive, got {options.max_grad_norm!r}")
     if options.schedule == STASH and options.max_grad_norm is not None:
         raise ConfigError(
             "max_grad_norm needs the gradients of all stages at one time, which schedule "
             f"{STASH!r} never has",
             remedy=f"use schedule={ONE_AGE}, or clip per stage in the optimizer",
-        )
-    if options.grad_scaler is not None:
-        raise ConfigError(
-            "grad_scaler is not available yet", remedy="autocast=torch.bfloat16 needs none"
-        )
-    autocast_text(options.autocast)
-    if options.loss_fn is not None and not callable(options.loss_fn):
-        raise ConfigError(f"loss_fn is not callable: {options.loss_fn!r}")
-    reduction = options.loss_reduction
-    if reduction not in ("mean", "sum") and not callable(reduction):
-        raise ConfigError(
-            f"loss_reduction={reduction!r} is not known",
-            remedy="'mean', 'sum', or a callable (args, kwargs, target) -> number of items",
         )
     return microbatches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,10 +38,10 @@ from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.versions import Versions, weight_lags
-from pdcompile.schedule.registry import flush_schedules
 
 
 class Reference(ReferenceState):
@@ -60,12 +59,8 @@ class Reference(ReferenceState):
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
         self._versions = Versions(self._model, weight_lags(self._model, options))
-        if self._versions.stale and self.optimizer is None:
-            raise ConfigError(
-                f"schedule={options.schedule!r} computes gradients on older weights, which means "
-                "nothing without updates",
-                remedy=f"give optimizer=, or use a flush schedule ({flush_schedules()})",
-            )
+        if self._versions.stale:
+            check_older_weights(options.schedule, updates=self.optimizer is not None)
         self._first: BatchLayout | None = None  # of each input when it first came
 
     # -- training
@@ -107,11 +102,7 @@ class Reference(ReferenceState):
             ConfigError: the schedule computes gradients on older weights.
         """
         if self._versions.stale:
-            raise ConfigError(
-                f"forward_backward is not possible under schedule={self._options.schedule!r}: "
-                "it computes a minibatch on older weights, so it has to make the updates itself",
-                remedy=f"call step, or use a flush schedule ({flush_schedules()})",
-            )
+            check_older_weights(self._options.schedule, updates=False)
         return self._train(args, kwargs, target)
 
     def flush(self) -> None:
@@ -187,12 +178,7 @@ class Reference(ReferenceState):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[FlatCall, BatchLayout]:
         self._check_open()
-        if target is not None and self._options.loss_fn is None:
-            raise ConfigError(
-                "a target was given, but there is no loss_fn to use it",
-                remedy="give loss_fn=, or pass it to the model under its own name "
-                "(step_call(args, kwargs) for an argument called target)",
-            )
+        check_target(self._options, target)
         flat = flatten_call(self._model, args, kwargs, target)
         return flat, self._laid_out(flat, resolve_batch(flat, self._options.batch_dims))
 
@@ -239,9 +225,9 @@ class Reference(ReferenceState):
         self, outputs: list[Any], layout: BatchLayout, loss: Tensor | None, loss_leaf: int | None
     ) -> Any:
         sizes = microbatch_sizes(layout.size, len(outputs))
-        dims = Counter(dim for dim in layout.dims.values() if dim is not None)
-        first = dims.most_common(1)[0][0] if dims else 0
-        return concatenate(outputs, sizes, loss=loss, loss_leaf=loss_leaf, batch_dim=first)
+        return concatenate(
+            outputs, sizes, loss=loss, loss_leaf=loss_leaf, batch_dim=layout.usual_dim
+        )
 
     def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
         return DrawScope(self._model, self._options.seed, minibatch, microbatch, self._device)

@@ -141,8 +141,6 @@ class State:
             held = [stage.load(fqn, value) for stage in stages]
             if not any(held) and not self.tensors[fqn].is_meta:
                 self.tensors[fqn].data.copy_(value)
-        for stage in stages:
-            stage.forget()
 
     def whole_model(self, state: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the model with all of its tensors, ties included."""
