@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
@@ -36,8 +35,6 @@ ROUNDS = 8  # of looking around the cuts of the best plan
 REACH = 12  # nodes that are added or taken away there
 FINE = 40  # rules for the variants there
 EXACT_STAGES = 100_000  # whose sums of variants are all looked at
-
-Status = Literal["infeasible", "unknown"]
 
 SCOPE = (
     "Piper's space: pipelines of convex stages, each with a data-parallel degree that divides the "
@@ -81,7 +78,7 @@ class _Solve:
         for node in problem.nodes:
             if min(node.variants) > problem.devices:
                 return self._without(
-                    "infeasible",
+                    True,
                     f"node {node.id!r} has variants for {min(node.variants)} devices or more, "
                     f"and there are {problem.devices}",
                 )
@@ -259,17 +256,17 @@ class _Solve:
         roomy = Space(replace(problem, memory_bytes=math.inf), self.least.space.masks)
         least = LeastMemory(roomy, self._all(roomy))
         enough = least.chain(math.inf)
-        proof: Status = "infeasible" if complete or math.isinf(self.lower) else "unknown"
-        if self.least.chain(problem.memory_bytes) is not None:
-            proof = "unknown"  # too many in flight for the grid of numbers
-        if proof == "unknown":
+        # A chain of least bytes has too many in flight for the grid of numbers.
+        proved = complete or math.isinf(self.lower)
+        proved &= self.least.chain(problem.memory_bytes) is None
+        if not proved:
             reason = f"no plan was found in which {problem.devices} devices of {limit} hold all "
             reason += "nodes, and it is not proved that there is none"
         if enough is not None:
             helps = math.ceil(least.enough(enough[1]))
-            return self._without(proof, f"{reason}; {helps} bytes on each device would be enough")
+            return self._without(proved, f"{reason}; {helps} bytes on each device would be enough")
         return self._without(
-            proof,
+            proved,
             f"{problem.devices} devices are too few for the tensor-parallel degrees of the "
             f"nodes, whatever their memory; {self._fewest_devices()} would be enough",
         )
@@ -282,8 +279,7 @@ class _Solve:
         chain = LeastMemory(space, self._all(space)).chain(math.inf)
         return most if chain is None else sum(w * menu.degree for _, _, menu, w in chain[0])
 
-    def _without(self, status: Status, reason: str) -> Solution:
-        proved = status == "infeasible"
+    def _without(self, proved: bool, reason: str) -> Solution:
         bound = 0.0 if math.isinf(self.lower) else self.lower
         prover = "dynamic program over ideals" if proved else self.prover
         return Solution.of(
