@@ -106,3 +106,9 @@ def test_published_configurations() -> None:
     assert [s.replicas for s in solve(problem("vgg16", flat)).stages] == [15, 1]
     straight = solve(problem("gnmt", published("gnmt")["C_4x1_40Gbps"]))
     assert [s.replicas for s in straight.stages] == [1, 1, 1, 1]
+
+
+def test_of_equal_plans_inside_a_component_one_of_few_stages_is_taken() -> None:
+    """Eight replicas of one stage in a host, not one stage and seven replicas of the next."""
+    found = solve(HierarchyProblem(graph("vgg16"), ((8, 3e10), (2, 3.125e9))))
+    assert [stage.replicas for stage in found.stages] == [8, 2, 1]

@@ -206,7 +206,7 @@ class LevelGroup:
         """Stages of i → j on c components within the budget; None: there are none."""
         while self.free and not first and c > 1 and ends[c - 1][i, j] <= budget:
             c -= 1
-        for m in range(1, min(self.level.most, c) + 1):
+        for m in range(min(self.level.most, c), 0, -1):  # fewer stages where it is the same
             after = c - m
             stage = (self._first if first else self._added)(m, after, later)[i]
             worst = np.maximum(stage, ends[after][:, j]) if after else stage
