@@ -63,7 +63,7 @@ def build(
 def run_passes(
     model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None, step: Steps
 ) -> Compiled:
-    """`build`, with the pipeline's passes told to `step`, which times and writes each form."""
+    """`build`, every pass run by `step`, which times it and writes its form."""
     options = with_given_plan(options)
     apply_overrides(model)
     check_refine(options)

@@ -268,7 +268,7 @@ def test_a_torn_item_is_told_and_the_tables_are_shown(tmp_path: Path, call: Call
     code, out, _ = call("explain", path)
     assert code == 0
     assert "certificate: " in out
-    assert "what binds cannot be told: op " in out
+    assert "cannot explain what binds: op " in out
     assert f"the planner keeps them together as {item.name!r}" in " ".join(out.split())
     code, out, _ = call("explain", path, "--json")
     assert (code, json.loads(out)["explanation"]) == (0, None)
@@ -290,7 +290,7 @@ def test_replicas_and_recomputation_are_told(tmp_path: Path, call: Call) -> None
     again = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
     code, out, _ = call("explain", write(again, tmp_path))
     assert code == 0
-    assert "cannot be told: stage 0 recomputes" in out
+    assert "cannot explain what binds: stage 0 recomputes" in out
 
 
 def test_a_negative_time_limit_is_refused(tmp_path: Path, call: Call) -> None:

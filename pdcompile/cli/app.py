@@ -39,8 +39,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(asked: bool) -> None:
+    if asked:
         import pdcompile
 
         typer.echo(f"pdcompile {pdcompile.__version__}")

@@ -35,13 +35,13 @@ def compiled(
     with collecting_seldom():
         workload = load_target(target)
         options = flags.to_options(workload, progress=True, **more)
-        inputs, wanted = workload.example()
+        inputs, expected = workload.example()
 
-        # The compiler is imported last: a mistake in the target is told at once.
+        # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver
         from pdcompile.batch import example_call
 
-    flat = example_call(workload.model, inputs, wanted)
+    flat = example_call(workload.model, inputs, expected)
     return workload, driver.build(workload.model, flat, options)
 
 

@@ -43,12 +43,14 @@ def costs(
 
     sizes = {} if at is None else sizes_of(at)
     workload = load_target(target)
-    inputs, wanted = workload.example()
+    inputs, expected = workload.example()
 
     from pdcompile.cli.output import emit_json, stdout
     from pdcompile.passes.costs.symbolic import symbolic_costs
 
-    found = symbolic_costs(workload.model, inputs, example_target=wanted, loss_fn=workload.loss_fn)
+    found = symbolic_costs(
+        workload.model, inputs, example_target=expected, loss_fn=workload.loss_fn
+    )
     if at is not None:
         found = found.at(**sizes)
     if as_json:

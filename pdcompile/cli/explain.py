@@ -55,12 +55,12 @@ def explain(
 
         found = explained(loaded, time_limit=time_limit, where=str(plan))
     except PlanError as error:
-        # The plan itself is sound: the tables are shown, and what cannot be told is named.
+        # The plan itself is sound: show the tables, and say what cannot be explained.
         if as_json:
             document |= {"explanation": None, "missing": f"{error.message}; {error.remedy}"}
             emit_json(document)
             return
-        console.print(f"note: what binds cannot be told: {error.message}", markup=False)
+        console.print(f"note: cannot explain what binds: {error.message}", markup=False)
         console.print(f"  where: {error.where}\n  remedy: {error.remedy}", markup=False)
         return
     if as_json:

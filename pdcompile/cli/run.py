@@ -55,10 +55,10 @@ def run(
     workload = load_target(target)
     flags, files = given.apply(flags)
     options = flags.to_options(workload, weights=weights or workload.weights, **files)
-    inputs, wanted = workload.example()
+    inputs, expected = workload.example()
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
-    pipe.prepare(*args, target=wanted, **kwargs)
+    pipe.prepare(*args, target=expected, **kwargs)
     if is_first_rank() and not as_json:
         stdout().print(pipe.explain(), markup=False)
 
@@ -66,9 +66,9 @@ def run(
     items, what = 0, "samples"
     began = time.perf_counter()
     with pipe, training_progress(steps) as advance:
-        for step, (inputs, wanted) in zip(range(steps), workload.stream(), strict=False):
+        for step, (inputs, expected) in zip(range(steps), workload.stream(), strict=False):
             args, kwargs = call_of(inputs)
-            result = pipe.step_call(args, kwargs, wanted)
+            result = pipe.step_call(args, kwargs, expected)
             count, what = items_of(args, kwargs, pipe.plan.training.batch_size)
             items += count
             if result.loss is None:

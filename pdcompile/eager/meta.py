@@ -1,4 +1,4 @@
-"""Models on the meta device: shapes without memory.  What can be said of them, and what cannot."""
+"""Models on the meta device, which have shapes and no memory: the limits of checks and costs."""
 
 from __future__ import annotations
 
