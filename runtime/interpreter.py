@@ -37,7 +37,7 @@ class Box(NamedTuple):
 
 
 class Loss:
-    """The loss of one minibatch on this rank: here already, or under way since a call."""
+    """The loss of one minibatch on this rank: here already, or in flight since a call."""
 
     def __init__(
         self, call: int, handle: Handle | None = None, value: Tensor | None = None
@@ -145,7 +145,7 @@ class Worker:
             del self.feeds[minibatch]
 
     def abandon(self) -> None:
-        """Forget all messages under way: the connections are about to close."""
+        """Forget all messages in flight: the connections are about to close."""
         for loss in self.losses.values():
             loss.abandon()
         for part in (self._receiving, self._sending, self._slots, self.losses, self.norms.posted):

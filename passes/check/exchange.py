@@ -27,7 +27,7 @@ Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Channel:
+class ChannelTokens:
     """All transfers of one edge from one rank to a stage on another, in order."""
 
     sender: int
@@ -83,7 +83,7 @@ class Exchange:
     def __init__(self, spec: PipelineSpec, channels: ChannelModel):
         self.spec = spec
         self.model = channels
-        self.channels: dict[tuple[Kind, int, int, int, int], Channel] = {}
+        self.channels: dict[tuple[Kind, int, int, int, int], ChannelTokens] = {}
         everybody = tuple(rank for rank, _ in spec.holders)
         self.groups = {(Kind.NORMS, -1): Group(everybody)}
         for stage, ranks in enumerate(spec.ranks):
@@ -214,23 +214,23 @@ class Exchange:
             group.waited[rank] = count + 1
         return missing
 
-    def _sending(self, one: Instruction, rank: int) -> Channel:
+    def _sending(self, one: Instruction, rank: int) -> ChannelTokens:
         """By the stage that receives: where a rank holds several, a send says which."""
         stage = one.target if one.target >= 0 or one.stage < 0 else self.stage_of.get(one.peer, -1)
         return self._channel(one, rank, one.peer, stage)
 
-    def _channel(self, one: Instruction, sender: int, receiver: int, stage: int) -> Channel:
+    def _channel(self, one: Instruction, sender: int, receiver: int, stage: int) -> ChannelTokens:
         key = (one.action.kind, one.edge, sender, receiver, stage)
         found = self.channels.get(key)
         if found is None:
-            found = self.channels[key] = Channel(sender, receiver)
+            found = self.channels[key] = ChannelTokens(sender, receiver)
         return found
 
     def _group(self, one: Instruction) -> Group:
         kind = one.action.kind
         return self.groups[kind, one.stage if kind is Kind.REDUCE else -1]
 
-    def _match(self, channel: Channel, rank: int, position: int) -> None:
+    def _match(self, channel: ChannelTokens, rank: int, position: int) -> None:
         """First in, first out: the k-th receive posted gets the k-th send."""
         while channel.sent and channel.posted:
             sent, posted = channel.sent.popleft(), channel.posted.popleft()
@@ -243,7 +243,7 @@ class Exchange:
                 )
 
     def _pair(
-        self, rank: int, position: int, one: Instruction, channel: Channel, label: Label
+        self, rank: int, position: int, one: Instruction, channel: ChannelTokens, label: Label
     ) -> None:
         """One communicator for both directions: both ends must post in the same order."""
         if self.model == "per_direction":

@@ -98,7 +98,7 @@ class Tokens(Transfers):
         """Microbatch, update and weight version of a forward or backward."""
         minibatch, microbatch = label
         if microbatch < 0 or one.edge >= 0 or one.peer >= 0:
-            raise Violation("names no microbatch, or an edge or peer")
+            raise Violation("expected a microbatch, and no edge or peer")
         if one.lag != self.lag:
             raise Violation(f"weights of lag {one.lag}, the schedule's is {self.lag}")
         if self.forward_only:
@@ -139,7 +139,7 @@ class Tokens(Transfers):
             if max(t - self.lag, 0) < oldest:
                 raise Violation(f"overwrites weights that microbatch {i} of minibatch {t} names")
         for outlet in self.weights_out:
-            if any(t + 1 < oldest for labels in outlet.under_way.values() for t, _ in labels):
+            if any(t + 1 < oldest for labels in outlet.outstanding.values() for t, _ in labels):
                 raise Violation("overwrites weights that are still being sent")
             if outlet.made:
                 hop = outlet.hop
@@ -212,8 +212,8 @@ class Tokens(Transfers):
             raise Violation(f"no update of minibatch {min(self.forwards)}")
         if self.backwards and self.waited.get(Kind.REDUCE, 1) < 1:
             raise Violation("the replicas' gradients were not reduced")
-        if self.under_way:
-            raise Violation("transfers are still under way")
+        if self.outstanding:
+            raise Violation("transfers are still in flight")
         if self.posted != self.waited or any(
             received != self.steps for received in self.received.values()
         ):

@@ -33,7 +33,7 @@ class Outlet:
 
     hop: Hop
     made: set[Label] = field(default_factory=set)  # not yet sent
-    under_way: dict[int, list[Label]] = field(default_factory=dict)  # by rank
+    outstanding: dict[int, list[Label]] = field(default_factory=dict)  # by rank
 
 
 class Transfers:
@@ -63,7 +63,7 @@ class Transfers:
                 kind, edge, stage, _, _, ambiguous = one.hop
                 for peer in spec.ranks[stage]:
                     self.outlets[kind, edge, peer, stage if ambiguous else -1] = one
-                    one.under_way[peer] = []
+                    one.outstanding[peer] = []
             return made
 
         all_hops = hops(spec, stage)
@@ -92,7 +92,7 @@ class Transfers:
         if inlet is None or one.peer not in inlet.peers or one.target >= 0:
             raise Violation("no such transfer arrives here")
         if (label[1] < 0) != (kind is Kind.WEIGHT):
-            raise Violation("names a microbatch where it should not, or none")
+            raise Violation("expected a microbatch for values and gradients, none for weights")
         return inlet
 
     def post_receive(self, one: Instruction, label: Label) -> None:
@@ -135,17 +135,17 @@ class Transfers:
         outlet.made.remove(label)
         if outlet.hop.local:
             return
-        under_way = outlet.under_way[one.peer]
-        under_way.append(label)
-        if len(under_way) > outlet.hop.window:
+        outstanding = outlet.outstanding[one.peer]
+        outstanding.append(label)
+        if len(outstanding) > outlet.hop.window:
             window = outlet.hop.window
-            raise Violation(f"{len(under_way)} sends under way, the buffers hold {window}")
+            raise Violation(f"{len(outstanding)} sends in flight, the buffers hold {window}")
 
     def wait_send(self, one: Instruction, label: Label) -> None:
         outlet = self.outlets.get((one.action.kind, one.edge, one.peer, one.target))
-        if outlet is None or label not in outlet.under_way[one.peer]:
+        if outlet is None or label not in outlet.outstanding[one.peer]:
             raise Violation("waits for what was not sent")
-        outlet.under_way[one.peer].remove(label)
+        outlet.outstanding[one.peer].remove(label)
 
     # -- what compute asks of them -------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class Transfers:
                 raise Violation(f"{SEND[hop.kind]} {hop.edge} to stage {hop.stage} was forgotten")
 
     @property
-    def under_way(self) -> bool:
+    def outstanding(self) -> bool:
         """Is anything sent and not waited for, or any slot taken?"""
-        sent = (labels for one in self.all_out for labels in one.under_way.values())
+        sent = (labels for one in self.all_out for labels in one.outstanding.values())
         return any(sent) or any(one.live for one in self.inlets.values())
 
     def links(self, base: int) -> tuple[object, ...]:
@@ -196,7 +196,7 @@ class Transfers:
         return (
             tuple((relative(one.live), *one.live.values()) for one in self.inlets.values()),
             tuple(
-                tuple((peer, relative(labels)) for peer, labels in one.under_way.items())
+                tuple((peer, relative(labels)) for peer, labels in one.outstanding.items())
                 for one in self.all_out
             ),
             tuple(version - base for version in self.received.values()),

@@ -27,7 +27,7 @@ from pdcompile.cluster import message_seconds, slowest
 from pdcompile.passes.partition.budget import Budget, noticed, solver_for
 from pdcompile.passes.partition.model import Flow, Model, always_linked
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
-from pdcompile.plan.makespan import Hop, Kind, Path
+from pdcompile.plan.makespan import Direction, Path, StagePair
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
 
@@ -188,7 +188,7 @@ class Loads:
         cases = [[*here, *self.x.elsewhere(v, far)] for v in self.model.flows[e].sinks]
         return self.x.implied(f"pair{e}_{near}_{far}", cases)
 
-    def _carries(self, hop: Hop, kind: Kind, flow: Flow) -> bool:
+    def _carries(self, hop: StagePair, kind: Direction, flow: Flow) -> bool:
         """Whether the flow uses the hop whenever it joins the two stages."""
         if kind == "forward":
             return not flow.tied
@@ -198,7 +198,7 @@ class Loads:
         direct = abs(hop[0] - hop[1]) == 1 or len(set(flow.sources) | set(flow.sinks)) == 2
         return flow.backward_messages > 0 and direct
 
-    def _hop(self, hop: Hop, kind: Kind) -> Linear:
+    def _hop(self, hop: StagePair, kind: Direction) -> Linear:
         """Seconds of everything that one hop carries, at least."""
         near, far = min(hop), max(hop)
         link = slowest(self.stages[near:far])
@@ -213,7 +213,7 @@ class Loads:
                     total = total + units * self.pair(e, near, far)
         return total
 
-    def _linked(self, hop: Hop, kind: Kind) -> Literal:
+    def _linked(self, hop: StagePair, kind: Direction) -> Literal:
         """Whether something that compute waits for takes the hop, at least."""
         near, far = min(hop), max(hop)
         if kind != "final" and far - near == 1 and self.chained[kind]:

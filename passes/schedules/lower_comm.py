@@ -51,7 +51,7 @@ class Column:
         self.spec, self.rank, self.upto = spec, rank, upto
         self.out: list[Instruction] = []
         self.sends: dict[tuple[Kind, int, int, int], deque[Instruction]] = {}
-        self.lanes = {stage: Lane(self, stage, state) for stage, state in states.items()}
+        self.lanes = {stage: StagePart(self, stage, state) for stage, state in states.items()}
         self.awaited = -3  # the newest minibatch whose norms are known
         self.with_loss = False
 
@@ -89,7 +89,7 @@ class Column:
         return {one[:2] for one in todo if one not in done}
 
     def channel(self, send: Instruction) -> deque[Instruction]:
-        """Its sends that are under way."""
+        """Its sends that are in flight."""
         key = (send.action.kind, send.edge, send.peer, send.target)
         found = self.sends.get(key)
         if found is None:
@@ -112,7 +112,7 @@ class Column:
                 self.wait_send(channel.popleft())
 
 
-class Lane:
+class StagePart:
     """One stage's part of its rank's program."""
 
     def __init__(self, column: Column, stage: int, state: StageState):

@@ -34,9 +34,9 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     spec = spec_of(plan)
     found = [MemoryLedger()] * spec.num_ranks
     for rank, stages in spec.holders:
-        held: dict[int, _Walk] = {}
+        held: dict[int, _StageLedger] = {}
         for stage in stages:
-            held[stage] = _Walk(plan, spec, stage, rank, held)
+            held[stage] = _StageLedger(plan, spec, stage, rank, held)
         for base, program in _bases(spec, programs):
             for walk in held.values():
                 walk.begin(base, trains=program.name == spec.name)
@@ -54,7 +54,7 @@ def _bases(spec: PipelineSpec, programs: Sequence[Schedule]) -> Iterable[tuple[i
 
 
 @dataclass
-class _Walk:
+class _StageLedger:
     """What one stage holds on one rank, instruction by instruction.
 
     `held` are the walks of all stages of the rank, `peak` the most that they held together while
@@ -65,7 +65,7 @@ class _Walk:
     spec: PipelineSpec
     index: int
     rank: int
-    held: dict[int, _Walk]
+    held: dict[int, _StageLedger]
     in_flight: int = 0
     buffers: set[int] = field(default_factory=set)  # minibatches that have gradients
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients

@@ -29,13 +29,13 @@ from typing import Literal, NamedTuple, TypeAlias, Union
 from pdcompile.schedule.instruction import Action
 from pdcompile.schedule.registry import DEFAULT, GRADIENT_SLOTS, StageWork, kind_of, window
 
-Hop: TypeAlias = tuple[int, int]  # sending and receiving stage
-Kind: TypeAlias = Literal["forward", "backward", "final"]
-KINDS: tuple[Kind, ...] = ("forward", "backward", "final")
-Compute: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
+StagePair: TypeAlias = tuple[int, int]  # sending and receiving stage
+Direction: TypeAlias = Literal["forward", "backward", "final"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "final")
+ComputeEvent: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
 #: which of the rank's stages, is it a forward (None: the update), which of its microbatches
 Turn: TypeAlias = tuple[int, bool | None, int]
-Event: TypeAlias = Union[Compute, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
+Event: TypeAlias = Union[ComputeEvent, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Timing:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    forward_hops: Mapping[Hop, float] = field(default_factory=dict)
-    backward_hops: Mapping[Hop, float] = field(default_factory=dict)
-    final_hops: Mapping[Hop, float] = field(default_factory=dict)
+    forward_hops: Mapping[StagePair, float] = field(default_factory=dict)
+    backward_hops: Mapping[StagePair, float] = field(default_factory=dict)
+    final_hops: Mapping[StagePair, float] = field(default_factory=dict)
     full_duplex: bool = True
 
-    def of_kind(self, kind: Kind) -> Mapping[Hop, float]:
+    def of_kind(self, kind: Direction) -> Mapping[StagePair, float]:
         if kind == "final":
             return self.final_hops
         return self.forward_hops if kind == "forward" else self.backward_hops
@@ -67,7 +67,7 @@ class Path:
 
     forward: tuple[int, ...]  # per stage
     backward: tuple[int, ...]
-    hops: tuple[tuple[Hop, Kind, int], ...]
+    hops: tuple[tuple[StagePair, Direction, int], ...]
 
     def seconds(self, timing: Timing) -> float:
         """Its sum for other stages and hops; 0 where it says nothing of them."""
@@ -136,10 +136,10 @@ def _walk(
     schedule: str,
     *,
     full_duplex: bool,
-) -> Walk:
+) -> EventWalk:
     ranks = [(s,) for s in range(len(timing.forward))]
-    walk = Walk(timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule)
-    for kind in KINDS[:2]:
+    walk = EventWalk(timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule)
+    for kind in DIRECTIONS[:2]:
         table = timing.of_kind(kind)
         hops = sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop))
         for a, b in hops:
@@ -156,7 +156,7 @@ class SharedLinks:
     def __init__(self) -> None:
         self.waiting: list[tuple[float, int, Wire]] = []
         self.ticket = counting()
-        self.free: dict[Hop, float] = defaultdict(float)
+        self.free: dict[StagePair, float] = defaultdict(float)
 
     def add(self, at: float, wire: Wire) -> None:
         heapq.heappush(self.waiting, (at, next(self.ticket), wire))
@@ -181,8 +181,8 @@ class Wire:
 
     def __init__(
         self,
-        hop: Hop,
-        kind: Kind,
+        hop: StagePair,
+        kind: Direction,
         seconds: tuple[float, ...],
         link: tuple[int, int],
         shared: SharedLinks | None = None,
@@ -245,7 +245,7 @@ class Wire:
             self.sleepers.clear()
 
 
-class Lane(NamedTuple):
+class WireGroup(NamedTuple):
     """The wires between the ranks of two stages, by turn, and their messages a microbatch."""
 
     wires: list[Wire]
@@ -254,7 +254,7 @@ class Lane(NamedTuple):
     window: int  # messages in flight to one receiver before its sender waits, of all turns
 
 
-class Walk:
+class EventWalk:
     """Follows the ranks of one minibatch.
 
     Args:
@@ -280,14 +280,16 @@ class Walk:
             for rank in own:
                 self.held.setdefault(rank, []).append(s)
         self.ready: list[int] = []
-        self.cause: dict[Compute, Event] = {}
+        self.cause: dict[ComputeEvent, Event] = {}
         stages = range(len(ranks))
         self.done = [0.0 for _ in stages]
         self.because: list[Event] = [None for _ in stages]
-        self.into: dict[bool, list[list[Lane]]] = {f: [[] for _ in stages] for f in (True, False)}
-        self.out: dict[bool, list[list[tuple[Lane, int]]]]
+        self.into: dict[bool, list[list[WireGroup]]] = {
+            f: [[] for _ in stages] for f in (True, False)
+        }
+        self.out: dict[bool, list[list[tuple[WireGroup, int]]]]
         self.out = {f: [[] for _ in stages] for f in (True, False)}
-        self.lanes: dict[tuple[Kind, Hop], Lane] = {}
+        self.lanes: dict[tuple[Direction, StagePair], WireGroup] = {}
         self.shared = SharedLinks()
 
     def join(self, wires: list[Wire]) -> None:
@@ -299,13 +301,13 @@ class Walk:
             most = self.m
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
-        lane = Lane(wires, len(wires), count, most * count)
+        lane = WireGroup(wires, len(wires), count, most * count)
         self.into[kind == "forward"][hop[1]].append(lane)
         self.lanes[kind, hop] = lane
 
-    def send_in_order(self, kind: Kind, hops: Iterable[Hop]) -> None:
+    def send_in_order(self, kind: Direction, hops: Iterable[StagePair]) -> None:
         """Which messages each stage sends after computing, one after the other."""
-        sent: Counter[Hop] = Counter()
+        sent: Counter[StagePair] = Counter()
         for hop in hops:
             self.out[kind == "forward"][hop[0]].append((self.lanes[kind, hop], sent[hop]))
             sent[hop] += 1
@@ -327,7 +329,7 @@ class Walk:
         if running:
             raise ValueError(f"warm-up {list(self.warmup)} never ends: stages wait for each other")
 
-    def finished(self, timing: Timing) -> tuple[float, Event, Hop | None]:
+    def finished(self, timing: Timing) -> tuple[float, Event, StagePair | None]:
         """When the last stage or final hop is done, the event that decides it, and the hop."""
         end, event, final = -1.0, None, None
         for now, because in zip(self.done, self.because, strict=True):
@@ -346,7 +348,7 @@ class Walk:
         step = [now + seconds for now, seconds in zip(self.done, reductions, strict=True)]
         if norms is not None:
             step = [max(step) + norms] * len(step)
-        free: dict[Hop, float] = defaultdict(float)
+        free: dict[StagePair, float] = defaultdict(float)
         for a, b, seconds in finals:
             link = self.ranks[a][0], self.ranks[b][0]
             free[link] = max(free[link], step[a], step[b]) + seconds
@@ -356,10 +358,10 @@ class Walk:
         """Does a rank of one of these stages hold others too?"""
         return any(len(self.held[rank]) > 1 for s in (a, b) for rank in self.ranks[s])
 
-    def path(self, event: Event, final: Hop | None) -> Path:
+    def path(self, event: Event, final: StagePair | None) -> Path:
         """How often forward and backward of each stage, and each hop, lead to the event."""
         computed = {True: [0] * len(self.ranks), False: [0] * len(self.ranks)}
-        hops: Counter[tuple[Hop, Kind]] = Counter()
+        hops: Counter[tuple[StagePair, Direction]] = Counter()
         if final is not None:
             hops[final, "final"] = 1
         while event is not None:
@@ -434,7 +436,7 @@ class _Stage:
         "seconds", "share", "warmup",
     )  # fmt: skip
 
-    def __init__(self, walk: Walk, s: int, rank: int):
+    def __init__(self, walk: EventWalk, s: int, rank: int):
         ranks = walk.ranks[s]
         self.index, self.warmup = s, walk.warmup[s]
         self.replicas, self.first = len(ranks), ranks.index(rank)

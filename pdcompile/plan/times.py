@@ -10,7 +10,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pdcompile.cluster import Cluster, Link, message_seconds, ring_seconds, slowest
-from pdcompile.plan.makespan import KINDS, Hop, Kind, Timing, Walk, Wire, makespan
+from pdcompile.plan.makespan import (
+    DIRECTIONS,
+    Direction,
+    EventWalk,
+    StagePair,
+    Timing,
+    Wire,
+    makespan,
+)
 from pdcompile.schedule.registry import DEFAULT
 
 
@@ -18,7 +26,7 @@ class Message(NamedTuple):
     """What one stage sends another for each microbatch; final ones (new weights of tied
     parameters) once a minibatch, after the last backward."""
 
-    kind: Kind
+    kind: Direction
     source: int
     target: int
     bytes: int
@@ -58,8 +66,12 @@ class PipelineTimes:
     @cached_property
     def timing(self) -> Timing:
         """One microbatch over the fastest ranks of each stage: all there is without replicas."""
-        tables: dict[Kind, dict[Hop, float]] = {"forward": {}, "backward": {}, "final": {}}
-        between: dict[Hop, list[Link]] = {}
+        tables: dict[Direction, dict[StagePair, float]] = {
+            "forward": {},
+            "backward": {},
+            "final": {},
+        }
+        between: dict[StagePair, list[Link]] = {}
         for kind, a, b, size in self.messages:
             links = between.get((a, b))
             if links is None:
@@ -86,7 +98,7 @@ class PipelineTimes:
         sent: dict[int, float] = defaultdict(float)
         received: dict[int, float] = defaultdict(float)
         if self.straight:
-            for kind in KINDS:
+            for kind in DIRECTIONS:
                 every = num_microbatches if kind == "final" else 1
                 for (a, b), seconds in self.timing.of_kind(kind).items():
                     sent[self.ranks[a][0]] += seconds / every
@@ -125,12 +137,12 @@ class PipelineTimes:
         """Seconds of one minibatch with a flush.  Raises ValueError as `makespan` does."""
         if self.straight and not self.clips:
             return makespan(self.timing, warmup, num_microbatches, self.schedule)
-        walk = Walk(
+        walk = EventWalk(
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule
         )
-        for kind in KINDS[:2]:
+        for kind in DIRECTIONS[:2]:
             listed = [one for one in self._sent if one.kind == kind]
-            pairs: dict[Hop, list[int]] = {}
+            pairs: dict[StagePair, list[int]] = {}
             for one in listed:
                 pairs.setdefault((one.source, one.target), []).append(one.bytes)
             for (a, b), sizes in pairs.items():

@@ -96,7 +96,7 @@ def _row(line: str, where: str) -> list[str]:
 def _cell(cell: str, home: int, where: str) -> Instruction:
     match = _CELL.fullmatch(cell)
     if match is None or match["action"] not in _ACTIONS:
-        raise ScheduleError(f"no instruction: {cell!r}", where=where)
+        raise ScheduleError(f"not an instruction: {cell!r}", where=where)
 
     def number(key: str, default: int) -> int:
         return default if match[key] is None else int(match[key])

@@ -126,7 +126,7 @@ class ScheduleKind:
 
 
 def window(first: tuple[int, int], last: tuple[int, int]) -> int:
-    """Sends under way on one channel between two stages, each (warm-up, replicas), in order.
+    """Sends in flight on one channel between two stages, each (warm-up, replicas), in order.
 
     The first stage runs w_first·r_first − w_last·r_last microbatches ahead; a send that much
     older plus one is known to have been received, so that waiting for it does not block in

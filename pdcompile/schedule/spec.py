@@ -23,7 +23,7 @@ FORWARD_ONLY_SLOTS = 2
 class Hop(NamedTuple):
     """One end of the transfers of an edge (or tied parameter) between two stages.
 
-    `window`: how many sends of one channel may be under way before the oldest is waited for.
+    `window`: how many sends of one channel may be in flight before the oldest is waited for.
     """
 
     kind: Kind
@@ -128,7 +128,7 @@ class PipelineSpec:
         return Hop(kind, edge, other, window, local, self.shares_rank(other))
 
     def window(self, first: int, last: int) -> int:
-        """Sends under way on one channel between two stages, first < last.
+        """Sends in flight on one channel between two stages, first < last.
 
         A rank of several stages may be anywhere in the minibatch: nobody waits within it, not
         even for a stage that waits for such a rank in turn.

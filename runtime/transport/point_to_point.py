@@ -41,7 +41,7 @@ class PeerLost(RuntimeError):
 
 
 class Handle:
-    """A message under way. `wait` returns the tensor of a receive.
+    """A message in flight. `wait` returns the tensor of a receive.
 
     `memory` is the address of the slot that a pooled receive is in.
     """
