@@ -47,6 +47,12 @@ def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: i
     )
 
 
+def test_a_plan_is_found_in_no_time() -> None:
+    plan = compiled("gpt", time_limit=0).plan
+    assert len(plan.stages) == 2
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
+
+
 def test_memory_limits_hold_by_the_ledger() -> None:
     options = {"schedule": "2bw", "stages": 3, "outputs": "none"}
     free = compiled("gpt", **options).plan

@@ -107,7 +107,8 @@ class PlanSearch:
         heap = [(branch.bound, next(ticket), branch) for branch in every]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
-            if self.tried >= MAX_TRIED or self._spent(SEARCHING):
+            over = self.tried >= MAX_TRIED or self._spent(SEARCHING)
+            if over and not self.space.in_order:  # the search for a cut ends by itself, with a plan
                 many = f"{MAX_TRIED} plans were tried"
                 self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
                 return
