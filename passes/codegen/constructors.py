@@ -99,7 +99,8 @@ class Constructors:
             return f"OpaqueModule({quote(target)})", True
         name = target.rpartition(".")[2]
         cls = getattr(nn, name, None)
-        if not target.startswith("torch.nn.") or not _is_module_class(cls) or cls is None:
+        found = isinstance(cls, type) and issubclass(cls, nn.Module)
+        if not target.startswith("torch.nn.") or not found or cls is None:
             raise SourceError(f"{target!r} is not a module of torch.nn", where=node.path)
         text = f"nn.{name}({', '.join(_arguments(cls, given))})"
         if node.dtype is not None:
@@ -186,10 +187,6 @@ def _joined(parts: Sequence[tuple[str, bool]], brackets: str, star: str) -> str:
         f"{star}{opening}{text}{closing}" if repeats else text for text, repeats in parts
     )
     return f"{brackets[0]}{inner}{brackets[1]}"
-
-
-def _is_module_class(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, nn.Module)
 
 
 def _arguments(cls: type[nn.Module], given: Mapping[str, Any]) -> list[str]:

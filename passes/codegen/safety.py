@@ -168,7 +168,11 @@ class _Checker:
                     if name not in _METHODS or node.decorator_list:
                         self.refuse(node, f"defines {name!r}")
                 case ast.ClassDef():
-                    if node.decorator_list or node.keywords or _bases(node) != ["nn.Module"]:
+                    if (
+                        node.decorator_list
+                        or node.keywords
+                        or [*map(ast.unparse, node.bases)] != ["nn.Module"]
+                    ):
                         self.refuse(node, f"defines the class {node.name!r}")
                 case ast.Import() | ast.ImportFrom():
                     if ast.unparse(node) not in self.imports.lines():
@@ -211,10 +215,6 @@ class _Checker:
             where=f"{self.where}:{line}",
             remedy="this is a mistake in pdcompile: please report it with the model",
         )
-
-
-def _bases(node: ast.ClassDef) -> list[str]:
-    return [ast.unparse(base) for base in node.bases]
 
 
 def _chain(node: ast.expr) -> str | None:

@@ -130,7 +130,8 @@ def measure(
             if progress:
                 progress(done, len(distinct), call.op.target)
             too_long = sum(seconds(call, machine)) > budget_seconds
-            if key in entries or too_long or _operand_bytes(call) > MAX_OPERAND_BYTES:
+            size = sum(operand.bytes for operand in (*call.inputs, *call.outputs))
+            if key in entries or too_long or size > MAX_OPERAND_BYTES:
                 continue
             try:
                 entries[key] = measure_one(call, key, model, microbatch_size, share)
@@ -183,10 +184,6 @@ def _measured(cost: OpCost, entry: Entry | None) -> OpCost:
         backward_seconds=entry.backward_seconds,
         origin="measured",
     )
-
-
-def _operand_bytes(call: CostedOp) -> int:
-    return sum(int(operand.bytes) for operand in (*call.inputs, *call.outputs))
 
 
 def _with_costs(graph: OpGraph, costs: tuple[OpCost, ...]) -> OpGraph:

@@ -56,7 +56,7 @@ def measure(call: CostedOp, key: str, model: nn.Module | None, b: int, seconds: 
     """Times one op for about `seconds` in all."""
     bench = _bench(call, model, b)
     with grad_mode(call):
-        forward = _forward_seconds(bench, seconds / 2)
+        forward = typical(lambda: timed(bench.prepare(), CPU), seconds / 2)
         backward = _backward_seconds(bench, seconds / 2) if call.differentiated else 0.0
     return Entry(key, call.op.target, forward, backward)
 
@@ -106,10 +106,6 @@ def _copy_of(path: str, model: nn.Module | None, training: bool) -> nn.Module:
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.fill_(0.5 if tensor.is_floating_point() else 0)
     return module.train(training)
-
-
-def _forward_seconds(bench: Bench, budget_seconds: float) -> float:
-    return typical(lambda: timed(bench.prepare(), CPU), budget_seconds)
 
 
 def _backward_seconds(bench: Bench, budget_seconds: float) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -80,7 +79,6 @@ def measure_stages(
     tensors = tensors_by_name(model, sources)
     edges = {edge.value: edge for edge in plan.edges}
     device = next((one.device for one in tensors.values()), torch.device("cpu"))
-    region = partial(autocast_region, plan.training.autocast)
     with preserved_rng(device), untouched(model, training=True):
         model.zero_grad(set_to_none=True)
         values: dict[str, torch.Tensor] = {}
@@ -89,7 +87,11 @@ def measure_stages(
                 progress(k, len(keys), f"stage {k}")
             interface, key = sources.interfaces[k], keys[k]
             stage = LocalStage(build(cls, interface, tensors, model).train(), interface, edges, 0)
-            forward = partial(_forward, stage, values, leaves, region)
+
+            def forward(stage: LocalStage = stage) -> None:
+                with autocast_region(plan.training.autocast):
+                    stage.forward(values, leaves)
+
             if key not in found:
                 environment = _environment(graph, plan, k, device, microbatch_size)
                 known = _cached(environment, key)
@@ -103,16 +105,6 @@ def measure_stages(
         if progress:
             progress(len(keys), len(keys), "")
     return tuple(found[key] for key in keys)
-
-
-def _forward(
-    stage: LocalStage,
-    values: Mapping[str, torch.Tensor],
-    leaves: Mapping[str, Any],
-    region: Callable[[], AbstractContextManager[Any]],  # of autocast
-) -> None:
-    with region():
-        stage.forward(values, leaves)
 
 
 def _measure(

@@ -89,7 +89,9 @@ def verify_blocks(
             Compared(mode_of(graph), 0, size, *map(sum, zip((0, 0, 0), *counts, strict=True)))
         )
     compared = [one for one in found if not one.reason]
-    text = ", ".join(_count(one.kind, compared, capture) for one in _kinds(compared))
+    text = ", ".join(
+        _count(kind, compared, capture) for kind in dict.fromkeys(one.kind for one in compared)
+    )
     left = [*_left_out(found), *_outside(capture, plan, layouts)]
     nothing = "" if compared else f"nothing could be compared ({'; '.join(left)})"
     return Verification(
@@ -229,10 +231,6 @@ def _of_class(capture: Capture, kind: str) -> list[str]:
     """Paths of the modules of a class."""
     classes = {**capture.eval.classes, **capture.train.classes}
     return [path for path in classes if _class_of(capture, path) == kind]
-
-
-def _kinds(found: Sequence[BlockUse]) -> list[BlockUse]:
-    return list({one.kind: one for one in found}.values())
 
 
 def _count(kind: str, done: Sequence[BlockUse], capture: Capture) -> str:

@@ -105,7 +105,10 @@ class BlockComparison:
         named = (*self.eager.named_parameters(), *self.eager.named_buffers())
         self.held = {fqns[f"{self.path}.{name}"]: tensor for name, tensor in named}
         opaque.bind(self.stage, self.interface, self.model)
-        self.generated = self._materialised().train(self.graph.training)
+        # The stage's block, holding the very tensors of the model's module.
+        block = self.stage.get_submodule(self.path)
+        fill(block, self.path, self.interface, lambda fqn: self._tensor(Attr(fqn)))
+        self.generated = block.train(self.graph.training)
 
     def run(self) -> tuple[list[Difference], Compared]:
         """Runs both, forward and backward.
@@ -202,12 +205,6 @@ class BlockComparison:
                 if not tensor.requires_grad:
                     tensor.copy_(self.given(Attr(fqn)))
         return outcome
-
-    def _materialised(self) -> nn.Module:
-        """The stage's block, holding the very tensors of the model's module."""
-        block = self.stage.get_submodule(self.path)
-        fill(block, self.path, self.interface, lambda fqn: self._tensor(Attr(fqn)))
-        return block
 
 
 def _told(run: Any, who: str, where: str | None) -> Outcome:
