@@ -314,6 +314,8 @@ def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
 
 def rewritten(argument: Any, change: Callable[[Any], Any]) -> Any:
     """The argument with every part that holds no other replaced by what `change` makes of it."""
+    if type(argument) in _PLAIN:
+        return change(argument)
     match argument:
         case tuple():
             return tuple(rewritten(part, change) for part in argument)

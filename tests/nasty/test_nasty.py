@@ -50,7 +50,7 @@ def test_two_steps_as_the_reference(name: str) -> None:
     assert all(torch.equal(state[key], tensor) for key, tensor in twin.state_dict().items())
     # As many samples as before: a loop over samples is captured for one size.
     assert torch.equal(pipe.predict(rows(8)), reference.predict(rows(8)))
-    kept = any(op.opaque for op in pipe._running.prepared.capture.train.ops)
+    kept = any(op.opaque for op in pipe._running.compiled.capture.train.ops)
     assert kept == (CASES[name][1] == "kept")
 
 

@@ -34,8 +34,8 @@ class Properties(Interceptor):
         if isinstance(result, torch.Tensor):
             return tape.record("getattr", name, "", (args[0],), {}, result, None)
         tape.sizes.asked(given, name)
-        for each in tape.interceptors:
-            each.asked(given[0], name)
+        for asked in tape.asked:
+            asked(given[0], name)
         return result
 
     def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:

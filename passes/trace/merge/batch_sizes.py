@@ -46,12 +46,15 @@ def probe_sizes(
 _MEASURED = ("flops", "saved_bytes")
 
 
+_CONTAINERS = (tuple, ListOf, DictOf, Slice)
+
+
 def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     """One argument for several of one form, in which `leaf` merges what holds no other."""
     first = parts[0]
-    if all(type(part) is type(first) for part in parts):
+    if type(first) in _CONTAINERS and len(set(map(type, parts))) == 1:
         match first:
-            case tuple() if type(first) is tuple and len({len(part) for part in parts}) == 1:
+            case tuple() if len({len(part) for part in parts}) == 1:
                 return tuple(merged(items, leaf) for items in zip(*parts, strict=True))
             case ListOf() | DictOf():
                 return type(first)(merged([part.items for part in parts], leaf))
@@ -108,11 +111,12 @@ class Fit:
         return merged(parts, lambda leaves: self._leaf(leaves, what, where))
 
     def _leaf(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
-        first = parts[0]
-        if all(type(part) is int for part in parts):
+        first, kinds = parts[0], set(map(type, parts))
+        if kinds == {int}:
             return self._number(parts, what, where)
-        same = all(part == first or (part != part and first != first) for part in parts)
-        if same and all(type(part) is type(first) for part in parts):
+        if len(kinds) == 1 and all(
+            part == first or (part != part and first != first) for part in parts[1:]
+        ):
             return first
         raise self._differs(parts, what, where)
 

@@ -87,16 +87,20 @@ class Tape(TorchFunctionMode):
         self.unsized = Unsized(self)
         self.sizes = ExampleSizes(self)
         self.interceptors = tuple(kind(self) for kind in interceptors)
+        self._recorded, self.asked = self._hooks("recorded"), self._hooks("asked")
         self._call = self._chain("call", self.call)
         self._module = self._chain("module", self._inside_module)
         self._apply = self._chain("apply", lambda cls, plain, args: self.call(plain, args, {}))
 
     def _chain(self, hook: str, last: Callable[..., Any]) -> Callable[..., Any]:
         """The interceptors that have this hook, each of which may proceed to the next one."""
-        for each in reversed(self.interceptors):
-            if getattr(type(each), hook) is not getattr(Interceptor, hook):
-                last = partial(getattr(each, hook), proceed=last)
+        for each in reversed(self._hooks(hook)):
+            last = partial(each, proceed=last)
         return last
+
+    def _hooks(self, name: str) -> list[Callable[..., Any]]:
+        own = [each for each in self.interceptors if name in vars(type(each))]
+        return [getattr(each, name) for each in own]
 
     # What the interpreter calls.
 
@@ -151,8 +155,8 @@ class Tape(TorchFunctionMode):
         return self._apply(cls, plain, args)
 
     def _tell(self, source: str) -> None:
-        for each in self.interceptors:
-            each.recorded(source)
+        for recorded in self._recorded:
+            recorded(source)
 
     # One op.
 
