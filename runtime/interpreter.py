@@ -15,7 +15,7 @@ from torch import Tensor
 from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip
 from pdcompile.errors import ClosedError, DeadlockError
-from pdcompile.plan import TiedParameter
+from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.transport.contract import Channel, Expected
@@ -64,20 +64,18 @@ class Loss:
 class Worker:
     """Everything that one stage of a rank knows while it runs; `held`: all stages of its rank.
 
-    `max_norm` None: no clipping; `updater` None: gradients only, no STEP may come.
+    `updater` None: gradients only, no STEP may come.
     """
 
     def __init__(
         self,
         stage: int,
         compute: Compute,
-        tied: tuple[TiedParameter, ...],
+        plan: Plan,
         weights: StageWeights,
         norms: Norms,
         transport: Transport,
-        *,
         loss_dtype: torch.dtype,
-        max_norm: float | None,
     ) -> None:
         self.stage = stage
         self.held: dict[int, Worker] = {stage: self}
@@ -90,9 +88,9 @@ class Worker:
         self.losses: dict[int, Loss] = {}
         self.base = self._call = 0
         self._compute = compute
-        self._tied = tied
+        self._tied = plan.tied
         self._loss_dtype = loss_dtype
-        self._max_norm = max_norm
+        self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
         self._clips_to: float | None = None  # where the user clips what is in .grad now
         self._receiving: dict[Key, Handle] = {}

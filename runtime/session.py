@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -61,7 +62,7 @@ class Session(Guarded):
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.agreement: Agreement | None = None
-        wires = Wires()
+        wires: Wires = defaultdict(deque)
         streams = Streams(plan.training.seed)
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges)
@@ -310,18 +311,9 @@ def _worker(
     transport: Transport,
 ) -> Worker:
     plan, train = compiled.plan, compiled.capture.train
-    return Worker(
-        stage,
-        Compute(stage, plan.tied, weights, streams, _autocast(plan)),
-        plan.tied,
-        weights,
-        norms,
-        transport,
-        loss_dtype=torch.float32
-        if train.loss is None
-        else dtype_of(train.values[train.loss].dtype),
-        max_norm=plan.training.max_grad_norm,
-    )
+    compute = Compute(stage, plan.tied, weights, streams, _autocast(plan))
+    dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
+    return Worker(stage, compute, plan, weights, norms, transport, dtype)
 
 
 def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,7 +127,7 @@ def test_too_many_dimensions() -> None:
 
 
 def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:
-    wires = Wires()
+    wires: Wires = defaultdict(deque)
     a, b = LocalTransport(0, wires), LocalTransport(1, wires)
     expected = Expected((2,), torch.float32, 0)
     first, second = (b.receive(Channel(Kind.VALUE, 0, 0), expected) for _ in range(2))
@@ -174,7 +176,7 @@ def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> N
 
 
 def test_norms_are_those_of_torch() -> None:
-    wires = Wires()
+    wires: Wires = defaultdict(deque)
     dtypes = dict.fromkeys(["a", "b", "c", "d"], torch.float32)
     owned = [["a", "d"], ["b", "c"]]
     ranks = [Norms(LocalTransport(rank, wires), owned, dtypes) for rank in range(2)]
@@ -197,7 +199,7 @@ class Stuck:
     """A worker that waits for ever for its second instruction."""
 
     def __init__(self, rank: int) -> None:
-        self.transport = LocalTransport(rank, Wires())
+        self.transport = LocalTransport(rank, defaultdict(deque))
         self.held: dict[int, Stuck] = {0: self}
         self.done: list[Instruction] = []
 

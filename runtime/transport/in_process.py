@@ -14,12 +14,8 @@ from torch import Tensor
 from pdcompile.runtime.transport.contract import Channel, Expected, check_tensor
 from pdcompile.runtime.transport.point_to_point import Done, Handle
 
-
-class Wires:
-    """The queues that the ranks of one process share, by sender, receiver and channel."""
-
-    def __init__(self) -> None:
-        self.queues: defaultdict[tuple[int, ...], deque[Tensor]] = defaultdict(deque)
+#: the messages of all ranks of one process, by sender, receiver and channel
+Wires = defaultdict[tuple[int, ...], deque[Tensor]]
 
 
 class LocalTransport:
@@ -29,7 +25,7 @@ class LocalTransport:
 
     def __init__(self, rank: int, wires: Wires) -> None:
         self.rank = rank
-        self._queues = wires.queues
+        self._queues = wires
 
     def send(
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
