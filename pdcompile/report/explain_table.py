@@ -68,7 +68,7 @@ def deciding(found: Explanation) -> Text:
         if use.binds == "round trip":
             return Text(
                 f"stage {use.stage} decides: a microbatch is back after "
-                f"{format_seconds(use.round_trip_seconds)}, and {use.in_flight} may be under way: "
+                f"{format_seconds(use.round_trip_seconds)}, and {use.in_flight} may be in flight: "
                 f"one every {format_seconds(use.binding_seconds)}"
             )
         return Text(

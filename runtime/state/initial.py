@@ -15,7 +15,7 @@ from pdcompile.weights import materialise, open_source, slots
 def initial_state(
     model: nn.Module,
     options: Options,
-    prepared: Compiled,
+    compiled: Compiled,
     ranks: list[int],
     world: World | None,
 ) -> State:
@@ -28,7 +28,7 @@ def initial_state(
         ContractError: ranks that hold one tensor got different values for it.
     """
     if options.weights is None:
-        state = State(model, prepared, ranks)
+        state = State(model, compiled, ranks)
         refuse_meta(state.tensors)
         if world is not None:
             same_start(world, state.tensors)
@@ -37,13 +37,13 @@ def initial_state(
     built = [s.fqn for s in slots(model).values() if not (s.tensor.is_meta or source.stored(s))]
     names = None
     if world is not None:
-        held = prepared.stages_of_rank
-        mine = [prepared.interfaces[stage] for rank in ranks for stage in held[rank]]
+        held = compiled.stages_of_rank
+        mine = [compiled.interfaces[stage] for rank in ranks for stage in held[rank]]
         names = {name for one in mine for name in (*one.parameters, *one.buffers)}
     materialise(model, source, names)
-    state = State(model, prepared, ranks)
+    state = State(model, compiled, ranks)
     refuse_meta({fqn: t for fqn, t in state.tensors.items() if names is None or fqn in names})
-    refuse_meta(prepared.capture.train.tensor_values)
+    refuse_meta(compiled.capture.train.tensor_values)
     if world is not None:
         same_start(world, {fqn: state.tensors[fqn] for fqn in built})
         same_values(world, state.tensors, state.shared())

@@ -26,16 +26,16 @@ class State:
     tensor owns it.
     """
 
-    def __init__(self, model: nn.Module, prepared: Compiled, ranks: list[int]) -> None:
+    def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
         self._model = model
         self._ranks = ranks
         self._keys = tuple(model.state_dict())
-        graphs = prepared.capture.eval, prepared.capture.train
+        graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
-        held = prepared.stages_of_rank
+        held = compiled.stages_of_rank
         rank_of = {stage: rank for rank, stages in held.items() for stage in stages}
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
-        for interface in prepared.interfaces:
+        for interface in compiled.interfaces:
             for fqn in (*interface.parameters, *interface.buffers, *interface.constants):
                 if (rank := rank_of[interface.index]) not in self._holders[fqn]:
                     self._holders[fqn].append(rank)
@@ -47,8 +47,8 @@ class State:
         self.tensors: dict[str, Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
-            **_own(model, prepared.capture.eval.tensor_values),
-            **_own(model, prepared.capture.train.tensor_values),
+            **_own(model, compiled.capture.eval.tensor_values),
+            **_own(model, compiled.capture.train.tensor_values),
         }
         self._canonical = {a: fqn for fqn, i in self._infos.items() for a in (fqn, *i.aliases)}
 

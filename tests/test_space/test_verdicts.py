@@ -48,7 +48,7 @@ def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
-    """By the formula it fits without: what is under way is too much."""
+    """By the formula it fits without: what is in flight is too much."""
     space = SearchSpace("1", (False, True), ("gpipe",), (4,), stages=2)
     free = WholeSpace(at(chain(4)), three(Device(), Device()), space)
     plan = explored(free).plan
