@@ -149,6 +149,37 @@ def test_an_attribute_in_the_memory_of_a_parameter_is_refused() -> None:
             pipe.step(x, target=y)
 
 
+class ReadsParameters(nn.Module):
+    """Reads parameters from a list of its own, and an LSTM, which has such a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.weights = [self.first.weight, self.last.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(F.linear(x, weight))
+        y, _ = self.rnn(x[:, None])
+        out: Tensor = self.last(self.first(y[:, 0]))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_parameters_in_containers_are_the_stages_own(schedule: str) -> None:
+    given: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "loss_fn": F.mse_loss}
+    x, y = batch(0)
+    pipe = by_hand(ReadsParameters(), 2, x, y, **given)
+    expected = reference(ReadsParameters(), **given)
+    for number in range(4):
+        x, y = batch(number)
+        losses = [float(one.step(x, target=y).loss) for one in (pipe, expected)]  # type: ignore[arg-type]
+        assert losses[0] == losses[1]
+    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
+
+
 class Counts(torch.optim.Optimizer):
     """Writes a tensor of its group in place."""
 

@@ -38,11 +38,14 @@ class AttributeWatch:
             if owner is not _MISSING and names[-1] != "training":
                 path = ".".join([root, *names] if root else names)
                 self._owners.append((owner, names[-1], path, is_below(root, opaque)))
-        self._tensors = [  # `check` sees to it that they stay these
-            (path, isinstance(value, Tensor), found)
-            for value, path in ((_attribute(o, name), path) for o, name, path, _ in self._owners)
-            for path, found in _tensors_in(snapshot(value), path)
-        ]
+        parameters = {id(one) for one in model.parameters()}
+        self._tensors: list[tuple[str, bool, Tensor]] = []  # `check` sees to it that they stay so
+        for owner, name, path, shared in self._owners:
+            value = _attribute(owner, name)
+            follows = not shared or isinstance(owner, nn.RNNBase)  # it renews its list of weights
+            for place, found in _tensors_in(snapshot(value), path):
+                if not (follows and id(found) in parameters):  # a stage has its own parameter there
+                    self._tensors.append((place, isinstance(value, Tensor), found))
         self._values = {model.training: self._present()}
         other = not model.training
         self._values[other] = self._values[model.training]
