@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch.step_result import total_loss
-from pdcompile.eager.gradients import clip
+from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
@@ -245,10 +245,11 @@ class Worker:
             max(minibatch - ins.lag, 0) if wiring.training else self.weights.newest,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )
-        slots = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
+        written = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
+        written |= self.weights.memories() if values else set()
         kept = {
             name: value.detach().clone()
-            if value.untyped_storage().data_ptr() in slots  # a view of what came in
+            if memory_of(value) in written  # a view of what came in, or of the stage's own
             else value.detach()
             for name, value in values.items()
         }

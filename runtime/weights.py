@@ -56,6 +56,7 @@ class StageWeights:
                 self._slots[fqn] = _slots(master, versions, hooked=fqn not in copies)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
         self._modules = [_instance(stage_class, interface, model) for _ in range(versions)]
+        self._homes = [home for module in self._modules for home in module.modules()]
         self._places = _places(self._modules[0], interface)
         for version, module in enumerate(self._modules):
             for name, fqn in self._places:
@@ -79,6 +80,12 @@ class StageWeights:
     def master(self, fqn: str) -> nn.Parameter:
         """The Parameter that the optimizer and the user see: the newest version."""
         return self._masters[fqn]
+
+    def memories(self) -> set[int]:
+        """Addresses of the memory that calls write: weights of every version, and buffers."""
+        tables = [table for home in self._homes for table in (home._parameters, home._buffers)]
+        held = (tensor for table in tables for tensor in table.values() if tensor is not None)
+        return {memory_of(tensor) for tensor in held}
 
     # -- gradients ---------------------------------------------------------------------------
 

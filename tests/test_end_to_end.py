@@ -172,7 +172,7 @@ def test_a_model_and_a_loss_function_and_nothing_else() -> None:
 
 
 class ReturnsItsOwn(nn.Module):
-    """Returns a parameter, a buffer and a number beside what it computes."""
+    """Returns a parameter, a buffer, views of them and a number beside what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,24 +183,33 @@ class ReturnsItsOwn(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         self.count.add_(1)
         y = self.inner(x) * self.scale
-        return {"y": y, "scale": self.scale, "count": self.count, "size": x.shape[0]}
+        own = {"scale": self.scale, "count": self.count, "size": x.shape[0]}
+        return {"y": y, "row": self.scale[None], "counts": self.count.view(1), **own}
 
 
-def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward() -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward(
+    microbatches: int,
+) -> None:
+    """Whenever they are read, also after later minibatches."""
     model, twin = pair(ReturnsItsOwn)
     x, y = models.batch_for(models.mlp(), 8, 0)
     common: dict[str, Any] = {
         "loss_fn": lambda out, target: ((out["y"] - target) ** 2).mean(),
         "optimizer": MOMENTUM,
-        "microbatches": 2,
+        "microbatches": microbatches,
     }
     expected = pdcompile.reference(twin, **common)
     with pdcompile.compile(model, costs="estimated", stages=3, **common) as pipe:
-        for _ in range(2):
-            ours, theirs = (each.step(x, target=y).outputs for each in (pipe, expected))
-            assert ours["size"] == theirs["size"] == 4
-            for key in ("y", "scale"):
-                assert torch.equal(ours[key], theirs[key]), key
+        results = [(pipe.step(x, target=y), expected.step(x, target=y)) for _ in range(2)]
+        results.append((pipe.eval_step(x, target=y), expected.eval_step(x, target=y)))
+        pipe.step(x, target=y)
+        expected.step(x, target=y)
+        assert (results[0][0].outputs["scale"] == 1).all()
+        for ours, theirs in results:
+            assert ours.outputs["size"] == theirs.outputs["size"] == 8 // microbatches
+            for key in ("y", "scale", "row", "count", "counts"):
+                assert torch.equal(ours.outputs[key], theirs.outputs[key]), key
 
 
 class RunningNorm(nn.Module):

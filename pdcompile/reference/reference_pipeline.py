@@ -33,6 +33,7 @@ from pdcompile.batch.step_result import (
     total_loss,
 )
 from pdcompile.eager.autocast import autocast_region, autocast_text
+from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.modes import apply_overrides, in_mode
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserved_rng
@@ -142,7 +143,7 @@ class Reference(ReferenceState):
                     if loss.requires_grad:
                         scope.backward(loss)
                 losses.append(loss.detach())
-                outputs.append(_detached(output))
+                outputs.append(self._kept(output))
         self._num_minibatches += 1
         total = total_loss(losses)
         whole = self._concatenate(outputs, layout, total, loss_leaf)
@@ -162,7 +163,7 @@ class Reference(ReferenceState):
             for index, part in enumerate(parts):
                 with self._draws(minibatch, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=with_loss)
-                outputs.append(output)
+                outputs.append(self._kept(output))
                 if loss is not None:
                     # a reduction that counts items can only be asked where there is a loss
                     scales = scales or weights(
@@ -229,15 +230,21 @@ class Reference(ReferenceState):
             outputs, sizes, loss=loss, loss_leaf=loss_leaf, batch_dim=layout.usual_dim
         )
 
+    def _kept(self, output: Any) -> Any:
+        """The output of a forward, as it is now: copied where it lies in the model's own memory,
+        which later microbatches and updates write."""
+        own = {memory_of(t) for t in (*self._model.parameters(), *self._model.buffers())}
+
+        def keep(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone() if memory_of(tensor) in own else tensor.detach()
+
+        return map_tensors(keep, output)
+
     def _draws(self, minibatch: int, microbatch: int) -> DrawScope:
         return DrawScope(self._model, self._options.seed, minibatch, microbatch, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast_region(autocast_text(self._options.autocast, self._device.type))
-
-
-def _detached(output: Any) -> Any:
-    return map_tensors(Tensor.detach, output)
 
 
 def _position(loss: Tensor | None, output: Any) -> int | None:
