@@ -47,8 +47,9 @@ def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: i
     )
 
 
-def test_a_plan_is_found_in_no_time() -> None:
-    plan = compiled("gpt", time_limit=0).plan
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_a_plan_is_found_in_no_time(schedule: str) -> None:
+    plan = compiled("gpt", time_limit=0, schedule=schedule).plan
     assert len(plan.stages) == 2
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
 

@@ -108,7 +108,8 @@ class PlanSearch:
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
             over = self.tried >= MAX_TRIED or self._spent(SEARCHING)
-            if over and not self.space.in_order:  # the search for a cut ends by itself, with a plan
+            # The search for a cut ends by itself, with a plan; any other tries one at least.
+            if over and not self.space.in_order and (self.seen or self.budget.stopped):
                 many = f"{MAX_TRIED} plans were tried"
                 self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
                 return
