@@ -142,8 +142,10 @@ class PipelineState(ModuleHints):
 
         Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
         """
-        self.flush()
-        return with_position(self._running.state.part(), self.position)
+        with self._call("state_dict") as session:
+            session.drain(self._num_minibatches)
+            session.refresh(self._num_minibatches)
+        return with_position(session.state.part(), self.position)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().

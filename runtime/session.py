@@ -159,8 +159,7 @@ class Session(Guarded):
             if len(self.workers) > 1:
                 self.updater.warn_of_hooks()
             self.updater.snapshot(minibatch)
-        else:
-            self._stale_copies = bool(self.plan.tied)
+        self._stale_copies = bool(self.plan.tied) and not updates
         for worker in self.workers if self.versions == 1 else ():
             worker.weights.open_gradients(keep=not updates)
         count = len(feeds[0].sizes)
@@ -180,9 +179,8 @@ class Session(Guarded):
             self.in_flight = False
 
     def refresh(self, minibatch: int) -> None:
-        """Bring tied copies up to date when the user has had the gradients in between."""
+        """Bring tied copies up to date while the user has the gradients, and may yet use them."""
         if self._stale_copies:
-            self._stale_copies = False
             self._run(self._programs.refresh(), minibatch)
 
     def clip(self, minibatch: int, max_norm: float) -> Tensor:

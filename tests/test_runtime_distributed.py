@@ -95,7 +95,11 @@ for t in range(3):
     for name, parameter in pipe.named_parameters():
         assert torch.equal(parameter.grad, gradients[name].grad), name
     assert torch.equal(pipe.clip_grad_norm_(0.5), eager.clip_grad_norm_(0.5))
+    before = [float(p.eval_step(inputs, target=target).loss) for p in (pipe, eager)]
+    assert before[0] == before[1]  # tied copies follow the update that is to come all the same
     mine.step(), theirs.step(), pipe.zero_grad(), eager.zero_grad()
+    part, whole = pipe.state_dict(), eager.state_dict()
+    assert not states_equal(part, {name: whole[name] for name in part})
 assert not states_equal(pipe.full_state_dict(), eager.state_dict() if rank == 0 else {})
 say("needs", *pipe.needs)
 
