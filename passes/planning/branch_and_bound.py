@@ -107,17 +107,15 @@ class PlanSearch:
         heap = [(branch.bound, next(ticket), branch) for branch in every]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
-            over = self.tried >= MAX_TRIED or self._spent(SEARCHING)
-            # The search for a cut ends by itself, with a plan; any other tries one at least.
-            if over and not self.space.in_order and (self.seen or self.budget.stopped):
-                many = f"{MAX_TRIED} plans were tried"
-                self._unfinished(heap[0][0], many if self.tried >= MAX_TRIED else "time was over")
+            many, begun = self.tried >= MAX_TRIED, self.seen or self.budget.stopped
+            over = begun and (many or self._spent(SEARCHING))  # one is tried at least
+            if over and not self.space.in_order:  # the search for a cut ends by itself, with a plan
+                why = f"{MAX_TRIED} plans were tried" if many else "time was over"
+                self._unfinished(heap[0][0], why)
                 return
             bound, _, branch = heapq.heappop(heap)
-            if branch.candidates is None:
-                self._open(branch)
-            else:
-                self._next(branch)
+            go_on = self._open if branch.candidates is None else self._next
+            go_on(branch)
             if branch.bound < math.inf:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
