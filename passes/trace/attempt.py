@@ -171,18 +171,18 @@ class Attempts:
             if len(first.ops) > MANY_OPS:
                 accepted.append(few)
             attempts = [few, *attempts]
-            if (
-                train is not None
-                and train.sizes.smallest == 1 < self._size < few[-1] == train.sizes.largest
-            ):
-                attempts = [(few[0], few[-1]), *attempts]  # what is between them, training told
+            known = train.sizes if train is not None else None
+            if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
+                # The ends alone: what is between them, training told.
+                two = (2,) if known.smallest == 2 < self._size else ()
+                attempts = [(self._size, known.largest, *two), *attempts]
             if self.assumed.one_size and len(first.ops) > MANY_OPS:
                 attempts = [few]
         for sizes in attempts:
             try:
                 graph = self._fitted(training, first, sizes)
                 # Where one sample is too few, the usual sizes tell whether two are enough.
-                if sizes in accepted or not self._splits or graph.sizes.smallest == 1:
+                if sizes in accepted or not self._splits or graph.sizes.smallest <= 2:
                     return graph
             except TraceError as error:
                 failure = error
