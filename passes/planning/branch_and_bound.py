@@ -51,7 +51,7 @@ Progress = Callable[[str], None]
 
 DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
-MAX_TRIED = 400  # candidates that are simulated, in all
+MAX_TRIED = 400  # candidates that are simulated, in all, once some plan is found
 CHEAP = 0.05  # what one that is dropped before counts
 SEARCHING = 0.8  # of the time; then what was put off is settled
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
@@ -107,7 +107,8 @@ class PlanSearch:
         heap = [(branch.bound, next(ticket), branch) for branch in every]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
-            many, begun = self.tried >= MAX_TRIED, self.seen or self.budget.stopped
+            many = self.tried >= MAX_TRIED and self.found  # without a plan, time alone ends it
+            begun = self.seen or self.budget.stopped
             over = begun and (many or self._spent(SEARCHING))  # one is tried at least
             if over and not self.space.in_order:  # the search for a cut ends by itself, with a plan
                 why = f"{MAX_TRIED} plans were tried" if many else "time was over"
