@@ -68,11 +68,19 @@ def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.Monk
     """By the formula the best plans fit; the search ends before it has seen one that does."""
     devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
-    monkeypatch.setattr(branch_and_bound, "MAX_TRIED", 0)
-    with pytest.raises(NotFoundError, match="0 plans were tried") as caught:
+    for share in ("SEARCHING", "SETTLING"):
+        monkeypatch.setattr(branch_and_bound, share, 0.0)
+    monkeypatch.setattr(branch_and_bound.PlanSearch, "_judge", lambda *_: False)  # of the first
+    with pytest.raises(NotFoundError, match="time was over") as caught:
         explored(case)
     assert "not proved" in str(caught.value)
     assert "time" in (caught.value.remedy or "")
+
+
+def test_without_a_plan_no_number_of_tries_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
+    monkeypatch.setattr(branch_and_bound, "MAX_TRIED", 0)
+    assert verdict(WholeSpace(at(chain(2)), three(*devices), BY_STAGE)) == "feasible"
 
 
 def test_a_depth_that_changes_nothing_takes_nothing_away() -> None:
