@@ -15,7 +15,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
 from pdcompile.passes import codegen
-from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS
+from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.plan import Plan, check
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes, parse_bytes
@@ -94,7 +94,8 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
             remedy="plan again for this model",
         )
     check(plan, graph, Cluster.from_toml(plan.cluster, where="plan: cluster"))
-    return replace(plan, forecast=None)  # of another day, perhaps of another version
+    # Forecast and bytes may be of another day or version, or edited.
+    return with_own_bytes(replace(plan, forecast=None), graph)
 
 
 def given_sources(options: Options, generated: Sources) -> Sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_memory_limits_hold_by_the_ledger() -> None:
     assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds * (1 + 1e-9)
     assert "limit" in compiled("gpt", memory="2 MB").explain()
+
+
+def test_bytes_of_a_given_plan_are_those_of_its_ops() -> None:
+    plan = compiled("gpt").plan
+    sizes = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes")
+    less = tuple(replace(stage, **dict.fromkeys(sizes, 0)) for stage in plan.stages)
+    held = [ledger.total_bytes for ledger in plan.forecast.ledgers]
+    found = compiled("gpt", plan=replace(plan, stages=less)).plan
+    assert [ledger.total_bytes for ledger in found.forecast.ledgers] == held
+    assert any("stages[1].saved_bytes of the given plan is 0 B" in note for note in found.notes)
+    with pytest.raises(PlanError, match="by this plan, and memory is limited"):
+        compiled("gpt", plan=replace(plan, stages=less), memory=max(held) - 1)
+    more = tuple(replace(stage, saved_bytes=10**15) for stage in plan.stages)
+    assert compiled("gpt", plan=replace(plan, stages=more)).plan.stages == plan.stages
+    assert compiled("gpt", plan=plan).plan.notes == plan.notes
 
 
 def test_memory_that_only_the_formula_fits_is_infeasible() -> None:

@@ -7,6 +7,7 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile import jsonio
@@ -19,6 +20,7 @@ from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
 
@@ -147,10 +149,7 @@ def _stage(
     held = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
     parameters = {info.fqn: info for info in held if info.kind == "parameter"}
     trained = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
-    read = {name for op in ops for name in op.inputs}
-    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
-    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
-    made = outputs & {op.name for op in ops} if b else ()
+    input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)
     return StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),
@@ -165,9 +164,55 @@ def _stage(
         step_bytes=training.step_bytes(  # in the order in which the optimizer gets them
             [trained[fqn].bytes for fqn in graph.tensors if fqn in trained and fqn not in copies]
         ),
-        input_bytes=sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
-        output_bytes=sum(graph.values[name].bytes(b) for name in made),
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
     )
+
+
+def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int) -> tuple[int, int]:
+    """Bytes that a stage reads of the caller's minibatch, and makes for it of a microbatch."""
+    read = {name for op in ops for name in op.inputs}
+    given = [one for name, one in graph.values.items() if name in read and one.producer is None]
+    outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
+    made = outputs & {op.name for op in ops} if b else ()
+    return (
+        sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
+        sum(graph.values[name].bytes(b) for name in made),
+    )
+
+
+def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
+    """The plan with the bytes that its stages keep, read and return, whatever it says of them.
+
+    A note tells where it said less.  Bytes of parameters are compared by `plan.check` instead.
+    """
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
+    keeps = plan.training.keeps_outputs
+    resident = forecast(
+        graph, [stage_of[op.name] for op in graph.ops], last + 1, b, keeps_outputs=keeps
+    )
+    by_name = {op.name: op for op in graph.ops}
+    stages, notes = [], list(plan.notes)
+    for stage, held in zip(plan.stages, resident, strict=True):
+        ops = [by_name[name] for name in stage.ops]
+        read, made = _caller_bytes(graph, ops, plan.training, b if stage.index == last else 0)
+        own = replace(
+            stage,
+            saved_bytes=held.saved_bytes,
+            workspace_bytes=held.workspace_bytes,
+            input_bytes=read,
+            output_bytes=made,
+        )
+        for name in ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes"):
+            said, found = getattr(stage, name), getattr(own, name)
+            if said < found:
+                notes.append(
+                    f"stages[{stage.index}].{name} of the given plan is {format_bytes(said)}, its "
+                    f"ops make it {format_bytes(found)}: that is what memory is forecast with"
+                )
+        stages.append(own)
+    return replace(plan, stages=tuple(stages), notes=tuple(notes))
 
 
 def _scope(coarsening: str, search: str) -> str:
