@@ -19,11 +19,10 @@ from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition import proof
-from pdcompile.passes.partition.proof import prove
+from pdcompile.passes.partition import partition
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.plan import Certificate, Plan, check
-from pdcompile.plan.embedded import assignment
+from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
@@ -283,39 +282,9 @@ def test_a_bound_that_a_neighbour_refutes(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
-def test_a_bound_is_proved_again(number: int) -> None:
-    graph, cluster, _, _ = SETTINGS[number]
-    plan = plan_of(number)
-    again = prove(plan, graph, cluster)
-    assert math.isclose(again.bound_seconds, plan.certificate.bound_seconds, rel_tol=1e-6)
-    assert again.objective_seconds == plan.certificate.objective_seconds
-    assert again.status == plan.certificate.status
-
-
-def test_a_bound_that_no_neighbour_refutes_is_refuted_by_solving() -> None:
-    """Claims for an optimal partition pass `check` only up to the optimum, `prove` knows it."""
-    graph, cluster, _, _ = SETTINGS[0]
-    poor = worse(0)
-    low = certified(poor, bound_seconds=poor.certificate.bound_seconds * 0.5, status="feasible")
-    proved = prove(low, graph, cluster)
-    best = plan_of(0).certificate
-    assert proved.bound_seconds == pytest.approx(best.bound_seconds, rel=1e-6)
-    assert proved.status == "feasible"
-    middle = (best.bound_seconds + poor.certificate.objective_seconds) / 2
-    with pytest.raises(PlanError, match="is refuted"):
-        prove(certified(poor, bound_seconds=middle, status="feasible"), graph, cluster)
-
-
-def test_a_bound_that_cannot_be_proved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, cluster, _, _ = SETTINGS[0]
-    plan = plan_of(0)
-
-    def half(problem: PartitionProblem, **_: Any) -> Any:
-        found = measure(problem, assignment(plan))
-        return found, replace(plan.certificate, bound_seconds=found.objective / 2)
-
-    monkeypatch.setattr(proof, "partition", half)
-    with pytest.raises(PlanError, match="not proved again"):
-        prove(plan, graph, cluster)
-    with pytest.raises(PlanError, match="does not hold the problem"):
-        prove(replace(plan, problem=None), graph, cluster)
+def test_solving_the_embedded_problem_again_proves_the_same_bound(number: int) -> None:
+    certificate = plan_of(number).certificate
+    found, again = partition(problem_of(plan_of(number), "plan"))
+    assert math.isclose(again.bound_seconds, certificate.bound_seconds, rel_tol=1e-6)
+    assert math.isclose(found.objective, certificate.objective_seconds, rel_tol=2e-6)
+    assert again.status == certificate.status

@@ -214,7 +214,11 @@ def contracted(after: Sequence[Iterable[int]]) -> tuple[list[int], tuple[tuple[i
 
 
 def components(after: Sequence[Sequence[int]]) -> list[int]:
-    """The strongly connected component of every vertex (Tarjan 1972, without recursion)."""
+    """The strongly connected component of every vertex (Tarjan 1972, without recursion).
+
+    Of our own, like `reduced`: networkx reduces 10,000 vertices in 21 s, and takes as long to
+    import as a third of planning a published graph.
+    """
     n = len(after)
     part, low, found = [-1] * n, [0] * n, [-1] * n
     stack: list[int] = []
