@@ -19,7 +19,7 @@ from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.partition import partition
 from pdcompile.passes.profile import profile
-from pdcompile.plan.evaluate import evaluate
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem, StageLimits
 from tests.helpers import models
 from tests.helpers.graphs import B, GraphBuilder, chain, check, random_graphs, residual
@@ -322,7 +322,7 @@ def best_bottleneck(problem: PartitionProblem) -> float:
         flows = [(t.producer, c) for t in problem.traffic for c in t.consumers]
         if any(stage_of[a] > stage_of[b] for a, b in (*flows, *problem.order)):
             continue
-        best = min(best, max(evaluate(replace(problem, allow_empty=True), stage_of).loads))
+        best = min(best, max(measure(replace(problem, allow_empty=True), stage_of).loads))
     return best
 
 

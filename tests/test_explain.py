@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, PlanError
-from pdcompile.passes.partition import partition, violations
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import (
     bottleneck,
     boundaries,
@@ -32,7 +32,7 @@ from pdcompile.passes.partition.alternatives import (
 from pdcompile.passes.planning.explain import explain
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
-from pdcompile.plan.evaluate import measure
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
 from tests.helpers.graphs import chain, residual

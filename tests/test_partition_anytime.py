@@ -14,14 +14,14 @@ import pytest
 
 import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition import evaluate, partition
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import OutOfTimeError, solve
 from pdcompile.passes.partition.model import all_ideals, build, prefixes
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
-from tests.helpers.problems import chain_problem, gpt_problem, random_problem
+from tests.helpers.problems import chain_problem, evaluate, gpt_problem, random_problem
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"plan [\d.]+ \w+, bound [\d.]+ \w+, gap [\d.e+-]+ %")

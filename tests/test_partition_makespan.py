@@ -9,7 +9,7 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition import evaluate, partition
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound, seed_paths
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
@@ -30,7 +30,7 @@ from pdcompile.plan.makespan import (
 )
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.schedule.registry import DEFAULT
-from tests.helpers.problems import brute_force, chain_problem, random_problem
+from tests.helpers.problems import brute_force, chain_problem, evaluate, random_problem
 
 
 def picture(warmup: int, m: int) -> str:

@@ -224,11 +224,7 @@ def _ranges(
                 remedy="drop one of the pins",
             )
         lowest[group] = highest[group] = stage
-    parents: list[list[int]] = [[] for _ in range(n)]
-    children: list[list[int]] = [[] for _ in range(n)]
-    for a, b in pairs:
-        parents[b].append(a)
-        children[a].append(b)
+    parents, children = lattice.neighbours(n, pairs)
     for group in range(n):
         lowest[group] = max([lowest[group], *(lowest[a] for a in parents[group])])
         while (group, lowest[group]) in forbidden:

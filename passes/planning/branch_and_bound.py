@@ -42,7 +42,6 @@ from pdcompile.passes.partition.space.shortage import does_not_fit
 from pdcompile.passes.planning.draft import draft
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
-from pdcompile.plan.embedded import assignment
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace
 from pdcompile.schedule.registry import kind_of
@@ -71,7 +70,6 @@ class SearchResult:
 
     plan: Plan
     problem: PartitionProblem
-    candidate: Candidate
 
 
 @dataclass
@@ -223,8 +221,7 @@ class PlanSearch:
             return replace(plan, certificate=certificate), found
 
         plan = replace(within_ledgers(problem, planned), problem=problem)
-        stage_of = assignment(plan)
-        return SearchResult(plan, problem, branch.straight(stage_of))
+        return SearchResult(plan, problem)
 
     def _probe(self, branch: Branch, likely: Pipelines) -> None:
         for _ in range(PROBES):
@@ -324,7 +321,7 @@ class PlanSearch:
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
-        return SearchResult(replace(plan, certificate=certificate, notes=notes), problem, candidate)
+        return SearchResult(replace(plan, certificate=certificate, notes=notes), problem)
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.planning.graph_free import NOT_CERTIFIED
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import assemble
-from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan import Plan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
-
-NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 
 
 def draft(
@@ -42,7 +41,7 @@ def draft(
         warmup=candidate.warmup,
     )
     partition = Partition(candidate.stage_of, 0.0, (), ())
-    plan = assemble(graph, cut, partition, NOTHING, training, cluster)
+    plan = assemble(graph, cut, partition, NOT_CERTIFIED, training, cluster)
     rows = zip(plan.stages, candidate.options, candidate.ranks, strict=True)
     stages = tuple(
         replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)

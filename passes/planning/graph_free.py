@@ -32,7 +32,7 @@ from pdcompile.problem import PartitionProblem
 if TYPE_CHECKING:
     from pdcompile.passes.costs import Resident
 
-NOTHING = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
+NOT_CERTIFIED = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
 CALLS = 3  # of a stream, until every rank holds the most
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
@@ -77,7 +77,7 @@ def plan_of(
         )
     tied = _tied(problem, stage_of)
     edges = _edges(problem, stage_of, merge)
-    return Plan("", tuple(stages), edges, tied, training, "", NOTHING)
+    return Plan("", tuple(stages), edges, tied, training, "", NOT_CERTIFIED)
 
 
 def straight_plan_of(

@@ -18,7 +18,6 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from pdcompile.cluster import Link, slowest
-from pdcompile.errors import PlanError
 from pdcompile.plan.makespan import Path, critical_path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes
 from pdcompile.problem import Partition, PartitionProblem
@@ -273,19 +272,8 @@ class Evaluation:
                 yield f"stage {s} needs {needed} bytes of memory, and has {limit}"
 
 
-def evaluate(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
-    """Objective, loads and memory of an assignment.
-
-    Raises:
-        PlanError: it breaks a constraint or a memory limit; names the first.
-    """
-    for message in violations(problem, stage_of):
-        raise PlanError(f"the assignment is not allowed: {message}", where="partition")
-    return measure(problem, stage_of)
-
-
 def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
-    """`evaluate` of an assignment that is known to break nothing."""
+    """Objective, loads and memory of an assignment, whether it is allowed or not."""
     return Evaluation(problem, stage_of).partition()
 
 

@@ -6,11 +6,11 @@ import itertools
 import random
 from dataclasses import replace
 
-from pdcompile.passes.partition import violations
-from pdcompile.plan.evaluate import measure
+from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
     Item,
     MemoryRule,
+    Partition,
     PartitionProblem,
     SharedParameter,
     StageLimits,
@@ -160,3 +160,9 @@ def gpt_problem(
         num_microbatches=32,
         objective=objective,  # type: ignore[arg-type]
     )
+
+
+def evaluate(problem: PartitionProblem, stage_of: tuple[int, ...]) -> Partition:
+    """Objective, loads and memory of an assignment, which breaks nothing."""
+    assert violations(problem, stage_of) == []
+    return measure(problem, stage_of)

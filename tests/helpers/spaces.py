@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.passes.partition.space import measure, violations
-from pdcompile.passes.partition.space.pipelines import seconds_of
+from pdcompile.passes.partition.space.candidates import evaluation, violations
+from pdcompile.passes.partition.space.pipelines import Ground, Pipelines, exceeds, limited, timed
+from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
+from pdcompile.plan import MemoryLedger
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from tests.helpers.problems import random_problem
@@ -107,8 +109,60 @@ def brute_force(
     best = None
     for one in every_candidate(problem, space, setting, ranks, counts):
         if not violations(problem, cluster, one):
-            found = measure(problem, cluster, one).objective
+            found = evaluation(problem, cluster, one).seconds
             seconds = seconds_of(problem, cluster, one) if simulated else found
             if seconds < float("inf"):  # else a ledger exceeds its device
                 best = seconds if best is None else min(best, seconds)
     return best
+
+
+def seconds_of(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    candidate: Candidate,
+    ledgers: Callable[[Candidate], Sequence[MemoryLedger]] | None = None,
+) -> float:
+    """The objective of a candidate, infinite where a ledger exceeds the memory of its device.
+
+    Args:
+        ledgers: those of the plan that the candidate stands for; without a plan those of its
+            graph-free plan.
+    """
+    seconds, fits = timed(problem, cluster, candidate)
+    if ledgers is not None:
+        fits = not (limited(cluster) and exceeds(ledgers(candidate), cluster))
+    return seconds if fits else float("inf")
+
+
+def best(
+    problem: PartitionProblem,
+    cluster: Cluster,
+    space: SearchSpace,
+    setting: Setting,
+    ranks: tuple[int, ...],
+    counts: tuple[int, ...],
+    *,
+    exactly: bool = True,
+) -> tuple[float, Candidate] | None:
+    """The first candidate by rising bound that none after it can beat; None when nothing fits.
+
+    It uses exactly these ranks.  `exactly`: by `seconds_of`, else by the closed form alone.
+    """
+    ground = Ground(problem, len(ranks) * len(counts) * len(set(space.recompute)))
+    pipelines = Pipelines(
+        ground, space, setting, Seats(cluster, ranks), counts, stages=space.stages
+    )
+    if pipelines.bound() == float("inf"):
+        return None
+    found: list[tuple[float, Candidate]] = []
+    seen: set[Candidate] = set()
+    for _, candidate in pipelines.candidates(lambda: found[-1][0] if found else float("inf")):
+        if candidate is not None and candidate not in seen:
+            seen.add(candidate)
+            seconds = evaluation(problem, cluster, candidate).seconds
+            least = found[-1][0] if found else float("inf")
+            if exactly and seconds < least:
+                seconds = seconds_of(problem, cluster, candidate)
+            if seconds < least:
+                found.append((seconds, candidate))
+    return found[-1] if found else None

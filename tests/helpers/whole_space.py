@@ -12,15 +12,14 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition.space import measure, violations
-from pdcompile.passes.partition.space.pipelines import seconds_of
+from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
 from pdcompile.passes.planning.draft import draft
 from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from tests.helpers.graphs import B, GraphBuilder, chain, residual
-from tests.helpers.spaces import every_candidate
+from tests.helpers.spaces import every_candidate, seconds_of
 
 BATCH = 8
 GraphAt = Callable[[int], OpGraph]
@@ -83,7 +82,7 @@ class WholeSpace:
             setting = one.setting
             scale = setting.num_microbatches if setting.schedule == "2bw" else 1
             least = found[0] if found else float("inf")
-            if measure(problem, self.cluster, one).objective * scale < least:
+            if evaluation(problem, self.cluster, one).seconds * scale < least:
                 seconds = seconds_of(problem, self.cluster, one, self.ledgers) * scale
                 if seconds < least:
                     found = seconds, one

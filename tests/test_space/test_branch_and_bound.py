@@ -13,8 +13,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition.space import measure
-from pdcompile.passes.partition.space.pipelines import seconds_of
+from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
 from pdcompile.passes.simulate import simulate
@@ -23,7 +22,7 @@ from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import MaxStages, Pin
 from pdcompile.problem.space import SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
-from tests.helpers.spaces import every_candidate
+from tests.helpers.spaces import every_candidate, seconds_of
 from tests.helpers.whole_space import BATCH, at
 
 
@@ -87,7 +86,7 @@ def test_nothing_of_the_space_is_better() -> None:
             ranks = tuple(range(used))
             for one in every_candidate(problem, space, setting, ranks, (1, 2, 3)):
                 every = m if schedule == "2bw" else 1
-                if measure(problem, cluster, one).objective * every < best:
+                if evaluation(problem, cluster, one).seconds * every < best:
                     best = min(best, seconds_of(problem, cluster, one) * every)
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
     assert step_seconds(plan) == pytest.approx(best)

@@ -14,8 +14,8 @@ import pytest
 
 from pdcompile.cluster import Device
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.space import best, measure, violations
-from tests.helpers.spaces import brute_force, harsh_case, random_case
+from pdcompile.passes.partition.space.candidates import evaluation, violations
+from tests.helpers.spaces import best, brute_force, harsh_case, random_case
 from tests.helpers.whole_space import random_space, verdict
 
 
@@ -42,7 +42,7 @@ def agree(seed: int, *, simulated: bool, harsh: bool = False) -> bool:
     seconds, candidate = found
     assert seconds == pytest.approx(expected, rel=1e-9, abs=1e-12), seed
     assert not violations(problem, cluster, candidate)
-    assert simulated or measure(problem, cluster, candidate).objective == seconds
+    assert simulated or evaluation(problem, cluster, candidate).seconds == seconds
     return True
 
 

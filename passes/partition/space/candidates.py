@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdcompile.cluster import Cluster
 from pdcompile.plan.evaluate import Deployment, Evaluation, Holding
 from pdcompile.plan.times import half_duplex
-from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
@@ -48,11 +48,6 @@ def _holding(candidate: Candidate, s: int) -> Holding:
         kind.slots(depth, share),
         min(GRADIENT_SLOTS, in_flight),
     )
-
-
-def measure(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Partition:
-    """Seconds and bytes of a candidate that breaks nothing."""
-    return evaluation(problem, cluster, candidate).partition()
 
 
 def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> list[str]:

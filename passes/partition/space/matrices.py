@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.cluster import ring_seconds
+from pdcompile.passes.partition.lattice import Lists, neighbours
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.seats import Seats
@@ -48,37 +49,29 @@ class Paths:
         if size * size * n > MAX_CELLS:
             none = np.zeros((1, 1))
             return Paths(none, none, none)
-        every, returning = _arcs(model, gradients=False), _arcs(model, gradients=True)
+        before, after = _neighbours(model, gradients=False)
+        upwards, returning = _neighbours(model, gradients=True)
         both = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
-        upwards = _reversed(returning)
         beside = partial(_longest_beside, segments.inside)
         return Paths(
-            beside(every, _longest(model.forward, _reversed(every), range(n)), before=True),
+            beside(after, _longest(model.forward, before, range(n)), before=True),
             beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
             beside(returning, _longest(model.backward, upwards, range(n)), before=True),
         )
 
 
-Arcs = list[list[int]]  # of each group, the groups that its values go to
+def _neighbours(model: Model, *, gradients: bool) -> tuple[Lists, Lists]:
+    """Of each group, those whose values (or values with gradients) it reads, and its readers."""
+    arcs = {
+        (flow.sources[0], sink)
+        for flow in model.flows
+        if not flow.tied and (flow.backward_messages > 0 or not gradients)
+        for sink in flow.sinks
+    }
+    return neighbours(model.num_groups, sorted(arcs))
 
 
-def _arcs(model: Model, *, gradients: bool) -> Arcs:
-    found: list[set[int]] = [set() for _ in range(model.num_groups)]
-    for flow in model.flows:
-        if not flow.tied and (flow.backward_messages > 0 or not gradients):
-            found[flow.sources[0]].update(flow.sinks)
-    return [sorted(groups) for groups in found]
-
-
-def _reversed(arcs: Arcs) -> Arcs:
-    found: Arcs = [[] for _ in arcs]
-    for a, groups in enumerate(arcs):
-        for b in groups:
-            found[b].append(a)
-    return found
-
-
-def _longest(seconds: Sequence[float], nearer: Arcs, order: Sequence[int]) -> list[float]:
+def _longest(seconds: Sequence[float], nearer: Lists, order: Sequence[int]) -> list[float]:
     """Of each group, the longest path that ends there, itself included."""
     found = [0.0] * len(seconds)
     for v in order:
@@ -86,7 +79,7 @@ def _longest(seconds: Sequence[float], nearer: Arcs, order: Sequence[int]) -> li
     return found
 
 
-def _longest_beside(inside: Bool, arcs: Arcs, longest: list[float], *, before: bool) -> Matrix:
+def _longest_beside(inside: Bool, arcs: Lists, longest: list[float], *, before: bool) -> Matrix:
     """[I, J]: the longest path that ends outside J∖I at a group with an arc into it.
 
     `before`: the group is in I; else it is beyond J, and `arcs` are reversed.

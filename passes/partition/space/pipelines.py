@@ -32,8 +32,6 @@ from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
-Ledgers = Callable[[Candidate], Sequence[MemoryLedger]]
-"""What every rank holds under the schedule of a candidate."""
 Held = Callable[[Candidate], Sequence[Resident]]
 """What every stage of a candidate holds of a microbatch."""
 
@@ -228,24 +226,6 @@ def timed(
     return seconds, fits
 
 
-def seconds_of(
-    problem: PartitionProblem,
-    cluster: Cluster,
-    candidate: Candidate,
-    ledgers: Ledgers | None = None,
-) -> float:
-    """The objective of a candidate, infinite where a ledger exceeds the memory of its device.
-
-    Args:
-        ledgers: those of the plan that the candidate stands for; without a plan those of its
-            graph-free plan.
-    """
-    seconds, fits = timed(problem, cluster, candidate)
-    if ledgers is not None:
-        fits = not (limited(cluster) and exceeds(ledgers(candidate), cluster))
-    return seconds if fits else float("inf")
-
-
 def simulated(
     found: Evaluation, candidate: Candidate, cluster: Cluster, held: Sequence[Resident] = ()
 ) -> Forecast:
@@ -280,42 +260,6 @@ def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:
         device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes
         for ledger, device in zip(ledgers, cluster.devices, strict=False)
     )
-
-
-def best(
-    problem: PartitionProblem,
-    cluster: Cluster,
-    space: SearchSpace,
-    setting: Setting,
-    ranks: tuple[int, ...],
-    counts: tuple[int, ...],
-    *,
-    exactly: bool = True,
-) -> tuple[float, Candidate] | None:
-    """The best candidate that uses exactly these ranks, by `seconds_of`.
-
-    With `exactly` False by the closed form alone.  Exact when the ideals
-    of the graph are few (`Ground.complete`): candidates come by rising bound, each with and
-    without recomputation, and none whose bound is below the best is left out.  None when nothing
-    fits.
-    """
-    seats = Seats(cluster, ranks)
-    ground = Ground(problem, len(ranks) * len(counts) * len(set(space.recompute)))
-    pipelines = Pipelines(ground, space, setting, seats, counts, stages=space.stages)
-    if pipelines.bound() == float("inf"):
-        return None
-    found: list[tuple[float, Candidate]] = []
-    seen: set[Candidate] = set()
-    for _, candidate in pipelines.candidates(lambda: found[-1][0] if found else float("inf")):
-        if candidate is not None and candidate not in seen:
-            seen.add(candidate)
-            seconds = evaluation(problem, cluster, candidate).seconds
-            least = found[-1][0] if found else float("inf")
-            if exactly and seconds < least:
-                seconds = seconds_of(problem, cluster, candidate)
-            if seconds < least:
-                found.append((seconds, candidate))
-    return found[-1] if found else None
 
 
 def neighbours(

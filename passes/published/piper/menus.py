@@ -44,13 +44,11 @@ class Menu:
     `entering[e]` and `leaving[e]`: bytes, both directions of training, at the stage that holds the
     target (source) of edge e when it is cut.  `resent[v]`: d·seconds for each replica beyond the
     first.
-    `missing`: mask of the nodes that have no variant here.
     """
 
     degree: int
     widths: tuple[int, ...]
     items: tuple[Items | None, ...]
-    missing: int
     entering: Floats
     leaving: Floats
     resent: Floats
@@ -134,8 +132,7 @@ def _menu(
                 tuple(extra[1]),
             )
         )
-    missing = sum(1 << v for v, item in enumerate(items) if item is None)
-    return Menu(degree, widths, tuple(items), missing, entering, leaving, resent)
+    return Menu(degree, widths, tuple(items), entering, leaving, resent)
 
 
 def _undominated(node: MenuNode, degree: int) -> list[tuple[int, NodeVariant]]:
