@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.batch import flatten_output
 from pdcompile.ir.graph import Ref, leaves, walk
-from pdcompile.passes.trace.comparison.fidelity import same
+from pdcompile.passes.trace.comparison.step_values import same
 from tests.helpers.captures import faithful, make, rows
 
 

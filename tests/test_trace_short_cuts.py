@@ -13,8 +13,11 @@ from pdcompile.batch import example_call
 from pdcompile.driver import build
 from pdcompile.errors import InputError
 from pdcompile.options import Options
+from pdcompile.passes import trace
+from pdcompile.passes.trace import attempt as attempts
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH, as_eager
+from tests.helpers.captures import captured, make, rows
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,6 +90,28 @@ def test_a_mask_that_varies_is_captured_for_all_and_the_rounding_is_noted() -> N
     pipe = compiled(model)
     for masked in (3, 2):
         differing(pipe, model, batch(masked=masked))
+
+
+def test_a_model_that_is_as_eager_is_captured_once_with_a_loss_function_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.utils import import_utils
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        import_utils.is_fake_tensor(x)
+        found: torch.Tensor = self.lin(x)
+        return found
+
+    searches = []
+
+    def settled_on(attempt: Any, assumed: Any) -> Any:
+        searches.append(assumed)
+        return attempts.settled_on(attempt, assumed)
+
+    monkeypatch.setattr(trace, "settled_on", settled_on)
+    found = captured(make(forward), loss_fn=torch.nn.functional.mse_loss, target=rows(seed=1))
+    assert GENERAL_PATH in found.train.notes
+    assert len(searches) == 1
 
 
 def test_the_question_is_put_back_as_it_was() -> None:

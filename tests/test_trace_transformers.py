@@ -10,7 +10,7 @@ import torch
 
 import pdcompile
 from pdcompile.batch import flatten_output
-from pdcompile.passes.trace.comparison.fidelity import same
+from pdcompile.passes.trace.comparison.step_values import same
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (make venv installs it)"

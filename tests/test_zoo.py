@@ -19,7 +19,7 @@ import torch
 from pdcompile.batch import example_call, output_leaves, resolve_batch
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture, trace
-from pdcompile.passes.trace.comparison.fidelity import same as equal
+from pdcompile.passes.trace.comparison.step_values import same as equal
 from tests.helpers.launch import processes
 from tests.zoo import check as checking
 from tests.zoo.case import BATCH, build

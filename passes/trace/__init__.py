@@ -169,6 +169,8 @@ def _differs(subject: Subject, found: Capture) -> bool:
     if single.splits:
         size = 1 if found.train.sizes.holds(1) else found.train.batch_size
         call, single = subject.call(size), replace(single, size=size)
+    origin = Origin(loss_fn=subject.loss_fn, autocast=subject.autocast)
+    found = _with_graphs(found, lambda graph: replace(graph, origin=origin))
     try:
         compare(model, found, call, single)
     except VerifyError:

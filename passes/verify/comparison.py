@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
-from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import Capture, OpGraph
@@ -20,23 +19,17 @@ from pdcompile.passes.codegen.body import copied_buffers
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.comparison.step_values import StepValues
+from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.locate import located
-from pdcompile.passes.verify.step_runs import (
-    ModelFails,
-    advance,
-    eager,
-    needs_gradients,
-    own_weights,
-    result_of,
-    stages,
-)
+from pdcompile.passes.verify.step_runs import advance, needs_gradients, own_weights, stages
 from pdcompile.passes.verify.verification import (
     Compared,
     Difference,
-    Outcome,
     Verification,
+    counted,
     differences,
 )
 from pdcompile.plan import Plan
@@ -75,18 +68,17 @@ class Comparison:
         with own_weights(self.model):
             for step, call in enumerate(calls):
                 try:
-                    outcomes = [self._step(chain, call, step) for chain in chains]
+                    eager = [self._compared(chain, call, step) for chain in chains]
                 except ModelFails:
                     if step == 0:
                         raise
                     break  # further inputs may be made up, and not such as the model takes
                 done += 1
                 if graph and not self.found and not self.rounded:
-                    with autocast_region(self.plan.training.autocast):
-                        compare(self.model, self.capture, call, follow_batch(call, self.layout))
+                    compare(self.model, self.capture, call, follow_batch(call, self.layout))
                 if self.found or step + 1 == len(calls):
                     break
-                advance(self.model, outcomes[0].gradients, outcomes[0].buffers)
+                advance(self.model, eager[0].gradients, eager[0].buffers)
         return done
 
     def report(self, steps: int, *, graph: bool) -> Verification:
@@ -112,52 +104,49 @@ class Comparison:
             for mode in (on_stages.train, on_stages.eval)
         ]
 
-    def _step(self, chain: Chain, call: FlatCall, step: int) -> Outcome:
-        graph = chain.graph
+    def _compared(self, chain: Chain, call: FlatCall, number: int) -> StepValues:
+        """Compares one step in the mode of the chain; returns what the model leaves behind."""
+        graph, training = chain.graph, self.plan.training
+        size = follow_batch(call, self.layout).size
+        step = Step(
+            self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number
+        )
         try:
-            expected, got = self._both(chain, call, step, gradients=graph.training)
+            expected, got = self._both(chain, step, gradients=graph.training)
         except ModelFails as error:
             if graph.training:
                 raise
-            expected, got = self._with_gradients(chain, call, step, error)
-        self.rows.append(expected.counted(graph, step, follow_batch(call, self.layout).size))
-        self.found += self._located(chain, call, step, expected, got)
+            expected, got = self._with_gradients(chain, step, error)
+        self.rows.append(counted(expected, graph, number, size))
+        self.found += self._located(chain, step, expected, got)
         return expected
 
-    def _both(
-        self, chain: Chain, call: FlatCall, step: int, *, gradients: bool
-    ) -> tuple[Outcome, Outcome]:
+    def _both(self, chain: Chain, step: Step, *, gradients: bool) -> tuple[StepValues, StepValues]:
         """What the model and what the stages do; with `gradients` the model records autograd."""
-        graph = chain.graph
-        alone = partial(eager, self.model, graph, call, self.loss_fn, self.plan, step)
-        chain.begin(step)
-        with preserved_rng(self.device), untouched(self.model, graph.training):
-            expected = result_of(self.model, graph, alone, gradients=gradients)
-            return expected, result_of(self.model, graph, partial(stages, chain, call, self.plan))
+        chain.begin(step.minibatch)
+        with preserved_rng(self.device), untouched(self.model, step.graph.training):
+            expected = step.values(step.eager, gradients=gradients)
+            return expected, step.values(partial(stages, chain, step.call, self.plan))
 
     def _with_gradients(
-        self, chain: Chain, call: FlatCall, step: int, failed: ModelFails
-    ) -> tuple[Outcome, Outcome]:
+        self, chain: Chain, step: Step, failed: ModelFails
+    ) -> tuple[StepValues, StepValues]:
         """Compares evaluation of a model that raises `failed` under no_grad.
 
         Stages record what forward differentiates, in evaluation too; an opaque module does
         not, and fails as the model does.
         """
         try:
-            return self._both(chain, call, step, gradients=True)
+            return self._both(chain, step, gradients=True)
         except ModelFails:
             raise failed from failed.__cause__
         except VerifyError:
             raise needs_gradients(failed) from failed.__cause__
 
     def _located(
-        self,
-        chain: Chain,
-        call: FlatCall,
-        step: int,
-        expected: Outcome,
-        got: Outcome,
+        self, chain: Chain, step: Step, expected: StepValues, got: StepValues
     ) -> list[Difference]:
+        """The differences of a step, each with the op that it begins at."""
         graph = chain.graph
         home = {
             fqn: interface.index
@@ -165,18 +154,15 @@ class Comparison:
             for fqn in (*interface.parameters, *interface.buffers)
         }
         last = len(self.sources.interfaces) - 1
-        unlike_at = partial(differences, graph, expected, got, home, last, step=step)
+        unlike_at = partial(differences, graph, expected, got, home, last, step=step.minibatch)
         found = unlike_at(exact=self.exact)
         if found and GENERAL_PATH in graph.notes and not unlike_at(exact=False):
             self.rounded = True
             return []
-        if not found:
-            return []
-        if not self.exact:
+        if not found or not self.exact:
             return found  # values that are equal up to rounding cannot be told by their content
         with preserved_rng(self.device), untouched(self.model, graph.training):
-            own = follow_batch(call, self.layout)
-            return located(found, expected, self.model, self.plan, chain, call, own, step)
+            return located(found, expected, step, self.plan, chain)
 
 
 def unlike(found: Sequence[Difference], graph: OpGraph) -> VerifyError:

@@ -28,7 +28,6 @@ from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
 from pdcompile.passes.verify.one_block import BlockComparison, Given
-from pdcompile.passes.verify.step_runs import copied_leaves
 from pdcompile.passes.verify.verification import Compared, Difference, Verification, mode_of
 from pdcompile.plan import Plan
 
@@ -137,7 +136,7 @@ def _compared(
         if one.path not in calls:
             one.reason = "forward does not call it as a module"
             continue
-        given = Given(graph, copied_leaves(call), owned, size)
+        given = Given(graph, call.leaves, owned, size)
         interface = sources.interfaces[one.stage]
         with torch.device("meta"):
             stage = stage_classes(sources)[one.stage]()

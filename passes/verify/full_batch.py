@@ -24,7 +24,6 @@ from pdcompile.errors import PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.lifetimes import draws
 from pdcompile.passes.untouched import same_buffers, untouched
-from pdcompile.passes.verify.step_runs import copied_leaves
 
 Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of items
 
@@ -171,7 +170,7 @@ class _BatchGradients:
     def _gradient(self, call: FlatCall, frozen: bool) -> dict[str, Tensor]:
         model = self._model
         device = next((p.device for p in model.parameters()), None)
-        args, kwargs, target = call.unflatten(copied_leaves(call))
+        args, kwargs, target = call.unflatten(call.copied_leaves())
         with preserved_rng(device), untouched(model, True), same_buffers(model):
             model.zero_grad(set_to_none=True)
             with _statistics(model, frozen), _NoDropout() as mode, torch.enable_grad():

@@ -1,87 +1,62 @@
-"""Where a difference begins: the first op whose value the stages do not have, by source line.
+"""Locates a difference: the first op whose value the stages do not have, by source line.
 
-The captured graph runs once more, op by op, and so do the stages, under `Watch`.  Only a
-comparison that failed pays for this.
+The captured graph runs once more, op by op, and so do the stages, under `Watch`: only after a
+comparison that failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
-
-from pdcompile.batch import BatchLayout, FlatCall
-from pdcompile.eager.autocast import autocast_region
-from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.execution import execute
-from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, leaves
+from pdcompile.ir.graph import Op, OpGraph
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, announcing, opaque_paths
-from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare
-from pdcompile.passes.trace.subject import device_of
-from pdcompile.passes.verify.content_watch import Watch, digest
-from pdcompile.passes.verify.step_runs import (
-    Loss,
-    Values,
-    copied_leaves,
-    result_of,
-    stages,
-)
-from pdcompile.passes.verify.verification import Difference, Outcome, differences
+from pdcompile.passes.trace.comparison.content_watch import Watch
+from pdcompile.passes.trace.comparison.fidelity import AsksForGradients, compare_mode
+from pdcompile.passes.trace.comparison.replay import Replay, replay
+from pdcompile.passes.trace.comparison.step_values import StepValues, differing
+from pdcompile.passes.trace.comparison.steps import Loss, Outputs, Step
+from pdcompile.passes.verify.step_runs import stages
+from pdcompile.passes.verify.verification import Difference
 from pdcompile.plan import Plan
 
 
 def located(
-    found: Sequence[Difference],
-    expected: Outcome,
-    model: nn.Module,
-    plan: Plan,
-    chain: Chain,
-    call: FlatCall,
-    layout: BatchLayout,
-    step: int,
+    found: Sequence[Difference], expected: StepValues, step: Step, plan: Plan, chain: Chain
 ) -> list[Difference]:
     """The same differences with `first` filled in, as far as it can be found.
 
     Args:
         expected: what eager left behind.
-        call, layout: the microbatch of the step.
     """
-    graph = chain.graph
-    seen = Watch()
+    graph, seen = chain.graph, Watch()
 
-    def watched() -> tuple[Values, Loss]:
+    def watched() -> tuple[Outputs, Loss]:
         with seen:
-            return stages(chain, call, plan)
+            return stages(chain, step.call, plan)
 
     try:
-        with autocast_region(plan.training.autocast):
-            right, result = replay(model, graph, call, layout, plan.training.seed, step)
-        chain.begin(step)
-        result_of(model, graph, watched)
+        right, result = replay(step)
+        chain.begin(step.minibatch)
+        step.values(watched)
     except PdcompileError:
         return list(found)  # nothing more can be said of it
-    if differences(graph, expected, result, {}, 0, exact=True):
-        where = _of_the_capture(model, graph, call, layout)
-    else:
-        search = _Locator(graph, right, seen)
-        return [replace(one, first=search.place(one)) for one in found]
-    return [replace(one, first=where) for one in found]
+    if any(differing(expected, result)):
+        where = _of_the_capture(step)
+        return [replace(one, first=where) for one in found]
+    search = _Locator(graph, right, seen)
+    return [replace(one, first=search.place(one)) for one in found]
 
 
-def _of_the_capture(model: nn.Module, graph: OpGraph, call: FlatCall, layout: BatchLayout) -> str:
+def _of_the_capture(step: Step) -> str:
     """Where the graph itself begins to differ from the model.
 
     Raises:
         AsksForGradients: where that is the cause.
     """
     try:
-        compare(model, Capture(graph, graph), call, layout)
+        compare_mode(step)
     except AsksForGradients:
         raise
     except VerifyError as error:
@@ -167,75 +142,3 @@ class _Locator:
         return (
             f"; {instead[0].where} ({instead[0].function}) is not in the model" if instead else ""
         )
-
-
-@dataclass(slots=True)
-class Replay:
-    """What each op made, by content: of values and gradients those that a `Watch` on the same
-    run saw, since others would be missed in the stages as well."""
-
-    ops: Mapping[str, Op]
-    watch: Watch = field(default_factory=Watch)
-    contents: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    gradients: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, frozenset[str]] = field(default_factory=dict)  # of what each op read
-
-    def ran(self, name: str, value: Any) -> None:
-        """Notes what an op that has run read and made."""
-        read = self.ops[name].inputs
-        self.inputs[name] = frozenset(self.contents[i] for i in read if i in self.contents)
-        if isinstance(value, Tensor):
-            found = self.contents[name] = digest(value)
-            if found in self.watch.values:
-                self.values[name] = found
-            if value.requires_grad and value.grad_fn is not None:
-                value.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
-
-    def _gradient(self, name: str, gradient: Tensor) -> None:
-        found = digest(gradient)
-        if found in self.watch.gradients:
-            self.gradients[name] = found
-
-
-def replay(
-    model: nn.Module,
-    graph: OpGraph,
-    call: FlatCall,
-    layout: BatchLayout,
-    seed: int,
-    minibatch: int,
-) -> tuple[Replay, Outcome]:
-    """Runs the graph on the model's tensors; the model's buffers are as before afterwards.
-
-    Args:
-        call, layout: one microbatch.
-        seed, minibatch: name the random streams.
-    """
-    recorder = Replay({op.name: op for op in graph.ops})
-    scope = DrawScope(model, seed, minibatch, 0)
-    lookup = StreamLookup(
-        model, layout.size, device_of(model, call), graph.tensor_values, scope, opaque_paths(graph)
-    )
-
-    def run() -> tuple[Values, Loss]:
-        given = copied_leaves(call)
-        entered = {entry.name: given[entry.path] for entry in graph.inputs}
-        recorder.contents.update((name, digest(tensor)) for name, tensor in entered.items())
-        reseed(seed_of(seed, minibatch, 0, "", -1))
-        seed_next = announcing(graph, seed, minibatch)
-
-        def ran(name: str, value: Any) -> None:
-            recorder.ran(name, value)
-            seed_next()
-
-        with recorder.watch:
-            env = execute(graph, entered, lookup, watch=ran)
-        loss = env[graph.loss] if graph.loss is not None else None
-        if graph.training and loss is not None and loss.requires_grad:
-            back = scope.backward_of if scope.draws else torch.autograd.backward
-            back([loss], [None])
-        names = [leaf.name for leaf in leaves(graph.output) if isinstance(leaf, Ref)]
-        return {name: env[name] for name in names}, loss
-
-    return recorder, result_of(model, graph, run)

@@ -20,10 +20,11 @@ from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.codegen.block_calls import BlockCall
 from pdcompile.passes.costs.costed_op import laid_out
 from pdcompile.passes.stages.chain import announce, fill
+from pdcompile.passes.trace.comparison.content_watch import line_of_traceback
+from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.tape.observer import source_of_class
-from pdcompile.passes.verify.content_watch import line_of_traceback
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
-from pdcompile.passes.verify.verification import Compared, Difference, Outcome, differences
+from pdcompile.passes.verify.verification import Compared, Difference, counted, differences
 from pdcompile.plan import Plan
 
 
@@ -128,7 +129,7 @@ class BlockComparison:
         home = dict.fromkeys((*expected.gradients, *expected.buffers), index)
         where = f"block {self.path!r} ({kind.__qualname__}, {source_of_class(kind)})"
         found = differences(self.graph, expected, got, home, index, exact=True, first=where)
-        return found, expected.counted(self.graph, 0, self.given.b)
+        return found, counted(expected, self.graph, 0, self.given.b)
 
     def _tensor(self, place: Argument) -> Tensor:
         if isinstance(place, Attr) and place.fqn in self.held:
@@ -145,7 +146,7 @@ class BlockComparison:
             fresh[name] = tensor.requires_grad_(value.requires_grad and self.graph.training)
         return fresh
 
-    def _eager_side(self) -> Outcome:
+    def _eager_side(self) -> StepValues:
         entered = self._inputs()
         written = {name: tensor.view_as(tensor) for name, tensor in entered.items()}
 
@@ -168,7 +169,7 @@ class BlockComparison:
             }
             return self._ended(named, entered)
 
-    def _generated_side(self) -> Outcome:
+    def _generated_side(self) -> StepValues:
         entered, seed = self._inputs(), self.plan.training.seed
         signature = self.interface.train if self.graph.training else self.interface.eval
         _, hooks = announce(self.stage, self.interface, signature, seed)
@@ -183,7 +184,7 @@ class BlockComparison:
         results = result if isinstance(result, tuple) else (result,)
         return self._ended(dict(zip(self.call.outputs, results, strict=True)), entered)
 
-    def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> Outcome:
+    def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> StepValues:
         """What a side gave, after its backward; buffers are as before then."""
         # A module may give out more through an object that it was handed, as a cache of keys does.
         returned = {place.name for place in self.eager_call.results if isinstance(place, Ref)}
@@ -193,7 +194,7 @@ class BlockComparison:
         held = self.held.items()
         gradients = {name: t.grad for name, t in entered.items() if t.requires_grad}
         gradients |= {fqn: t.grad for fqn, t in held if isinstance(t, nn.Parameter)}
-        outcome = Outcome(
+        found = StepValues(
             {name: outputs[name].detach().clone() for name in roots},
             None,
             gradients,
@@ -204,10 +205,10 @@ class BlockComparison:
                 tensor.grad = None
                 if not tensor.requires_grad:
                     tensor.copy_(self.given(Attr(fqn)))
-        return outcome
+        return found
 
 
-def _told(run: Any, who: str, where: str | None) -> Outcome:
+def _told(run: Any, who: str, where: str | None) -> StepValues:
     try:
         return run()  # type: ignore[no-any-return]
     except VerifyError:

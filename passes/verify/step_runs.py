@@ -1,131 +1,31 @@
-"""One step of the model in plain PyTorch and one of the stages, on the same tensors.
-
-Steps follow each other on different inputs, with an update in between, as far as memory allows.
-"""
+"""The steps that are compared: their inputs, the stages' side, updates in between, and memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, output_leaves, resize
+from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, resize
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
-from pdcompile.ir.graph import OpGraph, Ref, leaves
+from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import estimate
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.tape.observer import source_of_traceback
-from pdcompile.passes.untouched import same_buffers, write_buffers
-from pdcompile.passes.verify.content_watch import line_of_traceback
-from pdcompile.passes.verify.verification import Outcome
+from pdcompile.passes.trace.comparison.content_watch import line_of_traceback
+from pdcompile.passes.trace.comparison.steps import Loss, ModelFails, Outputs
+from pdcompile.passes.untouched import write_buffers
 from pdcompile.plan import Plan
-
-Values: TypeAlias = dict[str, torch.Tensor]
-Loss: TypeAlias = torch.Tensor | None
-
-
-def result_of(
-    model: nn.Module,
-    graph: OpGraph,
-    call: Callable[[], tuple[Values, Loss]],
-    *,
-    gradients: bool | None = None,
-) -> Outcome:
-    """Runs one side from the model's present state, and puts its buffers back.
-
-    With `gradients` (None: as the graph's mode has it) autograd records the call.
-    """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.zero_grad(set_to_none=True)
-
-    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.detach().clone()
-
-    with same_buffers(model):
-        with torch.set_grad_enabled(graph.training if gradients is None else gradients):
-            outputs, loss = call()
-        outcome = Outcome(
-            outputs={name: value.detach().clone() for name, value in outputs.items()},
-            loss=copied(loss),
-            # Nobody else holds them: the next step makes others.
-            gradients={name: p.grad for name, p in model.named_parameters()},
-            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
-        )
-        model.zero_grad(set_to_none=True)
-    write_buffers(model, buffers)
-    return outcome
-
-
-def eager(
-    model: nn.Module,
-    graph: OpGraph,
-    flat: FlatCall,
-    loss_fn: Callable[..., Any] | None,
-    plan: Plan,
-    minibatch: int = 0,
-) -> tuple[Values, Loss]:
-    """The model itself: outputs by value name and the loss, gradients left in ``.grad``.
-
-    Raises VerifyError, with the user's line, when the model itself fails.
-    """
-    args, kwargs, target = flat.unflatten(copied_leaves(flat))
-    with DrawScope(model, plan.training.seed, minibatch, 0) as scope:
-        with autocast_region(plan.training.autocast), _model_runs():
-            output = model(*args, **kwargs)
-        named = {
-            place.name: leaf
-            for place, leaf in zip(leaves(graph.output), output_leaves(output), strict=True)
-            if isinstance(place, Ref)
-        }
-        loss = named.get(graph.loss or "")
-        if loss_fn is not None:
-            with scope.loss(), autocast_region(plan.training.autocast):
-                loss = loss_fn(output, target)
-        if graph.training and loss is not None and loss.requires_grad:
-            try:
-                scope.backward(loss)
-            except RuntimeError as error:
-                raise VerifyError(
-                    f"the model's own backward fails without pdcompile: {error}",
-                    where=f"{type(model).__module__}.{type(model).__qualname__}",
-                    remedy="run loss.backward() on the model itself and mend it first",
-                ) from error
-    return named, loss
-
-
-class ModelFails(VerifyError):
-    """The model itself raises, without pdcompile."""
-
-
-@contextmanager
-def _model_runs() -> Iterator[None]:
-    """Raises failures of the user's code as ModelFails, with the user's line."""
-    try:
-        yield
-    except PdcompileError:
-        raise
-    except Exception as error:
-        raise ModelFails(
-            f"the model itself fails on these inputs: {_said(error)}",
-            where=source_of_traceback(error),
-            remedy="run the model once without pdcompile",
-        ) from error
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def needs_gradients(failed: ModelFails) -> ModelFails:
     """The error for a model that can be evaluated with autograd only."""
-    said = _said(failed.__cause__) if failed.__cause__ is not None else failed.message
+    cause = failed.__cause__
+    said = failed.message if cause is None else f"{type(cause).__name__}: {cause}"
     return ModelFails(
         f"evaluation runs under torch.no_grad(), where the model fails: {said}",
         where=failed.where,
@@ -134,11 +34,11 @@ def needs_gradients(failed: ModelFails) -> ModelFails:
     )
 
 
-def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
-    """One step of the generated stages.  Raises VerifyError, naming the stage that fails."""
+def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Outputs, Loss]:
+    """Runs one step of the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
         with autocast_region(plan.training.autocast):
-            outputs, loss = chain.forward(copied_leaves(flat))
+            outputs, loss = chain.forward(flat.copied_leaves())
         if chain.graph.training and loss is not None:
             chain.backward()
     except PdcompileError:
@@ -146,21 +46,14 @@ def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Values, Loss]:
     except Exception as error:
         mode = "training" if chain.graph.training else "evaluation"
         raise VerifyError(
-            f"stage {chain.running} raises in {mode}, where the model does not: {_said(error)}",
+            f"stage {chain.running} raises in {mode}, where the model does not: "
+            f"{type(error).__name__}: {error}",
             where=line_of_traceback(error) or f"stage_{chain.running}.py",
             remedy="undo the last edit of the stage's file"
             if f"stage_{chain.running}.py" in chain.edited
             else "please report this model: stages have to do what it does",
         ) from error
     return outputs, loss
-
-
-def copied_leaves(flat: FlatCall) -> dict[str, Any]:
-    """The leaves of a call, tensors copied: a model may write into its inputs."""
-    return {
-        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-        for path, leaf in flat.leaves.items()
-    }
 
 
 STEP = 0.01  # of a parameter's size, so that weights change visibly in any dtype

@@ -9,27 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pdcompile.ir.graph import OpGraph
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one step of one mode leaves behind, copied: everything by name."""
-
-    outputs: dict[str, torch.Tensor]
-    loss: torch.Tensor | None
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-
-    def counted(self, graph: OpGraph, step: int, samples: int) -> Compared:
-        """How much was compared with it."""
-        return Compared(
-            mode_of(graph),
-            step,
-            samples,
-            outputs=len(self.outputs) + (self.loss is not None),
-            gradients=sum(gradient is not None for gradient in self.gradients.values()),
-            buffers=len(self.buffers),
-        )
+from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +117,8 @@ class Verification:
 
 def differences(
     graph: OpGraph,
-    expected: Outcome,
-    got: Outcome,
+    expected: StepValues,
+    got: StepValues,
     home: Mapping[str, int],
     last: int,
     *,
@@ -152,46 +132,29 @@ def differences(
         home: the first stage that holds a parameter or buffer, by FQN.
         last: the last stage, which has the outputs.
     """
-    rows = [
-        *(("output", name, one, got.outputs.get(name)) for name, one in expected.outputs.items()),
-        ("loss", graph.loss or "loss", expected.loss, got.loss),
-        *(("gradient", name, g, got.gradients.get(name)) for name, g in expected.gradients.items()),
-        *(
-            ("buffer", name, one, got.buffers.get(name))
-            for name, one in expected.buffers.items()
-            if name in home or name in got.buffers  # else forward makes it anew where it is missing
-        ),
-    ]
     return [
         Difference(
-            mode_of(graph), what, name,
-            last if what in ("output", "loss") else home.get(name, 0), largest, step, first,
+            mode_of(graph), kind,
+            graph.loss or name if kind == "loss" else name,
+            last if kind in ("output", "loss") else home.get(name, 0), largest, step, first,
         )
-        for what, name, one, other in rows
-        if (largest := distance(one, other, exact=exact)) is not None
+        for kind, name, largest in differing(expected, got, exact=exact, held=home)
     ]  # fmt: skip
+
+
+def counted(values: StepValues, graph: OpGraph, step: int, samples: int) -> Compared:
+    """How many tensors of one step are compared."""
+    outputs = sum(isinstance(one, torch.Tensor) for one in values.outputs.values())
+    return Compared(
+        mode_of(graph),
+        step,
+        samples,
+        outputs=outputs + (values.loss is not None),
+        gradients=sum(gradient is not None for gradient in values.gradients.values()),
+        buffers=len(values.buffers),
+    )
 
 
 def mode_of(graph: OpGraph) -> str:
     """What reports call the mode of a graph."""
     return "train" if graph.training else "eval"
-
-
-def distance(one: torch.Tensor | None, other: torch.Tensor | None, *, exact: bool) -> float | None:
-    """The largest absolute difference; None where there is none that counts."""
-    if one is None or other is None:
-        # A parameter that got no gradient and one that got zeros update alike in most optimizers,
-        # but not in all: it is a difference.
-        return None if one is other else float("inf")
-    one, other = (t.to_dense() if t.layout != torch.strided else t for t in (one, other))
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if one.numel() == 0 or torch.equal(one, other):
-        return None
-    if not (one.is_floating_point() or one.is_complex()):
-        return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
-    equal = (one == other) | ((one != one) & (other != other))
-    if bool(equal.all()) or (not exact and torch.allclose(one, other, equal_nan=True)):
-        return None
-    gap = (one - other).abs()
-    return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")

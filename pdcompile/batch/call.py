@@ -75,6 +75,15 @@ class FlatCall:
                 bound.arguments.setdefault(argument.parameter, {})[argument.key] = value
         return bound.args, bound.kwargs, rebuild(self.spec.target, values)
 
+    def copied_leaves(self) -> dict[str, Any]:
+        """The leaves, tensors copied: a model may write into its inputs."""
+        return {
+            path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for path, leaf in self.leaves.items()
+        }
+
 
 def flatten_call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None

@@ -1,7 +1,7 @@
-"""Runs of a graph in which every draw has a stream of its own, as the stages have them.
+"""Random streams for a run of a graph: one for each draw, as the stages have them.
 
-Eager draws from one generator, and a branch that is not taken draws nothing: where branches draw,
-graph and model agree only with streams named by module and index (`pdcompile.eager.randomness`).
+Eager draws from one generator, and a branch that is not taken draws nothing: graph and model agree
+only with streams named by module and index (`pdcompile.eager.randomness`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.ir.execution import Lookup
-from pdcompile.ir.graph import Op, OpGraph, Ref
+from pdcompile.ir.graph import Op, OpGraph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamLookup(Lookup):
     """Finds the model's modules; those that are opaque run inside a scope of draws."""
 
-    scope: DrawScope | None = None
-    opaque: frozenset[str] = frozenset()
+    scope: DrawScope
+    opaque: frozenset[str]
 
     def module(self, path: str) -> Any:
         module = Lookup.module(self, path)
         return partial(_inside, self.scope, module) if path in self.opaque else module
 
 
-def _inside(scope: DrawScope | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    assert scope is not None
+def _inside(scope: DrawScope, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with scope:
         return module(*args, **kwargs)
 
@@ -41,31 +40,15 @@ def opaque_paths(graph: OpGraph) -> frozenset[str]:
     return frozenset(op.module_path for op in graph.ops if op.opaque)
 
 
-def announce(op: Op, seed: int, minibatch: int) -> None:
-    """Seed the op that comes next, in microbatch 0."""
-    if op.draw is not None and not op.opaque:
-        reseed(seed_of(seed, minibatch, 0, op.module_path, op.draw))
-
-
-def announcing(graph: OpGraph, seed: int = 0, minibatch: int = 0) -> Callable[..., None]:
-    """Seeds the first op at once, and each later one when it is told that an op has run."""
+def seeding(graph: OpGraph, seed: int, minibatch: int) -> Callable[[], None]:
+    """Seeds the first op (of microbatch 0) at once, and each later one when it is called again."""
+    reseed(seed_of(seed, minibatch, 0, "", -1))
     waiting: Iterator[Op] = iter(graph.ops)
 
-    def following(*_: Any) -> None:
+    def seed_next() -> None:
         op = next(waiting, None)
-        if op is not None:
-            announce(op, seed, minibatch)
+        if op is not None and op.draw is not None and not op.opaque:
+            reseed(seed_of(seed, minibatch, 0, op.module_path, op.draw))
 
-    following()
-    return following
-
-
-def branches_draw(graph: OpGraph) -> bool:
-    """Whether random ops may run here that eager leaves out."""
-    chosen = any(
-        op.target == "operator.getitem"
-        and isinstance(op.args[0], tuple)
-        and isinstance(op.args[1], Ref)
-        for op in graph.ops
-    )
-    return chosen and any(op.draw is not None for op in graph.ops)
+    seed_next()
+    return seed_next

@@ -9,7 +9,7 @@ import torch
 
 from pdcompile.eager.randomness import is_random_module
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.opaque.outcomes import CallKey
+from pdcompile.passes.trace.opaque.observed_calls import CallKey
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.values.packed import takes_packed
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.trace.opaque.observed_calls import CallKey, Made, ObservedCall
 from pdcompile.passes.trace.opaque.opaque_modules import below
-from pdcompile.passes.trace.opaque.outcomes import CallKey, Made, Outcome
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key
@@ -25,22 +25,22 @@ class OpaqueCalls(Interceptor):
         self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
     ) -> Any:
         tape, path = self.tape, call[0]
-        outcome = tape.opaque.get(call)
-        if outcome is None:
+        observed = tape.opaque.get(call)
+        if observed is None:
             self._refuse_part(path)
             return proceed(call, plain, args, kwargs)
-        if outcome.reason:
-            raise TraceError(f"{path!r} cannot be opaque: it {outcome.reason}", where=tape.where())
+        if observed.reason:
+            raise TraceError(f"{path!r} cannot be opaque: it {observed.reason}", where=tape.where())
         tape.begin()
         with torch._C.DisableTorchFunction():
             with tape.inside():
-                result = _replayed(outcome, tape.fakes, args, kwargs)
-                buffers = [tape.table.objects[fqn] for fqn in outcome.buffers]
+                result = _replayed(observed, tape.fakes, args, kwargs)
+                buffers = [tape.table.objects[fqn] for fqn in observed.buffers]
                 tape.observer.clear()
                 tape.observer.written = {storage_key(tape.fakes.faked(b)) for b in buffers}
             with tape.running(call, opaque=True):
                 target = tape.table.classes[path][0]
-                return tape.record("opaque", target, path, args, kwargs, result, None, outcome)
+                return tape.record("opaque", target, path, args, kwargs, result, None, observed)
 
     def _refuse_part(self, path: str) -> None:
         for owner, _ in self.tape.opaque:
@@ -52,13 +52,13 @@ class OpaqueCalls(Interceptor):
                 )
 
 
-def _replayed(outcome: Outcome, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
+def _replayed(observed: ObservedCall, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
     """Fake tensors in the place of what a call returned when it really ran."""
     inputs = tensors_among((fakes.faked(args), fakes.faked(kwargs)))
     outputs: list[Tensor] = []
-    for made in outcome.made:
-        outputs.append(_fake(made, inputs, outputs, outcome.made, fakes.device))
-    return _filled(outcome.result, iter(outputs))
+    for made in observed.made:
+        outputs.append(_fake(made, inputs, outputs, observed.made, fakes.device))
+    return _filled(observed.result, iter(outputs))
 
 
 def _fake(

@@ -29,5 +29,3 @@ INTERCEPTORS = (
     ShortCuts,
     ProcessSwitches,
 )
-# Of a run on real tensors, which draws and answers as the model does.
-EAGER_INTERCEPTORS = tuple(each for each in INTERCEPTORS if each not in (Generators, ShortCuts))

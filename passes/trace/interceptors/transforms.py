@@ -68,10 +68,9 @@ class Transforms(Interceptor):
         if not self.depth:
             self._grad_enabled = torch.is_grad_enabled()
             self.tape.fakes.findings.transformed = True
-        needed = self.tape.training or self.tape.fakes.mode is None
         self.depth = self.tape.depth = self.depth + 1
         try:
-            with nullcontext() if self.depth > 1 or needed else torch.no_grad():
+            with nullcontext() if self.depth > 1 or self.tape.training else torch.no_grad():
                 yield
         finally:
             self.depth = self.tape.depth = self.depth - 1
@@ -80,7 +79,7 @@ class Transforms(Interceptor):
         """Arguments with fake tensors for the model's tensors."""
         fakes = self.tape.fakes
         value = fakes.faked(value)
-        if self.tape.training or fakes.mode is None:
+        if self.tape.training:
             return value
         return tree_map_only(torch.Tensor, self._evaluated, value)
 
@@ -149,7 +148,7 @@ class Transforms(Interceptor):
         another tensor in the place of the one that was seen.  So each operator runs once more.
         """
         fakes = self.tape.fakes
-        if not self._made or fakes.mode is None:
+        if not self._made:
             return
         known: dict[str, Any] = {}
         with self.tape.inside(), _disable_current_modes(), fakes.mode:

@@ -26,9 +26,9 @@ from pdcompile.ir.opaque import describe, tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.python_state import settled
 from pdcompile.passes.trace.interceptors.generators import Sentinel, not_reseeded
-from pdcompile.passes.trace.opaque.outcomes import (
+from pdcompile.passes.trace.opaque.observed_calls import (
     CallKey,
-    Outcome,
+    ObservedCall,
     alike,
     both,
     check_repeats,
@@ -50,7 +50,7 @@ from pdcompile.passes.trace.tape.observer import (
 
 def probe(
     subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool
-) -> dict[CallKey, Outcome]:
+) -> dict[CallKey, ObservedCall]:
     """Run the model and say what each call of the modules at `paths` did.
 
     A second run, on the same numbers, must give the same results; a third one, on them in another
@@ -74,10 +74,7 @@ def probe(
         again = run(_shuffled(flat))
     except TraceError:
         return found  # it does not accept such inputs; its results are checked at every call
-    return {
-        key: both(outcome, again[key]) if key in again else outcome
-        for key, outcome in found.items()
-    }
+    return {key: both(call, again[key]) if key in again else call for key, call in found.items()}
 
 
 def _shuffled(flat: FlatCall) -> FlatCall:
@@ -101,11 +98,11 @@ def _run(
     paths: Collection[str],
     training: bool,
     hooks: bool = True,
-) -> dict[CallKey, Outcome]:
-    def call(_: dict[tuple[int, str], str]) -> dict[CallKey, Outcome]:
+) -> dict[CallKey, ObservedCall]:
+    def call(_: dict[tuple[int, str], str]) -> dict[CallKey, ObservedCall]:
         return _run_once(subject, flat, paths, hooks=hooks)
 
-    def same(one: dict[CallKey, Outcome], other: dict[CallKey, Outcome]) -> bool:
+    def same(one: dict[CallKey, ObservedCall], other: dict[CallKey, ObservedCall]) -> bool:
         return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
     # What changes outside of the opaque modules, recordings judge.
@@ -114,14 +111,9 @@ def _run(
 
 def _run_once(
     subject: Subject, flat: FlatCall, paths: Collection[str], *, hooks: bool
-) -> dict[CallKey, Outcome]:
+) -> dict[CallKey, ObservedCall]:
     model = subject.model
-    leaves = {
-        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        for path, leaf in flat.leaves.items()
-    }
+    leaves = flat.copied_leaves()
     args, kwargs, _ = flat.unflatten(leaves)
     watch = _Watch(model, subject.table, frozenset(paths), hooks=hooks)
     sentinel = Sentinel()
@@ -188,7 +180,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.table = table
         self.paths = paths
         self.functions = _Functions()
-        self.found: dict[CallKey, Outcome] = {}
+        self.found: dict[CallKey, ObservedCall] = {}
         self._calls: dict[str, int] = {}
         self._tensors = {
             storage_key(tensor): fqn
@@ -306,7 +298,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             form = describe(result)
         except TypeError as error:
             form, reason = "", f"returns a {error}"
-        self.found[key] = Outcome(
+        self.found[key] = ObservedCall(
             result=result if not reason else None,
             made=() if reason else made_by(inputs, outputs),
             form=form,

@@ -33,7 +33,7 @@ class FakeTensors:
     def __init__(
         self,
         table: ModuleTable,
-        mode: FakeTensorMode | None,
+        mode: FakeTensorMode,
         device: torch.device,
         kept_tensors: KeptTensors | None = None,
     ) -> None:
@@ -121,7 +121,6 @@ class FakeTensors:
 
     def _memo(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
         """A fake in the place of one that an earlier recording left in an attribute."""
-        assert self.mode is not None
         with self.mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
@@ -139,7 +138,6 @@ class FakeTensors:
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
-        assert self.mode is not None
         if tensor.device.type != "meta":
             return self.mode.from_tensor(tensor)
         with self.mode:

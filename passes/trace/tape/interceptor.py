@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pdcompile.passes.trace.opaque.outcomes import CallKey
+from pdcompile.passes.trace.opaque.observed_calls import CallKey
 
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape

@@ -26,7 +26,7 @@ from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.merge.branches import both_ways
 from pdcompile.passes.trace.merge.slices import with_unbound
 from pdcompile.passes.trace.merge.value_sizes import Iterations, with_sizes_that_vary
-from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
+from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.refusals import ForwardRaised
 from pdcompile.passes.trace.remedies import remedy, remedy_of_loss, tell_of_loss
@@ -89,7 +89,7 @@ def record(
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
         Undecided, CannotMerge, SizeByValues, OutsideDraw: so it is under these assumptions.
     """
-    outcomes = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
+    observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
     def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
         before = State(subject.model)
@@ -100,7 +100,7 @@ def record(
                 before.restore()
                 one = _Run(subject, call, assumed, replace(variant, decided=decided), findings)
                 with subject.outside.as_before():
-                    return one.recording(outcomes, assigned)
+                    return one.recording(observed, assigned)
 
             return both_ways(once, assumed, subject.mixed, training)
 
@@ -138,7 +138,6 @@ class _Run:
         findings: Findings,
     ) -> None:
         self._subject = subject
-        self._assumed = assumed
         self._findings = findings
         self._mode = FakeTensorMode()
         device = device_of(subject.model, call)
@@ -160,16 +159,16 @@ class _Run:
         tape.assumed, tape.examples, tape.outcomes = assumed, examples, variant.decided
 
     def recording(
-        self, outcomes: Mapping[CallKey, Outcome], assigned: dict[tuple[int, str], str]
+        self, observed: Mapping[CallKey, ObservedCall], assigned: dict[tuple[int, str], str]
     ) -> Recording:
         """Run, and say what was recorded.
 
         Args:
-            outcomes: what the calls of opaque modules really did.
+            observed: the calls of opaque modules, seen in a real run.
             assigned: filled in: (id of module, attribute) to the line that assigned it.
         """
         subject, tape = self._subject, self._tape
-        tape.opaque = outcomes
+        tape.opaque = observed
         tape.assigned = assigned
         try:
             with self._around():
@@ -257,8 +256,7 @@ def run(
         output = model(*args, **kwargs)
         tape.sizes.returned(output)
         output = _own_tensors_cloned(output, tape.fakes)
-        if tape.fakes.mode is not None:
-            write_rebound(model, tape.fakes)
+        write_rebound(model, tape.fakes)
         loss = None
         if loss_fn is not None:
             tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]

@@ -25,7 +25,7 @@ from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
-from pdcompile.passes.trace.opaque.outcomes import CallKey, Outcome
+from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.tape.arguments import to_arguments, without_defaults
 from pdcompile.passes.trace.tape.calls import NO_OP_CASTS, autocast_region, target_of
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
@@ -50,6 +50,8 @@ class Tape(TorchFunctionMode):
         interceptors: asked in this order before a call is recorded.
     """
 
+    examples: Examples  # the values of the inputs; set before the run
+
     def __init__(
         self,
         table: ModuleTable,
@@ -72,10 +74,9 @@ class Tape(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         # What this run takes for granted.
         self.assumed = Assumptions()
-        self.examples: Examples | None = None  # values that the example gives to the call
         self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
         self.iterations: Callable[[int], Sequence[int]] = range  # of a loop: which are recorded
-        self.opaque: Mapping[CallKey, Outcome] = {}  # what calls of opaque modules did
+        self.opaque: Mapping[CallKey, ObservedCall] = {}  # as a real run showed them
         # What it comes across.
         self.decisions: list[Decision] = []
         self.handed_out: TraceError | None = None  # for a number that Python holds unknown
@@ -228,7 +229,7 @@ class Tape(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         draw: int | None,
-        outcome: Outcome | None = None,
+        observed: ObservedCall | None = None,
     ) -> Any:
         path, module_call = self.stack[-1]
         source, variable = locate(self.boundary)
@@ -271,9 +272,9 @@ class Tape(TorchFunctionMode):
             constructor=(self.table.constructor(path, self.training) or ())
             if kind == "module"
             else (),
-            returns=outcome.form if outcome else "",
-            flops=outcome.flops if outcome else None,
-            saved_bytes=outcome.saved_bytes if outcome else None,
+            returns=observed.form if observed else "",
+            flops=observed.flops if observed else None,
+            saved_bytes=observed.saved_bytes if observed else None,
         )
         self.ops.append(op)
         return self._results.deliver(op, result, written)

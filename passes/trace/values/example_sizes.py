@@ -87,10 +87,8 @@ class ExampleSizes:
         tape = self._tape
         with tape.inside(), refusals.reads(func, tape.boundary):
             given = tape.fakes.faked(args), tape.fakes.faked(kwargs)
-            result = None
-            if tape.fakes.mode is not None:
-                module = tape.table.modules.get(tape.path)
-                result = self._packed.result(func, given[0], module)
+            module = tape.table.modules.get(tape.path)
+            result = self._packed.result(func, given[0], module)
             if result is None:
                 result = self._unsized.run(func, *given)
                 self._packed.made(func, given[0], result)

@@ -101,12 +101,7 @@ class ValueReads(Interceptor):
             raise GoesOn
         if name in _NUMBERS and not branches and not kwargs:
             return self._number(func, args[0], error)
-        if tape.fakes.mode is None:  # an eager run, to be compared with a capture
-            value = func(*args, **kwargs)
-            if branches:
-                check(tape, args[0], "", holds=bool(value))
-            return value
-        if tape.examples is not None and branches and not kwargs:
+        if branches and not kwargs:
             return self._branch(args[0], error)
         raise error
 
@@ -119,9 +114,7 @@ class ValueReads(Interceptor):
             if trial is not None and trial.begun:
                 return _some_number(func.__name__, tensor.dtype)
             with torch._C.DisableTorchFunction():
-                if tape.fakes.mode is None:
-                    return func(tensor)
-                if tape.examples is None or tensor.dtype.is_floating_point:
+                if tensor.dtype.is_floating_point:
                     raise refusal
                 value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
                 place = _place(refusal.where)
@@ -196,7 +189,7 @@ def values_of_example(
 ) -> list[Any]:
     """What a value is in the calls that the example gives, until two differ; [] where unknown."""
     found: list[Any] = []
-    for given in tape.examples.calls(floats=floats) if tape.examples is not None else ():
+    for given in tape.examples.calls(floats=floats):
         value = evaluate(name, tape.ops, tape.fakes, given)
         if value is None:
             return []

@@ -78,8 +78,7 @@ class Unsized:
         `known`: the shape depends on values even where all of these agree (of one sample).
         """
         found: list[tuple[Any, Tensor]] = []
-        examples = self._tape.examples
-        for given in examples.variants() if examples is not None else ():
+        for given in self._tape.examples.variants():
             reals = self._reals((args, kwargs), given, zeros=not known)
             if reals is None:
                 return None

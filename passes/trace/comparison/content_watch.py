@@ -1,6 +1,6 @@
-"""Records what every torch function of a run takes and makes, by content and by source line.
+"""Watch: records the tensors that torch functions take and make, by content and source line.
 
-Tensors are known by their content, not by name: an edited stage may compute the same values in
+Tensors are compared by content, not by name: an edited stage may compute the same values in
 another way, and only the first one that is not among the model's values is of interest.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.ir.opaque import tensors_among
@@ -37,7 +38,7 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WatchedCall:
-    """One torch function that ran; `where` is "stage_1.py:34", "" outside of generated files."""
+    """A torch function that ran; `where` is "stage_1.py:34", "" outside of generated files."""
 
     function: str
     inputs: frozenset[str]
@@ -52,21 +53,21 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[WatchedCall] = []
-        self.values: set[str] = set()  # the content of everything that was made
+        self.values: set[str] = set()  # the content of every result
         self.gradients: set[str] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = frozenset(digest(tensor) for tensor in tensors_among((args, kwargs)))
+        before = _digests(tensors_among((args, kwargs)))
         result = func(*args, **kwargs)
         made = tensors_among(result)
         name = getattr(func, "__name__", "")
         if name == "__setitem__":
             made = [args[0]]
         if made and name != "__get__":
-            outputs = frozenset(digest(tensor) for tensor in made)
+            outputs = _digests(made)
             self.events.append(WatchedCall(name, before, outputs, stage_line()))
             self.values |= outputs
             for tensor in made:
@@ -76,6 +77,11 @@ class Watch(TorchFunctionMode):
 
     def _gradient(self, gradient: Tensor) -> None:
         self.gradients.add(digest(gradient))
+
+
+def _digests(tensors: list[Tensor]) -> frozenset[str]:
+    """Digests of all tensors that are plain: those of a torch.func transform stand for no value."""
+    return frozenset(digest(t) for t in tensors if not is_functorch_wrapped_tensor(t))
 
 
 def stage_line() -> str:

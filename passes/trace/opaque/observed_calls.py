@@ -1,4 +1,4 @@
-"""What one call of an opaque module did, and whether two runs agree on it."""
+"""ObservedCall: the effects of one call of an opaque module, and whether two runs agree on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
 
@@ -18,8 +19,11 @@ CallKey = tuple[str, int]  # module path, how many earlier calls
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that a call returned.  `shares`: the first tensor in the same storage, as
-    ("input", i) or ("output", i); the offset is relative to it."""
+    """A tensor that a call returned.
+
+    `shares` is the first tensor in the same storage, ("input", i) or ("output", i), to which the
+    offset is relative.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,8 +34,8 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One call.  `reason`: why the module cannot be one op, "" if it can."""
+class ObservedCall:
+    """The effects of one call of an opaque module."""
 
     result: Any
     made: tuple[Made, ...] = ()
@@ -39,16 +43,16 @@ class Outcome:
     buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
     flops: int = 0
     saved_bytes: int = 0
-    reason: str = ""
+    reason: str = ""  # why the module cannot be one op, "" if it can
 
 
 def check_repeats(
-    table: ModuleTable, found: dict[CallKey, Outcome], again: dict[CallKey, Outcome]
+    table: ModuleTable, found: dict[CallKey, ObservedCall], again: dict[CallKey, ObservedCall]
 ) -> None:
-    """Raise TraceError where a second run on the same numbers gave other results.
+    """Raises TraceError where a second run on the same numbers gave other results.
 
-    A counter in a global variable, a generator of its own, a clock: eager would go on counting
-    where the stages do, but not in the same calls.
+    The module then depends on a counter in a global variable, a generator of its own or a clock,
+    whose values in the stages would not be those in eager.
     """
     for key, one in found.items():
         other = again.get(key)
@@ -63,12 +67,11 @@ def _equal(one: Any, other: Any) -> bool:
     return all(a.device.type != "cpu" or same_values(a, b) for a, b in pairs)
 
 
-_VARIES = "a result whose shape depends on values"
-
-
-def both(one: Outcome, other: Outcome) -> Outcome:
+def both(one: ObservedCall, other: ObservedCall) -> ObservedCall:
+    """One call, seen in runs on different values."""
     if not one.reason and not alike(one, other):
-        return replace(one, result=None, reason=f"returns {_VARIES}")
+        reason = "returns a result whose shape depends on values"
+        return replace(one, result=None, reason=reason)
     return replace(
         one,
         flops=max(one.flops, other.flops),
@@ -76,12 +79,14 @@ def both(one: Outcome, other: Outcome) -> Outcome:
     )
 
 
-def alike(one: Outcome, other: Outcome) -> bool:
-    shapes = [[(made.shape, made.dtype) for made in outcome.made] for outcome in (one, other)]
+def alike(one: ObservedCall, other: ObservedCall) -> bool:
+    """Whether two calls returned tensors of the same shapes, in the same form."""
+    shapes = [[(made.shape, made.dtype) for made in call.made] for call in (one, other)]
     return one.form == other.form and shapes[0] == shapes[1]
 
 
 def made_by(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Made, ...]:
+    """The returned tensors, with what they share with the inputs and with each other."""
     first: dict[int, tuple[str, int, int]] = {}
     for i, tensor in enumerate(inputs):
         first.setdefault(storage_key(tensor), ("input", i, int(tensor.storage_offset())))
@@ -103,6 +108,5 @@ def made_by(inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Made, ...]:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    if a.layout != torch.strided or a.is_meta:
-        return True
-    return bool(torch.equal(a, b)) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+    """Whether two tensors are equal to the last bit; true where they cannot be compared."""
+    return a.layout != torch.strided or a.is_meta or same(a, b)

@@ -1,0 +1,76 @@
+"""StepValues: what one step of a model leaves behind, and where two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """Copies of everything that one step of one mode leaves behind, by name."""
+
+    outputs: dict[str, Any]
+    loss: Tensor | None
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def differing(
+    expected: StepValues, got: StepValues, *, exact: bool = True, held: Collection[str] = ()
+) -> Iterator[tuple[str, str, float]]:
+    """(kind, name, largest difference) of each output, loss, gradient and buffer that differs.
+
+    Args:
+        held: buffers that must be in `got`; others may be missing, as forward makes them anew.
+    """
+    rows = [
+        *(
+            ("output", name, one, got.outputs.get(name))
+            for name, one in expected.outputs.items()
+            if isinstance(one, Tensor) or name in got.outputs
+        ),
+        ("loss", "loss", expected.loss, got.loss),
+        *(("gradient", name, g, got.gradients.get(name)) for name, g in expected.gradients.items()),
+        *(
+            ("buffer", name, one, got.buffers.get(name))
+            for name, one in expected.buffers.items()
+            if name in held or name in got.buffers
+        ),
+    ]
+    for kind, name, one, other in rows:
+        largest = distance(one, other, exact=exact)
+        if largest is not None:
+            yield kind, name, largest
+
+
+def distance(one: Any, other: Any, *, exact: bool = True) -> float | None:
+    """The largest absolute difference, infinite where there is no number for it; None if equal.
+
+    A parameter that got no gradient and one that got zeros update alike in most optimizers, but
+    not in all: these differ.
+    """
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        equal = type(one) is type(other) and bool(one == other or (one != one and other != other))
+        return None if equal else float("inf")
+    one, other = (t.to_dense() if t.layout != torch.strided else t for t in (one, other))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if one.numel() == 0 or torch.equal(one, other):
+        return None
+    if not (one.is_floating_point() or one.is_complex()):
+        return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
+    equal = (one == other) | ((one != one) & (other != other))
+    if bool(equal.all()) or (not exact and torch.allclose(one, other, equal_nan=True)):
+        return None
+    gap = (one - other).abs()
+    return float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal to the last bit; NaN equals NaN."""
+    return distance(one, other) is None
