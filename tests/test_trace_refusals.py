@@ -225,7 +225,7 @@ def test_parameters_in_the_same_memory() -> None:
 
 def test_a_parameter_from_outside() -> None:
     outside = torch.ones(8, requires_grad=True)
-    with pytest.raises(TraceError, match="no parameter of the model"):
+    with pytest.raises(TraceError, match="not a parameter of the model"):
         captured(make(lambda self, x: self.lin(x) * outside))
 
 

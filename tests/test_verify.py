@@ -238,7 +238,7 @@ def test_the_second_input_is_another_one(rows):
     flat = example_call(model, inputs, target)
     layout = resolve_batch(flat)
     graph = capture(model, flat, layout, models.square_loss, microbatch_size=min(rows, 3)).train
-    first, second = step_runs.calls(flat, layout, graph, 2)
+    first, second = step_runs.step_inputs(flat, layout, graph, 2)
     path = next(iter(first.leaves))
     one, other = first.leaves[path], second.leaves[path]
     assert one.shape[1:] == other.shape[1:]

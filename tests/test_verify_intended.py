@@ -15,7 +15,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.passes.codegen import generate
 from pdcompile.passes.trace import capture
 from pdcompile.passes.verify import verify
-from pdcompile.passes.verify.full_batch import intended
+from pdcompile.passes.verify.full_batch import full_batch_notes
 from tests.helpers import models
 from tests.helpers.cuts import cut
 
@@ -25,7 +25,7 @@ def told(model, inputs, target, loss_fn, reduction="mean", most=None):
     flat = example_call(model, inputs, target)
     layout = resolve_batch(flat)
     graph = capture(model, flat, layout, loss_fn, microbatch_size=2).train
-    return intended(model, graph, flat, layout, loss_fn, reduction, most=most)
+    return full_batch_notes(model, graph, flat, layout, loss_fn, reduction, most=most)
 
 
 def summed(output, target):

@@ -1,10 +1,9 @@
-"""Trace: run the model's own Python once on fake tensors, and write down what it computes.
+"""Trace: runs the model's own Python once on fake tensors, and records its operators.
 
-Nothing of the model is rewritten or compiled, so that keyword arguments, dataclasses, hooks and
-control flow on shapes cost nothing; what cannot be written down faithfully is refused with the
-user's file and line, never approximated.  Neither torch.fx (silently loses the backward of
-custom functions, no_grad and autocast regions) nor torch.export (ATen level; loses the modules)
-gives ops that read like the model and behave like it.
+The model is neither rewritten nor compiled, so that keyword arguments, dataclasses, hooks and
+control flow on shapes need no special support; what cannot be recorded faithfully is refused with
+the user's file and line, never approximated.  torch.fx silently loses the backward of custom
+functions, no_grad and autocast regions; torch.export records ATen operators and loses the modules.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ __all__ = ["capture", "trace"]
 
 
 def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") -> OpGraph:
-    """Capture the model's present mode (training or not) on one minibatch, without a loss_fn.
+    """Captures the model's present mode (training or not) on one minibatch, without a loss_fn.
 
     Args:
         model: any nn.Module that `compile` takes.
         example_inputs: a tensor, a tuple (positional) or a dict (keyword).
         batch_dims: which dimension of each input counts samples, as for `compile`; None: none
-            does, and the graph is of these shapes alone.  "auto": dimension 0; where the inputs
+            does, and the graph is for these shapes alone.  "auto": dimension 0; where the inputs
             differ in it, none, with a warning.
 
-    The graph is right for other numbers of samples too (`OpGraph.sizes`), unless a warning says
-    that it is of one size alone; ``graph.to_module()`` computes it.
+    The graph holds for other numbers of samples too (`OpGraph.sizes`), unless a warning says
+    that it is for one size alone; ``graph.to_module()`` computes it.
 
     Raises:
-        InputError: the example inputs do not fit the model's forward, or not batch_dims.
-        ConfigError: batch_dims has no meaning.
+        InputError: the example inputs do not fit the model's forward or batch_dims.
+        ConfigError: batch_dims is not a valid value.
         TraceError: the model cannot be captured faithfully.
     """
     check_example(example_inputs)
@@ -88,7 +87,7 @@ def capture(
     microbatch_size: int | None = None,
     autocast: str | None = None,
 ) -> Capture:
-    """Capture training and evaluation, valid for every microbatch size.
+    """Captures training and evaluation, valid for every microbatch size.
 
     Args:
         flat: one minibatch, of any size; only shapes and dtypes of its tensors matter.
@@ -99,8 +98,8 @@ def capture(
 
     The model, its buffers, its hooks and all random generators are left as they were.
 
-    A submodule whose inside cannot be captured becomes one opaque op, with a warning that
-    names it and the line.
+    A submodule that cannot be captured becomes one opaque op, with a warning that names it and
+    the line.
 
     Raises:
         TraceError: the model cannot be captured faithfully; names file and line.
@@ -136,7 +135,7 @@ def _with_graphs(found: Capture, change: Callable[[OpGraph], OpGraph]) -> Captur
 def _where_paths_differ(
     subject: Subject, start: Assumptions, size: int, found: Capture, attempts: Attempts
 ) -> tuple[Capture, Attempts]:
-    """The capture on the path that eager takes, or where that cannot be, a note on the general."""
+    """The capture on the path that eager takes; else the general one, with a note."""
     if not _differs(subject, found):
         return _noted(found), attempts
     others = Attempts(subject, size)
@@ -149,7 +148,7 @@ def _where_paths_differ(
 
 
 def _of_the_microbatch(subject: Subject, size: int, error: ForwardRaised) -> TraceError:
-    """What forward raised on a microbatch of `size`, and whether it is the size that it means."""
+    """The error to report for what forward raised on `size` samples; the size may be its cause."""
     if size == subject.layout.size or not subject.layout.splits:
         return error
     try:
@@ -164,7 +163,7 @@ def _noted(found: Capture) -> Capture:
 
 
 def _differs(subject: Subject, found: Capture) -> bool:
-    """Whether one sample tells graph and eager apart."""
+    """Whether graph and eager differ on one sample."""
     model, call, single = subject.model, subject.flat, subject.layout
     if single.splits:
         size = 1 if found.train.sizes.holds(1) else found.train.batch_size
@@ -179,7 +178,7 @@ def _differs(subject: Subject, found: Capture) -> bool:
 
 
 def _warn_of_values(findings: Sequence[Findings]) -> None:
-    """Tell for which values the capture was made."""
+    """Warns of values of the inputs that the capture holds for alone."""
     for where, value in {k: v for each in findings for k, v in each.specialised.items()}.items():
         warn(
             f"forward decides by a value of the inputs ({where}): it is {value} in the "

@@ -1,6 +1,6 @@
-"""Assumptions: what an attempt to capture a model takes for granted, as data.
+"""Assumptions: the choices that one attempt at a capture is made under, as data.
 
-An attempt that the model refutes raises `Refuted` with the assumptions to go on with.
+An attempt that the model refutes raises `Refuted` with the assumptions for the next attempt.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from types import CodeType
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.refusals import SizeByValues
 
-Site = tuple[tuple[CodeType, int], ...]  # where in the running Python: frames up to the module
+Site = tuple[tuple[CodeType, int], ...]  # a place in the running Python: frames up to the module
 Key = tuple[str, int, Site, int]  # module path, its call, where in it, how many times before
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A branch on a value that only a run can tell, and the op that reads it as a bool."""
+    """A branch on a computed value, and the op that reads it as a bool."""
 
     key: Key
     op: str
@@ -26,19 +26,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The only value with which the model goes on, and what it raises with the other one."""
+    """The only value with which the model goes on, and the error it raises with the other one."""
 
     value: bool
     otherwise: str
 
     def text(self, visits: int) -> str:
-        """What the model raises; its words are known of the first visit in a run only."""
+        """The error that the model raises; its text is known for the first visit in a run only."""
         return self.otherwise if visits == 1 else self.otherwise.partition(":")[0]
 
 
 @dataclass(slots=True)
 class Trial:
-    """A run that takes `value` for the first read at `site`; `begun`: it has come there."""
+    """A run that takes `value` for the first read at `site`; `begun` once it has got there."""
 
     site: Site
     value: bool
@@ -48,18 +48,18 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What one attempt takes for granted.
+    """The choices that one attempt is made under.
 
-    opaque: paths of modules that become one op each, with the refusal that each is kept for.
-    reads: what comes of a value that Python reads, by place; None where both ways go on.
-    trial: the outcome that is being tried, to find that out.
-    loops: choices by values that Python loops through.
+    opaque: paths of modules that become one op each, with the refusal that is the reason.
+    reads: the value with which the model goes on, by place of the read; None where both do.
+    trial: the value that is being tried, to find that out.
+    loops: places where Python loops through indices that depend on values.
     one_way: branches whose two ways do not fit into one graph.
-    rewritten: buffers that some call writes, so that their numbers are no constants.
+    rewritten: buffers that some call writes, so that their numbers are not constants.
     sizes_vary: modes in which sizes that depend on values are made up.
-    sizes_of_example: such sizes are the example's, where nobody can do without them.
-    refusal, first_refusal: why sizes are made up, and why they are the example's.
-    one_size: the capture may be of the microbatch size alone.
+    sizes_of_example: such sizes are the example's, where the model needs them.
+    refusal, first_refusal: the refusals that led to made-up sizes, and to the example's.
+    one_size: the capture may be for the microbatch size alone.
     short_cuts: where the model looks into its inputs for one, the capture holds for the example.
     watched_draws: generators are compared at every op, to name the line that uses one.
     """
@@ -79,14 +79,14 @@ class Assumptions:
     watched_draws: bool = False
 
     def with_opaque(self, opaque: Mapping[str, TraceError]) -> Assumptions:
-        """The same with other opaque modules, and nothing assumed of sizes yet."""
+        """The same with other opaque modules; assumptions on sizes are dropped."""
         return replace(
             self, opaque=opaque, sizes_vary=frozenset(), sizes_of_example=False,
             refusal=None, first_refusal=None,
         )  # fmt: skip
 
     def after_size(self, error: SizeByValues, training: bool) -> Assumptions | None:
-        """What to assume next where a size depends on values; None where all was tried."""
+        """The next assumptions where a size depends on values; None where all were tried."""
         if training not in self.sizes_vary:
             return replace(self, sizes_vary=self.sizes_vary | {training}, refusal=error)
         if not self.sizes_of_example:
@@ -98,7 +98,7 @@ class Assumptions:
 
 
 class Refuted(Exception):
-    """The model is not as assumed; `instead` is what to assume now."""
+    """Raised where the model is not as assumed; `instead` holds the next assumptions."""
 
     def __init__(self, instead: Assumptions) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ class Refuted(Exception):
 
 @dataclass(slots=True)
 class Findings:
-    """What the runs of one recording came across.
+    """Facts that the runs of one recording found.
 
-    specialised: line to the value that it has in the example.
+    specialised: for each line, the value that was read there, which is the example's.
     sized: lines where a size is the example's.
     constants: buffers whose numbers are taken as constants.
     written: buffers that are written.
     asked_of_inputs: the model would look into its inputs for a short cut.
-    transformed: torch.func was used, whose calls tell the modes apart.
+    transformed: torch.func was used, whose calls differ between the modes.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Attempts: the model is recorded in both modes at several sizes, under assumptions.
+"""Attempts: record the model in both modes at several sizes, under assumptions.
 
-What a recording refutes becomes the next assumptions; what stays true is not recorded again.
+A recording that refutes assumptions names the next ones; recordings that still hold are kept.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from pdcompile.passes.trace.calls.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.interceptors.mode_flag import watched_flag
 from pdcompile.passes.trace.merge.assemble import as_evaluation, assemble
-from pdcompile.passes.trace.merge.batch_sizes import Fit, OtherBySize, probe_sizes
+from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge, probe_sizes
 from pdcompile.passes.trace.merge.branch_merge import CannotMerge
 from pdcompile.passes.trace.merge.size_range import alone, fails_at, few_sizes, size_range
-from pdcompile.passes.trace.opaque.opaque_modules import enlarged, spares
+from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
 from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
 from pdcompile.passes.trace.values.reads import GoesOn, Loops, Undecided
 
-MANY_OPS = 2_000  # above, a recording takes seconds, and no more than the fewest are made
-
-MAX_TEXT = 64  # characters of the model's own words in a check
+MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
+MAX_TEXT = 64  # characters of the model's own error text in a check
 
 Found = TypeVar("Found")
 
@@ -40,7 +39,7 @@ Found = TypeVar("Found")
 def settled_on(
     attempt: Callable[[Assumptions], Found | Assumptions], assumed: Assumptions
 ) -> Found:
-    """What the attempt gives under the first assumptions that the model does not refute."""
+    """The result of the attempt under the first assumptions that the model does not refute."""
     while True:
         match attempt(assumed):
             case Assumptions() as instead:
@@ -66,10 +65,10 @@ class Attempts:
         self.assumed = Assumptions()  # of the last attempt
 
     def __call__(self, assumed: Assumptions) -> Capture | Assumptions:
-        """The capture under these assumptions, or what to assume instead.
+        """The capture under these assumptions, or the next assumptions.
 
         Raises:
-            TraceError: nothing that could be assumed helps.
+            TraceError: the model is refused under any assumptions.
         """
         self.assumed = assumed
         recorded_for = tuple(assumed.opaque), assumed.short_cuts
@@ -83,14 +82,14 @@ class Attempts:
             return refuted.instead
         except TraceError as error:
             subject, opaque = self._subject, assumed.opaque
-            of_size = isinstance(error, OtherBySize) and self._splits and not assumed.one_size
-            if of_size and not spares(subject, opaque, error):
+            of_size = isinstance(error, DiffersBySize) and self._splits and not assumed.one_size
+            if of_size and not adds_little(subject, opaque, error):
                 return replace(assumed, one_size=True)
             return assumed.with_opaque(enlarged(subject, opaque, error))
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
-        """Those that the capture is made of."""
+        """The recordings that the capture is made of."""
         return tuple(self._recordings.values())
 
     @property
@@ -102,7 +101,7 @@ class Attempts:
         with watched_attributes(self._reads), watched_flag(subject.model, self._reads) as asked:
             try:
                 train = self._graph(True, None)
-            finally:  # what an earlier attempt recorded is not asked again
+            finally:  # recordings of an earlier attempt are not made again
                 self._asked = self._asked or asked()
             apart = self._asked or bool(self.assumed.opaque)
             apart = apart or any(each.findings.transformed for each in self.recordings)
@@ -148,7 +147,7 @@ class Attempts:
         return self._recordings[kind]
 
     def _check_constants(self) -> None:
-        """A counter that one call reads and another one writes is no constant."""
+        """Refutes constants: a counter that one call reads may be written by another one."""
         every = self._recordings.items()
         written = self.assumed.rewritten.union(*(r.findings.written for _, r in every))
         wrong = [kind for kind, r in every if written & r.findings.constants]
@@ -158,7 +157,7 @@ class Attempts:
             raise Refuted(replace(self.assumed, rewritten=written))
 
     def _graph(self, training: bool, train: OpGraph | None) -> OpGraph:
-        """A graph for many batch sizes; for this one alone if need be and assumed.
+        """A graph for many batch sizes; for this one alone where that is assumed and needed.
 
         Args:
             train: the graph of training, where this is that of evaluation.
@@ -173,7 +172,7 @@ class Attempts:
             attempts = [few, *attempts]
             known = train.sizes if train is not None else None
             if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
-                # The ends alone: what is between them, training told.
+                # The ends alone: training was recorded at sizes between them.
                 two = (2,) if known.smallest == 2 < self._size else ()
                 attempts = [(self._size, known.largest, *two), *attempts]
             if self.assumed.one_size and len(first.ops) > MANY_OPS:
@@ -181,7 +180,7 @@ class Attempts:
         for sizes in attempts:
             try:
                 graph = self._fitted(training, first, sizes)
-                # Where one sample is too few, the usual sizes tell whether two are enough.
+                # Where one sample is too few, the usual sizes show whether two are enough.
                 if sizes in accepted or not self._splits or graph.sizes.smallest <= 2:
                     return graph
             except TraceError as error:
@@ -200,7 +199,7 @@ class Attempts:
             second = recorded(subject, self._call(sizes[1]), self.assumed, training)
         else:
             second = self._recording(training, sizes[1])
-        Fit(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
+        SizeMerge(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
         further = [self._recording(training, size) for size in sizes[2:]]
         recordings = [first, second, *further]
         graph = assemble(subject.model, recordings, sizes, training=training)
@@ -217,7 +216,7 @@ def recorded(
 
     Raises:
         Refuted: the model is not as assumed.
-        TraceError: it cannot be recorded, whatever is assumed.
+        TraceError: it cannot be recorded under any assumptions.
     """
     try:
         return record(subject, call, assumed, training=training, settle=settle)
@@ -232,7 +231,7 @@ def recorded(
     except OutsideDraw:
         if assumed.watched_draws:
             raise
-        # Something drew or seeded; all generators are back, so it will do so again.
+        # All generators are as before, so the next recording finds the same draw at its op.
         raise Refuted(replace(assumed, watched_draws=True)) from None
     except SizeByValues as error:
         instead = assumed.after_size(error, training)
@@ -240,7 +239,7 @@ def recorded(
             raise
         raise Refuted(instead) from None
     except TraceError as error:
-        # A module inside of which it was, rather than the model itself, can be opaque.
+        # The module that it arose in can be opaque, the model itself cannot.
         if assumed.first_refusal is None or error.module_path:
             raise
         raise assumed.first_refusal from None
@@ -249,7 +248,7 @@ def recorded(
 def one_recording(
     subject: Subject, call: FlatCall, training: bool, opaque: Collection[str] = ()
 ) -> Recording:
-    """A recording of one call alone, with these opaque modules."""
+    """A recording of one call, with these opaque modules."""
 
     def attempt(assumed: Assumptions) -> Recording | Assumptions:
         try:
@@ -264,7 +263,7 @@ def one_recording(
 def _tried(
     subject: Subject, call: FlatCall, assumed: Assumptions, training: bool, read: Undecided
 ) -> Expected | None:
-    """What comes of a read: the model runs once with either value."""
+    """The value with which the model goes on after a read: it runs once with each."""
     raised: dict[bool, str] = {}
     for value in (False, True):
         trial = Trial(read.site, value)
@@ -283,7 +282,7 @@ def _tried(
 
 
 def _raised_on_purpose(error: ForwardRaised) -> str | None:
-    """What a raise statement or an assert of the model's Python said; None for anything else."""
+    """The text of a raise statement or an assert of the model's Python; None for other errors."""
     cause = error.__cause__
     return _text(cause) if cause is not None and _on_purpose(cause) else None
 
@@ -302,7 +301,7 @@ def _on_purpose(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Kind and first line, without the fake tensors that only a capture has."""
+    """Kind and first line of an error, with fake tensors called tensors."""
     line = str(error).strip().partition("\n")[0].replace("FakeTensor", "Tensor")
     line = line if len(line) <= MAX_TEXT else line[:MAX_TEXT].rpartition(" ")[0] + " …"
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

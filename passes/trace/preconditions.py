@@ -1,4 +1,4 @@
-"""Models that are refused before anything runs."""
+"""Refuses models that cannot be captured, before anything runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRAPPERS = {
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for wrapped, scripted, uninitialised or sparse models."""
+    """Raises TraceError for wrapped, scripted, uninitialised or sparse models."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"the model is a {type(model).__qualname__}, not a torch.nn.Module",
@@ -70,14 +70,14 @@ def check_model(model: Any) -> None:
 
 
 def has_backward_hook(module: nn.Module) -> bool:
-    """Whether torch calls something of the user's when gradients pass through the module."""
+    """Whether the user registered a hook on the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def backward_hook(where: str) -> TraceError:
-    """Why such a module cannot be taken apart."""
+    """The refusal of a module with a hook on its backward."""
     return TraceError(
-        f"{where} has a hook on its backward, which would not be run",
+        f"{where} has a hook on its backward, which stages would not run",
         where=where,
         remedy="remove it; gradients of parameters can be changed by "
         "Parameter.register_hook, or between forward_backward and the update",
@@ -85,7 +85,7 @@ def backward_hook(where: str) -> TraceError:
 
 
 def _refuse_hidden(path: str, module: nn.Module) -> None:
-    """A child that is called like a method cannot be reached by its name, in torch neither."""
+    """Refuses a child whose name is that of a method: the name leads to the method."""
     for name, child in module.named_children():
         if getattr(module, name, None) is not child:
             fqn = f"{path}.{name}" if path else name
@@ -98,7 +98,7 @@ def _refuse_hidden(path: str, module: nn.Module) -> None:
 
 
 def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:
-    """Two parameters in the same memory would drift apart when they land on two stages."""
+    """Refuses two tensors in one memory, one of them trained: on two stages they would differ."""
     spans: dict[tuple[torch.device, int], list[tuple[int, int, str, int]]] = {}
     for fqn, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.device.type == "meta":

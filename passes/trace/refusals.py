@@ -1,4 +1,4 @@
-"""What capture refuses, and the remedy for each: every sentence in one place."""
+"""The refusals of capture: message and remedy of each in one place."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ForwardRaised(TraceError):
     """The model's own Python raised, which is the cause of this error."""
 
 
-class Unkept(TraceError):
-    """What would be wrong in an opaque module too."""
+class NeverOpaque(TraceError):
+    """A refusal that holds for opaque modules too."""
 
 
 Refusal = tuple[str, str]  # message with {} for the offender, remedy
 
-NO_PARAMETER = " that requires grad and is no parameter of the model"
+NO_PARAMETER = " that requires grad and is not a parameter of the model"
 APART = ", or move these lines into a submodule, which is then opaque"
 READ: Refusal = (
     "forward reads the value of a tensor ({})",
@@ -51,7 +51,7 @@ ASSIGNED: Refusal = (
     "use a function that returns a new tensor, or an in-place method such as copy_()",
 )
 UNKNOWN_DRAW: Refusal = (
-    "{} draws random numbers and is not known as a random function",
+    "{} draws random numbers, but is not a known random function",
     "draw with a function of torch such as torch.rand or F.dropout",
 )
 CHANGED_STATE: Refusal = (
@@ -146,7 +146,7 @@ READS = frozenset(name for name, refusal in REFUSED.items() if refusal is READ)
 
 
 class Unrepeatable(TraceError):
-    """A module that would be opaque computes something else in every call."""
+    """A module that would be opaque computes other results in every call."""
 
     def __init__(self, path: str, shown: str) -> None:
         super().__init__(_UNREPEATABLE[0].format(shown), remedy=_UNREPEATABLE[1])
@@ -160,8 +160,8 @@ def error(refusal: Refusal, offender: str, where: str | None) -> TraceError:
 
 
 @contextmanager
-def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
-    """Turn the ways in which a fake tensor says "I have no values" into a TraceError."""
+def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
+    """Raises a TraceError where a fake tensor has no value to read, or an op no shape rule."""
     try:
         yield
     except fake_tensor.DataDependentOutputException as caught:
@@ -177,5 +177,5 @@ def reads(func: Any, boundary: CodeType | None) -> Iterator[None]:
 
 
 def name_of(func: Any) -> str:
-    """What to call a function in a message; nothing of the user's is run for it."""
+    """The name of a function in messages; runs no code of the user."""
     return str(getattr(func, "__name__", type(func).__name__))

@@ -1,4 +1,4 @@
-"""What to try where the user's Python raised, by what it was given."""
+"""Remedies for errors that the user's Python raised, by the arguments it was given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_WITH_PARAMETERS = (
 
 
 def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What to try where forward raised."""
+    """The remedy for an error that forward raised."""
     if len(args) == 1 and not kwargs:
         hint = as_one_argument(args[0])
         if hint:
@@ -31,7 +31,7 @@ def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def remedy_of_loss(target: Any) -> str:
-    """What to try where loss_fn raised."""
+    """The remedy for an error that loss_fn raised."""
     if target is None:
         return "there was no target: pass target=… to step (example_target= to compile)"
     if _numbers(target):
@@ -40,7 +40,7 @@ def remedy_of_loss(target: Any) -> str:
 
 
 def tell_of_loss(refusal: TraceError) -> None:
-    """What was said of forward is said of loss_fn, where that was running."""
+    """Rewords a refusal for loss_fn, which was running when it arose."""
     refusal.message = re.sub("^forward ", "loss_fn ", refusal.message)
     refusal.remedy = (refusal.remedy or "").removesuffix(APART) or None
     if refusal.message.endswith(("(item)", "(__float__)")):
@@ -50,7 +50,7 @@ def tell_of_loss(refusal: TraceError) -> None:
 
 
 def _numbers(given: Any) -> bool:
-    """Whether it is a list of numbers, or of such lists."""
+    """Whether a value is a list of numbers, or of such lists."""
     if not isinstance(given, list) or not given:
         return False
     return all(isinstance(part, bool | int | float) or _numbers(part) for part in given)

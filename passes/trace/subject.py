@@ -1,4 +1,4 @@
-"""Subject: the model that is captured, the call it is captured for, and what its calls leave."""
+"""Subject: the model to capture, the example call, and the state that calls leave behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdcompile.passes.trace.tape.module_table import ModuleTable
 
 @dataclass(frozen=True)
 class Subject:
-    """What every attempt at a capture has in common.
+    """The data that all attempts at one capture share.
 
     Args:
         flat: one minibatch.
@@ -44,7 +44,7 @@ class Subject:
         object.__setattr__(self, "outside", Outside(self.model))
 
     def call(self, size: int) -> FlatCall:
-        """The example with so many samples."""
+        """The example call with this many samples."""
         return resize(self.flat, self.layout, size)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -19,10 +19,10 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.meta import unverifiable
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.verify.comparison import Comparison, unlike
+from pdcompile.passes.verify.comparison import Comparison, difference_error
 from pdcompile.passes.verify.distinct_blocks import verify_blocks
-from pdcompile.passes.verify.full_batch import Reduction, intended
-from pdcompile.passes.verify.step_runs import calls, fits, is_large, room
+from pdcompile.passes.verify.full_batch import Reduction, full_batch_notes
+from pdcompile.passes.verify.step_runs import fits, is_large, memory_budget, step_inputs
 from pdcompile.passes.verify.verification import Compared, Difference, Verification
 from pdcompile.plan import Plan
 from pdcompile.warn import warn
@@ -64,22 +64,23 @@ def verify(
     if meta and mode == "auto":
         return not_compared(meta, sources.edited)
     if meta or mode == "blocks" or not fits(model, capture.train):
-        report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, room=room())
+        budget = memory_budget()
+        report = verify_blocks(capture, plan, sources, model, flat, layout, loss_fn, budget=budget)
         if report.differences and not sources.edited:
-            raise unlike(report.differences, capture.train)
+            raise difference_error(report.differences, capture.train)
         return replace(report, notes=capture.train.notes if mode != "auto" else ())
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     comparison = Comparison(capture, plan, sources, model, loss_fn, layout, device)
     full, large = mode == "full", is_large(capture.train)
     count = 2 if full or not large else 1
-    steps = comparison.run(calls(flat, layout, capture.train, count), graph=full)
+    steps = comparison.run(step_inputs(flat, layout, capture.train, count), graph=full)
     report = comparison.report(steps, graph=full)
     if comparison.found and not sources.edited:
-        raise unlike(comparison.found, capture.train)
+        raise difference_error(comparison.found, capture.train)
     if comparison.found or (large and not full):
         return replace(report, notes=capture.train.notes)
     reduction = loss_reduction or plan.training.loss_reduction
-    known, hints = intended(
+    known, hints = full_batch_notes(
         model, capture.train, flat, layout, loss_fn, reduction, most=None if not large else 2
     )
     if not full:

@@ -24,7 +24,7 @@ from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.locate import located
-from pdcompile.passes.verify.step_runs import advance, needs_gradients, own_weights, stages
+from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
 from pdcompile.passes.verify.verification import (
     Compared,
     Difference,
@@ -65,7 +65,7 @@ class Comparison:
         """
         chains = self._chains()
         done = 0
-        with own_weights(self.model):
+        with restored_weights(self.model):
             for step, call in enumerate(calls):
                 try:
                     eager = [self._compared(chain, call, step) for chain in chains]
@@ -165,7 +165,7 @@ class Comparison:
             return located(found, expected, step, self.plan, chain)
 
 
-def unlike(found: Sequence[Difference], graph: OpGraph) -> VerifyError:
+def difference_error(found: Sequence[Difference], graph: OpGraph) -> VerifyError:
     """The error for sources that nobody edited; `graph` is the one of training."""
     if all(one.what == "gradient" for one in found):
         cause = _unseen_write(graph)

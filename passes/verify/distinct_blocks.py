@@ -1,8 +1,8 @@
-"""Stages against eager block by block, for models that have no room, or no memory at all.
+"""Compares stages with eager block by block, for models too large for this machine or on meta.
 
 A generated stage has one class for each distinct block.  Each of them is compared once with the
 model's own module, forward and backward, on made-up inputs and weights; so a model of a hundred
-equal layers needs the memory of one.  What is in no block is not compared, and listed.
+equal layers needs the memory of one.  Everything outside of blocks is listed, not compared.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def verify_blocks(
     layout: BatchLayout,
     loss_fn: Callable[..., Any] | None,
     *,
-    room: int,
+    budget: int,
 ) -> Verification:
     """Compares every distinct block of the stages with the model's own module.
 
     Args:
         flat, layout: a minibatch; shapes, and values where it has them.
-        room: bytes that one block may take, weights, their copies and gradients together.
+        budget: bytes that one block may take, weights, their copies and gradients together.
 
     Raises TraceError and SourceError as capture and the loading of sources do.
     """
     on_stages = staged(capture, plan)
     layouts = [layout_of(on_stages, k)[0] for k in range(len(sources.interfaces))]
     found = _distinct(capture, sources, layouts)
-    _leave_out_large(found, capture, room)
+    _leave_out_large(found, capture, budget)
     # Two samples are enough to tell, and large models come with large microbatches.
     size = min(capture.train.batch_size, max(capture.train.sizes.smallest, 2))
     call = resize(flat, layout, size)
@@ -108,11 +108,11 @@ def verify_blocks(
     )
 
 
-def _leave_out_large(found: Sequence[BlockUse], capture: Capture, room: int) -> None:
+def _leave_out_large(found: Sequence[BlockUse], capture: Capture, budget: int) -> None:
     sizes = {fqn: info.bytes for fqn, info in all_tensors(capture).items()}
     for one in found:
         weight = sum(size for fqn, size in sizes.items() if below(fqn, one.path))
-        if COPIES * weight > room:
+        if COPIES * weight > budget:
             one.reason = f"{COPIES * weight:,} bytes are more than half of the free memory"
 
 
@@ -126,7 +126,7 @@ def _compared(
     size: int,
     plan: Plan,
 ) -> Iterator[tuple[list[Difference], Compared]]:
-    """Compares every block in one mode; those that cannot be compared say why."""
+    """Compares every block in one mode; notes the reason where one cannot be compared."""
     owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     owned.update(model.named_buffers(remove_duplicate=False))
     for one in found:
@@ -150,8 +150,10 @@ def _compared(
 
 
 def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout]) -> list[BlockUse]:
-    """One use of each class text, in the order of the model; a block of a class that the model has
-    once gives way to repeated ones in it."""
+    """One use of each distinct class text, in the order of the model.
+
+    A block whose class the model has once gives way to repeated blocks inside it.
+    """
     uses: list[tuple[Hashable, int, BlockCall | None, BlockCall | None]] = []
     counts: dict[Hashable, int] = {}
     for k, layout in enumerate(layouts):
@@ -203,7 +205,7 @@ def _keys(
 
 
 def _texts(source: str) -> dict[str, str]:
-    """What each class of a stage's file does, without its name, comments and documentation."""
+    """The code of each class of a stage's file, without its name, comments and documentation."""
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     found: dict[str, str] = {}
     for node in classes:  # inner ones come first
@@ -248,7 +250,7 @@ def _left_out(found: Sequence[BlockUse]) -> list[str]:
 
 
 def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> list[str]:
-    """What no block holds: modules that a cut goes through, single ops, the loss, the wiring."""
+    """Everything outside of blocks: modules cut between stages, single ops, the loss."""
     partial = sorted({path for layout in layouts for path in layout.partial if path})
     inside = {op.name for layout in layouts for c in calls_below(layout.train) for op in ops_of(c)}
     single: list[Op] = [op for op in capture.train.ops if op.name not in inside]
@@ -261,4 +263,4 @@ def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> lis
     others = len(plain) - sum(op.kind == "module" for op in plain)
     left += [f"{others} ops outside of blocks"] if others else []
     left += ["the loss"] if len(plain) < len(single) else []
-    return [*left, "what blocks hand to each other"]
+    return [*left, "values that blocks hand to each other"]

@@ -32,7 +32,7 @@ SAMPLES = 64  # of each parameter's gradient: the largest, and as many evenly sp
 NOISE = 1e-4  # of the largest gradient: below, a gradient may be nothing but rounding
 
 
-def intended(
+def full_batch_notes(
     model: nn.Module,
     graph: OpGraph,
     flat: FlatCall,
@@ -68,7 +68,7 @@ def intended(
             )
             told = check.gap(frozen=True)
         hint = check.cause(frozen=bool(norms)) if told is not None else ""
-    except Unanswered as error:
+    except NotComparable as error:
         notes.append(f"gradients of one full batch of {rows} were not compared: {error}")
         return tuple(notes), ()
     if told is not None and not hint:
@@ -79,7 +79,7 @@ def intended(
     return tuple(notes), (hint,) if hint else ()
 
 
-class Unanswered(Exception):
+class NotComparable(Exception):
     """Says why the gradients of a model cannot be compared."""
 
 
@@ -157,7 +157,7 @@ class _BatchGradients:
             rows += [_taken(self._gradient(part, frozen), places) for part in self._parts]
             everything = torch.stack(rows)
             if not names or not bool(torch.isfinite(everything).all()):
-                raise Unanswered("they are missing or not finite")
+                raise NotComparable("they are missing or not finite")
             scale = everything.abs().amax(0)
             sizes: dict[str, float] = {}
             for name, size in zip(names, scale.tolist(), strict=True):
@@ -178,13 +178,13 @@ class _BatchGradients:
                     output = model(*args, **kwargs)
                     loss = self._loss_fn(output, target) if self._loss_fn else own_loss(output)
                     if loss is None or not loss.requires_grad:
-                        raise Unanswered("the model has no loss to differentiate")
+                        raise NotComparable("the model has no loss to differentiate")
                     if mode.drawn:
-                        raise Unanswered(f"{mode.drawn} draws random numbers")
+                        raise NotComparable(f"{mode.drawn} draws random numbers")
                     loss.backward()
                 except (PdcompileError, RuntimeError, ValueError, IndexError) as error:
                     first = (str(error).splitlines() or [""])[0]
-                    raise Unanswered(f"the model fails on it ({first})") from error
+                    raise NotComparable(f"the model fails on it ({first})") from error
             found = {}
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad

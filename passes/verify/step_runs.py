@@ -66,7 +66,7 @@ def is_large(graph: OpGraph) -> bool:
     return sum(cost.flops for cost in costs) > LARGE_FLOPS
 
 
-def calls(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
+def step_inputs(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
     """The inputs of each step: the first microbatch, then others.
 
     The second is the last microbatch of the minibatch with the size that it has; where there is
@@ -116,7 +116,7 @@ def _kept_layout(like: Tensor, values: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_weights(model: nn.Module) -> Iterator[None]:
+def restored_weights(model: nn.Module) -> Iterator[None]:
     """Restores the parameters' data and the buffers' values, which may be replaced inside.
 
     The original memory of the parameters is never written.
@@ -153,7 +153,7 @@ def advance(
 SHARE = 0.5  # of the free memory, for a comparison
 
 
-def room() -> int:
+def memory_budget() -> int:
     """Bytes that a comparison may take: half of what is free."""
     return int(SHARE * _free())
 
@@ -163,7 +163,7 @@ def fits(model: nn.Module, graph: OpGraph) -> bool:
     tensors = (*model.parameters(), *model.buffers())
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     costs = estimate(graph, microbatch_size=graph.batch_size)
-    return 3 * weights + 2 * sum(cost.saved_bytes for cost in costs) <= room()
+    return 3 * weights + 2 * sum(cost.saved_bytes for cost in costs) <= memory_budget()
 
 
 def _free() -> int:

@@ -18,13 +18,13 @@ from pdcompile.ir.records import (
     Affine,
     Argument,
     Attr,
+    Cached,
     DictOf,
     GraphInput,
     ListOf,
     Op,
     OpCost,
     Ref,
-    Remembered,
     Size,
     SizeRange,
     Slice,
@@ -45,7 +45,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class OpGraph(Remembered):
+class OpGraph(Cached):
     """One capture of a model in one mode (training or not), ops in topological order.
 
     `output` is the model's output with Refs for tensors; `output_spec` is what

@@ -117,7 +117,7 @@ class OpCost:
     origin: Literal["measured", "estimated", "imported"] = "estimated"
 
 
-class Remembered:
+class Cached:
     """Room for what passes ask of ops and graphs again and again; no field, never compared."""
 
     __slots__ = ("_attributes", "_fingerprint", "_inputs")
@@ -127,7 +127,7 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class Op(Remembered):
+class Op(Cached):
     """One operator.
 
     kind and target: ``function`` (target ``torch.nn.functional.linear``, ``operator.add``),

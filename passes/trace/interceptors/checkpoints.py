@@ -92,16 +92,16 @@ def summed_apart(
 
 
 def check_region(ops: list[Op], preserve: bool) -> None:
-    """Raise Unkept where a second run of these ops would not only repeat the first."""
+    """Raise NeverOpaque where a second run of these ops would not only repeat the first."""
     for op in ops:
         shown = op.target.rpartition(".")[2]
         if op.buffers_written:
-            raise refusals.Unkept(
+            raise refusals.NeverOpaque(
                 refusals.RECOMPUTED_WRITE[0].format(f"{op.module_path or shown!r}"),
                 where=op.source, remedy=refusals.RECOMPUTED_WRITE[1],
             )  # fmt: skip
         if op.draw is not None and not preserve:
-            raise refusals.Unkept(
+            raise refusals.NeverOpaque(
                 refusals.RECOMPUTED_DRAW[0].format(f"{op.module_path or shown!r}"),
                 where=op.source, remedy=refusals.RECOMPUTED_DRAW[1],
             )  # fmt: skip

@@ -29,7 +29,7 @@ class LeafModules(Interceptor):
         with tape.running(call):
             draw = tape.draw() if is_random_module(module) else None
             tape.begin()
-            with tape.inside(), refusals.reads(module, tape.boundary):
+            with tape.inside(), refusals.as_refusals(module, tape.boundary):
                 result = tape.unsized.run(
                     plain,
                     tape.fakes.faked(args),

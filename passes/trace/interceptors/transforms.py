@@ -98,7 +98,7 @@ class Transforms(Interceptor):
         """A torch function inside of a transform: what it becomes is recorded below."""
         if not self.depth:
             return proceed(func, args, kwargs)
-        with refusals.reads(func, self.tape.boundary):
+        with refusals.as_refusals(func, self.tape.boundary):
             return func(*self.given(args), **self.given(kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:

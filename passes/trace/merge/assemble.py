@@ -9,7 +9,7 @@ from torch import nn
 
 from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
-from pdcompile.passes.trace.merge.batch_sizes import Fit
+from pdcompile.passes.trace.merge.batch_sizes import SizeMerge
 from pdcompile.passes.trace.merge.reachable import prune, with_consumers, with_gradients
 from pdcompile.passes.trace.tape.run import Recording
 
@@ -25,12 +25,12 @@ def assemble(
         TraceError: the recordings are not the same computation.
     """
     first = recordings[0]
-    fit = Fit(sizes)
-    ops = fit.ops([recording.ops for recording in recordings])
-    values = fit.values([recording.values for recording in recordings], first.ops)
-    output = fit.any([recording.output for recording in recordings], "the model's output")
-    loss = fit.any([recording.loss for recording in recordings], "the loss")
-    tensors = fit.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
+    merge = SizeMerge(sizes)
+    ops = merge.ops([recording.ops for recording in recordings])
+    values = merge.values([recording.values for recording in recordings], first.ops)
+    output = merge.any([recording.output for recording in recordings], "the model's output")
+    loss = merge.any([recording.loss for recording in recordings], "the loss")
+    tensors = merge.any([tuple(r.tensors.items()) for r in recordings], "the tensors of the model")
     roots = (output, Ref(loss)) if loss is not None else output
     ops = prune(ops, roots)
     ops = ops if training else _with_autograd(ops)

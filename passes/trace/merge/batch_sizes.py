@@ -64,11 +64,11 @@ def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
     return leaf(parts)
 
 
-class OtherBySize(TraceError):
+class DiffersBySize(TraceError):
     """At another batch size the model is another computation."""
 
 
-class Fit:
+class SizeMerge:
     """Merges what was captured at several batch sizes into one, number by number."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -179,7 +179,7 @@ class Fit:
         shown = ", ".join(
             f"{part!r} at {size}" for part, size in zip(parts, self.sizes, strict=True)
         )
-        return OtherBySize(
+        return DiffersBySize(
             f"{what} depends on the batch size or on the call, and not linearly: {shown}",
             where=where,
             remedy="compute it from tensors, or make it independent of the number of samples",
@@ -187,7 +187,7 @@ class Fit:
 
     def _diverged(self, op: Op, other: Op | None, size: int) -> TraceError:
         instead = f" where a batch of {size} runs {other.target}" if other is not None else ""
-        error = OtherBySize(
+        error = DiffersBySize(
             f"forward runs other operators for other batch sizes: {op.target}{instead}",
             where=op.source,
             remedy="decide in forward by something else than the number of samples, "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Affine, Capture, SizeRange
-from pdcompile.passes.trace.merge.batch_sizes import Fit, OtherBySize
+from pdcompile.passes.trace.merge.batch_sizes import DiffersBySize, SizeMerge
 from pdcompile.passes.trace.tape.run import Recording
 from pdcompile.warn import warn
 
@@ -54,9 +54,9 @@ def size_range(
     return SizeRange(smallest, max(sizes), below, above)
 
 
-def fails_at(size: int, error: TraceError) -> OtherBySize:
+def fails_at(size: int, error: TraceError) -> DiffersBySize:
     """What it means that a model which runs with some samples raises with `size` of them."""
-    return OtherBySize(
+    return DiffersBySize(
         f"with {counted(size)} {error.message}",
         where=error.where,
         remedy="take the number of samples from the inputs (x.shape[0]) where forward needs it",
@@ -105,12 +105,12 @@ def _misfit(
     size: int,
 ) -> str:
     """Why the model is something else at this size; "" when it is the same."""
-    fit = Fit((*sizes, size))
+    merge = SizeMerge((*sizes, size))
     try:
         further = [*recordings, record(size)]
-        fit.ops([recording.ops for recording in further])
-        fit.any([recording.output for recording in further], "the model's output")
-        fit.any([_shapes(recording) for recording in further], "the shape of a result")
+        merge.ops([recording.ops for recording in further])
+        merge.any([recording.output for recording in further], "the model's output")
+        merge.any([_shapes(recording) for recording in further], "the shape of a result")
     except TraceError as error:
         return _told(error)
     return ""

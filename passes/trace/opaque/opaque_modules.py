@@ -1,9 +1,9 @@
-"""Opaque modules: what cannot be captured inside becomes one op of the graph.
+"""Opaque modules: submodules that cannot be captured inside and become one op each.
 
-A refusal inside of a submodule makes the innermost running module one op, and capture starts
-again; where that module's call cannot be one op either (what it takes or returns, what it reads
-or writes), its caller takes its place.  The root is never opaque: that would leave nothing to
-cut, so the refusal stands.
+A refusal inside a submodule makes the innermost running module one op, and capture starts again;
+where that module's call cannot be one op either (because of what it takes, returns, reads or
+writes), its caller takes its place.  The root is never opaque: that would leave nothing to cut, so
+the refusal stands.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pdcompile.warn import warn
 OPAQUE_SHARE = 1 / 8  # of all parameters: modules with no more are opaque
 
 
-Opaque = Mapping[str, TraceError]  # path to the refusal that the module is kept for
+Opaque = Mapping[str, TraceError]  # path to the refusal that makes the module opaque
 
 
 def hooked(subject: Subject) -> Opaque:
-    """The modules that have to be opaque because something runs in their backward."""
+    """The modules that must be opaque because of a hook on their backward."""
     opaque: Opaque = {}
     for path, module in subject.table.modules.items():
         if path and has_backward_hook(module) and not _covered(path, opaque):
@@ -37,11 +37,11 @@ def hooked(subject: Subject) -> Opaque:
 
 
 def enlarged(subject: Subject, opaque: Opaque, error: TraceError) -> Opaque:
-    """With one opaque module more; raises the error where there is none that helps."""
+    """The opaque modules and one more; raises the error where no further one helps."""
     path = error.module_path
     if isinstance(error, Unrepeatable):
         error.where = opaque[error.opaque_path].where
-    if isinstance(error, OutsideDraw | refusals.Unkept) or path not in subject.table.modules:
+    if isinstance(error, OutsideDraw | refusals.NeverOpaque) or path not in subject.table.modules:
         raise error
     while path and _covered(path, opaque):
         path = path.rpartition(".")[0]
@@ -51,13 +51,13 @@ def enlarged(subject: Subject, opaque: Opaque, error: TraceError) -> Opaque:
     return _with(subject, opaque, [path, *_alike(subject, opaque, path)], first, error)
 
 
-def spares(subject: Subject, opaque: Opaque, error: TraceError) -> bool:
-    """Whether `enlarged` would add so little that the model can still be cut."""
+def adds_little(subject: Subject, opaque: Opaque, error: TraceError) -> bool:
+    """Whether `enlarged` adds few parameters, so that the model can still be cut."""
     path, modules = error.module_path, subject.table.modules
     if not path or path not in modules or _covered(path, opaque):
         return False
     added = [modules[p] for p in (path, *_alike(subject, opaque, path))]
-    return held_share(added, subject.model) <= OPAQUE_SHARE
+    return parameter_share(added, subject.model) <= OPAQUE_SHARE
 
 
 def _with(
@@ -81,7 +81,7 @@ def _with(
 
 
 def _alike(subject: Subject, opaque: Opaque, path: str) -> list[str]:
-    """Modules of the same class in the same place of other layers, which will fail alike."""
+    """Modules of the same class in the same place of other layers, which would be refused too."""
     modules = subject.table.modules
     kind = type(modules[path])
     if kind.__module__.startswith("torch.nn."):
@@ -98,7 +98,7 @@ def _alike(subject: Subject, opaque: Opaque, path: str) -> list[str]:
 
 
 def warn_of(subject: Subject, opaque: Opaque) -> None:
-    """Tell which modules are opaque, and why."""
+    """Warns of the modules that are opaque, with the reasons."""
     reasons: dict[int, tuple[TraceError, list[str]]] = {}
     for path, error in opaque.items():
         reasons.setdefault(id(error), (error, []))[1].append(path)
@@ -109,15 +109,15 @@ def warn_of(subject: Subject, opaque: Opaque) -> None:
         warn(f"captured as opaque: {', '.join(names)}{more}, because {error.message}{place}")
 
 
-def held_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
-    """How much of the model's parameters these modules hold, 0 to 1."""
+def parameter_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
+    """The share of the model's parameters in these modules, 0 to 1."""
     total = {p: p.numel() for p in model.parameters()}
     held = {p for module in modules for p in module.parameters()}
     return sum(total[p] for p in held) / max(sum(total.values()), 1)
 
 
 def below(path: str, ancestor: str) -> bool:
-    """Whether a module is another one or inside of it."""
+    """Whether `path` is `ancestor` or a module inside it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 

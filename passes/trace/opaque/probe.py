@@ -1,8 +1,7 @@
-"""What opaque modules really do, seen in one run of the model on real tensors.
+"""Probe: runs the model on real tensors to see the effects of its opaque modules.
 
-Nothing is known of the inside of such a module; so the model runs once as it is, and every call
-of these modules is watched from outside: what it returns, which tensors it reads and writes,
-what it draws, computes and keeps for backward.
+Every call of these modules is watched from outside: the tensors that it returns, reads, writes and
+keeps for backward, its random draws and floating-point operations.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from pdcompile.passes.trace.tape.observer import (
 def probe(
     subject: Subject, flat: FlatCall, paths: Collection[str], *, training: bool
 ) -> dict[CallKey, ObservedCall]:
-    """Run the model and say what each call of the modules at `paths` did.
+    """Runs the model and returns the effects of each call of the modules at `paths`.
 
     A second run, on the same numbers, must give the same results; a third one, on them in another
     order, shows whether the shapes of results depend on values.  Buffers, modes, attributes and
@@ -105,7 +104,7 @@ def _run(
     def same(one: dict[CallKey, ObservedCall], other: dict[CallKey, ObservedCall]) -> bool:
         return list(one) == list(other) and all(map(alike, one.values(), other.values()))
 
-    # What changes outside of the opaque modules, recordings judge.
+    # Changes outside of the opaque modules are checked by the recordings.
     return settled(subject.model, training, call, same, within=paths)
 
 
@@ -115,7 +114,7 @@ def _run_once(
     model = subject.model
     leaves = flat.copied_leaves()
     args, kwargs, _ = flat.unflatten(leaves)
-    watch = _Watch(model, subject.table, frozenset(paths), hooks=hooks)
+    watch = _OpaqueWatch(model, subject.table, frozenset(paths), hooks=hooks)
     sentinel = Sentinel()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next((t.device.type for t in leaves.values() if isinstance(t, Tensor)), "cpu")
@@ -148,7 +147,7 @@ def _run_once(
 
 
 class _Functions(TorchFunctionMode):
-    """Which random functions are running: what they draw is announced to the reference too."""
+    """Counts the random functions that are running: their draws have streams in eager too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +168,8 @@ class _Functions(TorchFunctionMode):
             self.announced -= 1
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every tensor of the run; looks closely while an opaque module runs."""
+class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor of the run, and records the effects of opaque modules."""
 
     def __init__(
         self, model: nn.Module, table: ModuleTable, paths: frozenset[str], *, hooks: bool
@@ -236,7 +235,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """While the model runs."""
+        """Watches the calls of opaque modules while this is open."""
         plain = nn.Module.__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +312,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reason(
         self, inputs: list[Tensor], outputs: list[Tensor], written: set[str], *, changed: bool
     ) -> str:
-        """Why the call that was watched cannot be one op, "" if it can."""
+        """The reason why the watched call cannot be one op, "" if it can."""
         if changed or self._written & _keys(inputs):
             return "writes into its arguments"
         for fqn in sorted(written):

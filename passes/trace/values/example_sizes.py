@@ -85,7 +85,7 @@ class ExampleSizes:
 
     def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
         tape = self._tape
-        with tape.inside(), refusals.reads(func, tape.boundary):
+        with tape.inside(), refusals.as_refusals(func, tape.boundary):
             given = tape.fakes.faked(args), tape.fakes.faked(kwargs)
             module = tape.table.modules.get(tape.path)
             result = self._packed.result(func, given[0], module)

@@ -29,7 +29,7 @@ from pdcompile.ir.graph import Ref
 from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Decision, Site
-from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, held_share
+from pdcompile.passes.trace.opaque.opaque_modules import OPAQUE_SHARE, parameter_share
 from pdcompile.passes.trace.tape.calls import is_public
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import locate
@@ -210,7 +210,7 @@ def may_be_opaque(tape: Tape) -> bool:
         return False
     kind = type(table.modules[path])
     alike = [module for module in table.modules.values() if type(module) is kind]
-    return held_share(alike, table.modules[""]) <= OPAQUE_SHARE
+    return parameter_share(alike, table.modules[""]) <= OPAQUE_SHARE
 
 
 def _place(where: str | None) -> str:
