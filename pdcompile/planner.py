@@ -144,7 +144,7 @@ class Planner:
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
             time_limit=self.options.time_limit, seed=self.options.seed,
             progress=self.listener.found,
-        ).plan  # fmt: skip
+        )  # fmt: skip
         check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
         return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))
 

@@ -16,8 +16,8 @@ import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import flush_bound
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.dynamic_program import OutOfTimeError, solve
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build, prefixes
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments

@@ -12,7 +12,7 @@ from pdcompile.passes.partition import conflict as module
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.conflict import Oracle, conflict, keeping, limits_of, listed
-from pdcompile.passes.partition.infeasible import least_memory, memory_cost, with_memory
+from pdcompile.passes.partition.infeasible import least_memory, memory_cost
 from pdcompile.plan.evaluate import memory, violations
 from pdcompile.problem import PartitionProblem, StageLimits, Wish
 from tests.helpers.problems import chain_problem, random_problem
@@ -87,7 +87,7 @@ def test_least_memory_by_brute_force() -> None:
             continue
         oracle = Oracle(Budget(60))
         least, enough, proved = least_memory(problem, oracle)
-        free = with_memory(problem, dict.fromkeys(limited))
+        free = problem.with_memory(dict.fromkeys(limited))
         all_of = [memory(problem, one) for one in assignments(free)]
         assert proved
         if not all_of:
@@ -95,7 +95,7 @@ def test_least_memory_by_brute_force() -> None:
             continue
         assert least == enough == min(max(one[s] for s in limited) for one in all_of)
         s = limited[0]
-        alone = with_memory(problem, {s: None})
+        alone = problem.with_memory({s: None})
         stage_of, proved = oracle.least(alone, memory_cost({s}))
         expected = min((memory(problem, one)[s] for one in assignments(alone)), default=None)
         assert (None if stage_of is None else memory(problem, stage_of)[s]) == expected
@@ -114,7 +114,7 @@ def test_without_the_dynamic_program(monkeypatch: pytest.MonkeyPatch) -> None:
         if not limited:
             continue
         least, enough, _ = least_memory(problem, Oracle(Budget(60)))
-        free = with_memory(problem, dict.fromkeys(limited))
+        free = problem.with_memory(dict.fromkeys(limited))
         best = min(
             (max(memory(problem, one)[s] for s in limited) for one in assignments(free)),
             default=None,

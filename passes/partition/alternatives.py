@@ -171,8 +171,7 @@ def boundaries(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Boun
 
 def broken(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
     """`violations`, with memory in units for a reader and how much it is over."""
-    free = tuple(replace(stage, memory_bytes=None) for stage in problem.stages)
-    found = violations(replace(problem, stages=free), stage_of)
+    found = violations(problem.without_memory_limits(), stage_of)
     for s, needed in enumerate(memory(problem, stage_of)):
         limit = problem.stages[s].memory_bytes
         if limit is not None and needed > limit:
@@ -299,7 +298,7 @@ def relaxations(
     A limit that is not there is not eased.
     """
     if any(stage.memory_bytes is not None for stage in problem.stages):
-        yield Relaxation("memory", "no memory limit", _stages(problem, _unlimited))
+        yield Relaxation("memory", "no memory limit", problem.without_memory_limits())
         text = f"{100 * (MORE_MEMORY - 1):.0f} % more memory on every device"
         yield Relaxation("memory", text, _stages(problem, _roomier))
     if any(_costs(stage) for stage in problem.stages) and len(problem.stages) > 1:
@@ -390,10 +389,6 @@ def _stages(
 
 def _costs(stage: StageLimits) -> bool:
     return math.isfinite(stage.bytes_per_second) or stage.latency_seconds > 0
-
-
-def _unlimited(stage: StageLimits) -> StageLimits:
-    return replace(stage, memory_bytes=None)
 
 
 def _roomier(stage: StageLimits) -> StageLimits:

@@ -10,6 +10,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
+class OutOfTimeError(Exception):
+    """The budget ended before there was an answer."""
+
+
 class Budget:
     """A deadline that Ctrl-C brings forward.
 

@@ -11,7 +11,6 @@ holds, and then leads to another one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -21,10 +20,9 @@ import numpy as np
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import dynamic_program
-from pdcompile.passes.partition.bounds import crude_upper
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.cpsat import IntegerProgram
-from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.cpsat import any_assignment
+from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.model import Model, all_ideals, build, prefixes
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import violations
@@ -142,6 +140,7 @@ def _entries(parts: Iterable[tuple[Entry, ...]]) -> tuple[Entry, ...]:
 
 
 MAX_IDEALS = 800
+MAX_VARIABLES = 20_000  # groups x stages: larger problems are not given to CP-SAT
 Holds = Callable[[Sequence[int]], bool]  # can these limits hold together?
 
 
@@ -177,7 +176,10 @@ class Oracle:
             stage_of = model.items_of(found[1])
             if not violations(problem, stage_of):
                 return stage_of
-        return self._search(model)
+        if model.num_groups * model.num_stages > MAX_VARIABLES:
+            raise OutOfTimeError
+        groups = any_assignment(model, self.budget, self.seed)
+        return None if groups is None else model.items_of(groups)
 
     def least(
         self, problem: PartitionProblem, cost: Callable[[Segments], Cost]
@@ -206,22 +208,6 @@ class Oracle:
             chosen = ideals or prefixes(model, MAX_IDEALS, self.seed, self.budget)
             self._segments[key] = Segments.build(model, chosen, complete=ideals is not None)
         return replace(self._segments[key], model=model)
-
-    def _search(self, model: Model) -> tuple[int, ...] | None:
-        """CP-SAT, for what the dynamic program leaves open."""
-        if model.num_groups * model.num_stages > 20_000:
-            raise OutOfTimeError
-        program = IntegerProgram(model, crude_upper(model))
-        for _ in range(20):  # rounding of bytes can let through what does not fit
-            bound, groups = program.solve(self.budget, self.seed, lambda _: None, first=True)
-            if bound == math.inf:
-                return None
-            if groups is None:
-                break
-            if not violations(model.problem, model.items_of(groups)):
-                return model.items_of(groups)
-            program.forbid(groups)
-        raise OutOfTimeError
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,11 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from pdcompile.cluster import message_seconds, slowest
-from pdcompile.passes.partition.budget import Budget, noticed, solver_for
+from pdcompile.passes.partition.bounds import crude_upper
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError, noticed, solver_for
 from pdcompile.passes.partition.model import Flow, Model, always_linked
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
+from pdcompile.plan.evaluate import violations
 from pdcompile.plan.makespan import Direction, Path, StagePair
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
@@ -313,7 +315,7 @@ class IntegerProgram:
         self,
         budget: Budget,
         seed: int,
-        offer: Callable[[tuple[int, ...]], object],
+        offer: Callable[[tuple[int, ...]], object] = lambda _: None,
         bounded: Callable[[float], None] | None = None,
         *,
         first: bool = False,
@@ -348,3 +350,25 @@ class IntegerProgram:
                 offer(thresholds.read(self.boolean_value))
 
         return Offer()
+
+
+ATTEMPTS = 20  # solutions that fit only by rounding, after which the search is given up
+
+
+def any_assignment(model: Model, budget: Budget, seed: int) -> tuple[int, ...] | None:
+    """The stages of the groups in some assignment that breaks nothing; None: there is none.
+
+    Raises:
+        OutOfTimeError: the budget ended first.
+    """
+    program = IntegerProgram(model, crude_upper(model))
+    for _ in range(ATTEMPTS):  # rounding of bytes can let through what does not fit
+        bound, groups = program.solve(budget, seed, first=True)
+        if bound == math.inf:
+            return None
+        if groups is None:
+            break
+        if not violations(model.problem, model.items_of(groups)):
+            return groups
+        program.forbid(groups)
+    raise OutOfTimeError

@@ -14,14 +14,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.segments import Matrix, Segments
 
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
-
-
-class OutOfTimeError(Exception):
-    """The budget ended before the dynamic program."""
 
 
 def solve(

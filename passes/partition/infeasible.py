@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pdcompile.errors import CostError, InfeasibleError, NotFoundError, PlanError
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.conflict import (
     Conflict,
     Limit,
@@ -20,7 +20,7 @@ from pdcompile.passes.partition.conflict import (
     limits_of,
     listed,
 )
-from pdcompile.passes.partition.dynamic_program import Cost, OutOfTimeError
+from pdcompile.passes.partition.dynamic_program import Cost
 from pdcompile.passes.partition.model import Model, build
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.plan.embedded import inconsistencies, unusable_numbers
@@ -51,17 +51,6 @@ def validate(problem: PartitionProblem) -> None:
         raise PlanError(message, where=path, remedy=remedy)
 
 
-def unknown(model: Model) -> InfeasibleError:
-    """The error when time was up before there was a plan or a proof that there is none."""
-    for reason in (_too_many_stages, _item_too_large, _sum_too_large):
-        if error := reason(model):
-            return error
-    return NotFoundError(
-        "no plan was found within the time limit, and it is not proved that there is none",
-        remedy="raise time_limit",
-    )
-
-
 def refuse_contradictions(problem: PartitionProblem) -> None:
     """Raise InfeasibleError when constraints contradict each other whatever the memory is.
 
@@ -70,32 +59,39 @@ def refuse_contradictions(problem: PartitionProblem) -> None:
     try:
         build(problem)
     except InfeasibleError as contradiction:
-        raise explain(problem, Budget(EXPLAIN_SECONDS), 0, contradiction) from None
+        raise no_assignment(problem, Budget(EXPLAIN_SECONDS), 0, contradiction) from None
 
 
-def explain(
+def no_assignment(
     problem: PartitionProblem,
     budget: Budget,
     seed: int = 0,
     contradiction: InfeasibleError | None = None,
+    *,
+    proved: bool = True,
 ) -> InfeasibleError:
-    """The error to raise: why, which limits conflict, and the least that would help.
+    """The error to raise: what does not fit, which limits conflict, and the least that would help.
 
     Takes at most `EXPLAIN_SECONDS`, and says less when they are over.
+
+    Args:
+        contradiction: between constraints, where there is one.
+        proved: a search proved that there is no assignment; else only what shows without a search
+            does, and a NotFoundError says that time was up.
     """
+    reason = contradiction or _simple_reason(problem)
+    if reason is None and not proved:
+        return NotFoundError(
+            "no plan was found within the time limit, and it is not proved that there is none",
+            remedy="raise time_limit",
+        )
     seconds = min(EXPLAIN_SECONDS, max(1.0, budget.left))
     oracle = Oracle(Budget(seconds, within=budget), seed)
     found = conflict(problem, oracle)
     memory, remedies = remedies_of(problem, found, oracle)
-    reason = contradiction
-    message = "" if reason is None else reason.message
-    if reason is None:
-        model = build(problem)
-        reasons = (_too_many_stages, _item_too_large, _sum_too_large)
-        reason = next((error for why in reasons if (error := why(model))), None)
-        message = _in_words(model, found) if reason is None else reason.message
-        if any(limit.stage is not None for limit in found.limits):
-            remedies += cheaper(problem, oracle)
+    message = _in_words(build(problem), found) if reason is None else reason.message
+    if contradiction is None and any(limit.stage is not None for limit in found.limits):
+        remedies += cheaper(problem, oracle)
     named = listed(found.limits)
     if found.smallest:
         message += f"; the smallest conflict: {named}"
@@ -113,6 +109,13 @@ def explain(
     )
     error.others = tuple(remedies)
     return error
+
+
+def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
+    """Why no assignment fits, where that shows without a search."""
+    model = build(problem)
+    reasons = (_too_many_stages, _item_too_large, _sum_too_large)
+    return next((error for why in reasons if (error := why(model))), None)
 
 
 def _too_many_stages(model: Model) -> InfeasibleError | None:
@@ -273,7 +276,7 @@ def _halved(problem: PartitionProblem) -> PartitionProblem:
 
 def _of_one_stage(problem: PartitionProblem, stage: int, oracle: Oracle) -> str | None:
     """The least memory of one stage, the others being as they are."""
-    free = with_memory(problem, {stage: None})
+    free = problem.with_memory({stage: None})
     stage_of, proved = oracle.least(free, memory_cost({stage}))
     if stage_of is None:
         return None
@@ -300,7 +303,7 @@ def least_memory(problem: PartitionProblem, oracle: Oracle) -> tuple[int, int | 
     When every stage that has a limit has the same.
     """
     limited = _limited(problem)
-    free = with_memory(problem, dict.fromkeys(limited))
+    free = problem.with_memory(dict.fromkeys(limited))
 
     def largest(stage_of: tuple[int, ...]) -> int:
         needed = memory(problem, stage_of)
@@ -318,7 +321,7 @@ def least_memory(problem: PartitionProblem, oracle: Oracle) -> tuple[int, int | 
     try:
         while enough - least > CLOSE * enough:
             middle = (least + enough) // 2
-            stage_of = oracle.assignment(with_memory(problem, dict.fromkeys(limited, middle)))
+            stage_of = oracle.assignment(problem.with_memory(dict.fromkeys(limited, middle)))
             if stage_of is None:
                 least = middle + 1
             else:
@@ -363,17 +366,6 @@ def memory_cost(stages: Collection[int]) -> Callable[[Segments], Cost]:
         return cost
 
     return of
-
-
-def with_memory(problem: PartitionProblem, limits: Mapping[int, int | None]) -> PartitionProblem:
-    """The problem with other memory limits on some stages."""
-    return replace(
-        problem,
-        stages=tuple(
-            replace(stage, memory_bytes=limits.get(s, stage.memory_bytes))
-            for s, stage in enumerate(problem.stages)
-        ),
-    )
 
 
 def size(num_bytes: int) -> str:

@@ -11,16 +11,15 @@ from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import dynamic_program
 from pdcompile.passes.partition.bounds import (
     applies,
-    crude_upper,
     flush_bound,
     ramp_bound,
     seed_paths,
     simple_bound,
 )
-from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.cpsat import IntegerProgram
-from pdcompile.passes.partition.dynamic_program import OutOfTimeError, chains
-from pdcompile.passes.partition.infeasible import explain, unknown, validate
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
+from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
+from pdcompile.passes.partition.dynamic_program import chains
+from pdcompile.passes.partition.infeasible import no_assignment, validate
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -144,13 +143,11 @@ def partition(
         try:
             search = solve(problem, budget, seed, progress or (lambda _: None))
         except InfeasibleError as contradiction:
-            raise explain(problem, budget, seed, contradiction) from None
+            raise no_assignment(problem, budget, seed, contradiction) from None
         if search.best is None:
-            if search.impossible:
-                raise explain(problem, budget, seed)
-            if budget.stopped:
+            if budget.stopped and not search.impossible:
                 raise KeyboardInterrupt
-            raise unknown(search.model)
+            raise no_assignment(problem, budget, seed, proved=search.impossible)
         return _answer(search, scope)
 
 
@@ -236,14 +233,14 @@ def find(search: Search) -> None:
     model = search.model
     if search.impossible or search.late or _too_large(model):
         return
-    program = IntegerProgram(model, crude_upper(model))
-    for _ in range(20):  # rounding of bytes can let through a plan that does not fit
-        bound, groups = program.solve(search.budget, search.seed, search.offer)
-        if bound == math.inf:
-            search.impossible = True
-        if groups is None or search.best is not None:
-            return
-        program.forbid(groups)
+    try:
+        groups = any_assignment(model, search.budget, search.seed)
+    except OutOfTimeError:
+        return
+    if groups is None:
+        search.impossible = True
+    else:
+        search.offer(groups)
 
 
 def look(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:

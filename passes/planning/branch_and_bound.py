@@ -38,7 +38,7 @@ from pdcompile.passes.partition.space.pipelines import (
 )
 from pdcompile.passes.partition.space.search_branches import Branch, branches
 from pdcompile.passes.partition.space.seats import Seats, arrangements
-from pdcompile.passes.partition.space.shortage import does_not_fit
+from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.draft import draft
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
@@ -64,14 +64,6 @@ RULES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The best plan, and the problem that its stages were cut from."""
-
-    plan: Plan
-    problem: PartitionProblem
-
-
 @dataclass
 class PlanSearch:
     """One search: the best candidate so far and what is left."""
@@ -85,7 +77,7 @@ class PlanSearch:
     seed: int
     progress: Progress
     budget: Budget
-    proved: SearchResult | None = None  # where only the cut is open
+    proved: Plan | None = None  # where only the cut is open
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
     unproved: list[str] = field(default_factory=list)  # why something was
@@ -210,7 +202,7 @@ class PlanSearch:
             self.floor = min(self.floor, bound)
         return search.proved and fits
 
-    def _within_ledgers(self, branch: Branch, problem: PartitionProblem) -> SearchResult:
+    def _within_ledgers(self, branch: Branch, problem: PartitionProblem) -> Plan:
         """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
 
         def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
@@ -220,8 +212,7 @@ class PlanSearch:
             plan = self._plan(problem, branch.straight(found.stage_of))
             return replace(plan, certificate=certificate), found
 
-        plan = replace(within_ledgers(problem, planned), problem=problem)
-        return SearchResult(plan, problem)
+        return replace(within_ledgers(problem, planned), problem=problem)
 
     def _probe(self, branch: Branch, likely: Pipelines) -> None:
         for _ in range(PROBES):
@@ -289,14 +280,14 @@ class PlanSearch:
         graph = self.graph_at(candidate.setting.num_microbatches)
         return draft(graph, problem, candidate, self.training, self.cluster)
 
-    def result(self) -> SearchResult:
+    def result(self) -> Plan:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
         if self.proved is not None:
             return self.proved
         if not self.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
-            raise does_not_fit(
+            raise no_plan(
                 self.grounds, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
@@ -321,7 +312,7 @@ class PlanSearch:
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
-        return SearchResult(replace(plan, certificate=certificate, notes=notes), problem)
+        return replace(plan, certificate=certificate, notes=notes)
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
@@ -373,7 +364,7 @@ def best_plan(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> SearchResult:
+) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
     Args:

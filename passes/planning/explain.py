@@ -80,7 +80,7 @@ def explain(
         objective_seconds=objective,
         flush=flush,
         bottleneck=bottleneck(problem, uses),
-        stages=uses if edited else _with_ledgers(plan, uses),
+        stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(problem, stage_of)[1] if flush else 0.0,
         boundaries=boundaries(problem, stage_of),
         relaxed=relax(problem, stage_of, wanted, time_limit=limit, seed=plan.training.seed),
@@ -91,8 +91,8 @@ def explain(
     )
 
 
-def _with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:
-    """With the schedule's own ledger where it says more than the planner's formula."""
+def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:
+    """The stages with the bytes of the schedule's ledger, where that exceeds the formula."""
     if plan.forecast is None or len(plan.forecast.ledgers) != plan.num_columns:
         return uses
     found = []

@@ -16,10 +16,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pdcompile.errors import InfeasibleError, NotFoundError
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.conflict import Oracle
-from pdcompile.passes.partition.dynamic_program import OutOfTimeError
-from pdcompile.passes.partition.infeasible import least_memory, with_memory
+from pdcompile.passes.partition.infeasible import least_memory
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_bytes, three_digits
@@ -51,7 +50,7 @@ def planned_limit(problem: PartitionProblem, trial: Trial) -> PlannedLimit | Non
     def needed(limit: int | None) -> int | None:
         """Bytes that the plan under a limit holds; None where it does not keep the limit."""
         try:
-            held, kept = trial(with_memory(problem, dict.fromkeys(limited, limit)))
+            held, kept = trial(problem.with_memory(dict.fromkeys(limited, limit)))
         except InfeasibleError:
             return None
         return held if kept else None
@@ -163,7 +162,7 @@ def _within(
                 break
             if not excess(problem, plan):
                 return replace(plan, certificate=_weaker(plan, first))
-    raise _does_not_fit(problem, first, excess(problem, first)) from failure
+    raise _over_ledgers(problem, first, excess(problem, first)) from failure
 
 
 def by_overhead(
@@ -174,7 +173,7 @@ def by_overhead(
         s: max(0, min(current.stages[s].memory_bytes or 0, partition.memory_bytes[s] - over))
         for s, over in excess(problem, plan).items()
     }
-    return with_memory(current, limits)
+    return current.with_memory(limits)
 
 
 def by_excess(
@@ -185,7 +184,7 @@ def by_excess(
         s: max(0, (current.stages[s].memory_bytes or 0) - over)
         for s, over in excess(problem, plan).items()
     }
-    return with_memory(current, limits)
+    return current.with_memory(limits)
 
 
 def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
@@ -215,7 +214,7 @@ def _scoped(certificate: Certificate, words: str) -> Certificate:
     return replace(certificate, scope=f"{certificate.scope}; {words}")
 
 
-def _does_not_fit(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -> NotFoundError:
+def _over_ledgers(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -> NotFoundError:
     assert plan.forecast is not None
     stage = max(over, key=lambda s: over[s])
     limit = problem.stages[stage].memory_bytes

@@ -17,6 +17,7 @@ from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import StageUse, bottleneck, broken, stage_uses
+from pdcompile.passes.planning.explain import with_ledgers
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
 from pdcompile.passes.schedules import memory_rule, warmup
@@ -353,10 +354,7 @@ def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
 def _state(plan: Plan) -> SolvedScenario:
     problem, certificate = problem_of(plan), plan.certificate
     stage_of = assignment(plan)
-    uses = stage_uses(problem, stage_of)
-    if plan.forecast is not None:
-        held = [ledger.total_bytes for ledger in plan.forecast.ledgers]
-        uses = tuple(replace(use, memory_bytes=held[use.stage]) for use in uses)
+    uses = with_ledgers(plan, stage_uses(problem, stage_of))
     objective = measure(problem, stage_of).objective
     bound = min(certificate.bound_seconds, objective)
     optimal = objective - bound <= OPTIMAL * objective  # of an edited plan the status is not so

@@ -255,8 +255,7 @@ def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     except PlanError as error:
         yield "stages", error.message, error.remedy or AGAIN
         return
-    free = tuple(replace(stage, memory_bytes=None) for stage in problem.stages)
-    for message in Evaluation(replace(problem, stages=free), stage_of).violations():
+    for message in Evaluation(problem.without_memory_limits(), stage_of).violations():
         yield "stages", message, "move it back, or plan again"
 
 

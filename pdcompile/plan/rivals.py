@@ -2,7 +2,7 @@
 
 A lower bound is a claim about all plans; one cheaper plan refutes it.  Moving one item over one
 boundary gives plans that the planner's problem allows, and the clock times them.  That is no
-proof of a bound (solving again is, see `pdcompile.passes.partition.prove`), only a cheap way to
+proof of a bound (solving again is: `pdcompile.passes.partition.partition`), only a cheap way to
 find out that one is wrong.
 """
 

@@ -5,7 +5,8 @@ Everything is per microbatch.  Seconds are for a device of speed 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pdcompile.schedule.registry import DEFAULT
@@ -16,7 +17,7 @@ class Item:
     """What may not be cut: one or more ops that stay together.
 
     parameter_bytes counts parameters owned by this item's ops, each parameter once: a tied
-    parameter is counted through `ParameterUse`, not here.
+    parameter is a `SharedParameter`, and not counted here.
     """
 
     name: str
@@ -144,6 +145,17 @@ class PartitionProblem:
     forbidden: tuple[tuple[int, int], ...] = ()
     max_stages: int | None = None
     wishes: tuple[Wish, ...] = ()
+
+    def with_memory(self, limits: Mapping[int, int | None]) -> PartitionProblem:
+        """The problem with other memory limits (bytes; None: no limit) on these stages."""
+        stages = tuple(
+            replace(stage, memory_bytes=limits.get(s, stage.memory_bytes))
+            for s, stage in enumerate(self.stages)
+        )
+        return replace(self, stages=stages)
+
+    def without_memory_limits(self) -> PartitionProblem:
+        return self.with_memory(dict.fromkeys(range(len(self.stages))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def planned(
         schedules=(schedule,), microbatches=(microbatches,), stages=stages, in_order=True
     )
     training = Training(batch_size=batch_size)
-    return best_plan(lambda _: graph, lambda _: problem, cluster, space, training).plan
+    return best_plan(lambda _: graph, lambda _: problem, cluster, space, training)
 
 
 def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:

@@ -13,7 +13,7 @@ from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation, violations
-from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.draft import draft
 from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
@@ -154,7 +154,7 @@ def _near(r: random.Random, held: list[int]) -> int:
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
 
 
-def explored(case: WholeSpace) -> SearchResult:
+def explored(case: WholeSpace) -> Plan:
     return best_plan(case.graph_at, case.problem, case.cluster, case.space, case.training)
 
 
@@ -162,7 +162,7 @@ def verdict(case: WholeSpace) -> str:
     """What the search says of a case; fails where that is not true."""
     exists = case.best()
     try:
-        found = explored(case)
+        plan = explored(case)
     except NotFoundError:
         return "unknown"
     except InfeasibleError:
@@ -170,7 +170,7 @@ def verdict(case: WholeSpace) -> str:
             raise
         return "infeasible"
     assert exists is not None
-    plan, least = found.plan, exists[0]
+    least = exists[0]
     check(plan, case.graph_at(plan.training.num_microbatches), case.cluster)
     every = plan.training.num_microbatches if plan.training.schedule == "2bw" else 1
     certificate = plan.certificate

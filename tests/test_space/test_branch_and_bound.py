@@ -15,7 +15,7 @@ from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.branch_and_bound import SearchResult, best_plan
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
@@ -26,7 +26,7 @@ from tests.helpers.spaces import every_candidate, seconds_of
 from tests.helpers.whole_space import BATCH, at
 
 
-def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> SearchResult:
+def explored(graph: OpGraph, cluster: Cluster, space: SearchSpace, **more: Any) -> Plan:
     training = Training(batch_size=BATCH, **more.pop("training", {}))
     free = (StageLimits(),) * (space.stages or len(cluster.devices))
     wishes = more.pop("constraints", ())
@@ -59,8 +59,8 @@ SPACES = [
 @pytest.mark.parametrize("make", [chain, residual])
 def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpace) -> None:
     graph, cluster = make(), cluster_of(*(Device(),) * 4)
-    found = explored(graph, cluster, space)
-    plan, m = found.plan, found.plan.training.num_microbatches
+    plan = explored(graph, cluster, space)
+    m = plan.training.num_microbatches
     assert Plan.from_json(plan.to_json()) == plan
     check(plan, at(graph)(m), cluster)
     check_schedule(plan)
@@ -77,7 +77,7 @@ def test_plans_are_checked_and_run_without_deadlock(make: Any, space: SearchSpac
 def test_nothing_of_the_space_is_better() -> None:
     graph, cluster = chain(3), cluster_of(*(Device(),) * 3, rate=1e2)
     space = SearchSpace("any", (False,), ("1f1b", "2bw"), (2, 4), (0, 1))
-    plan = explored(graph, cluster, space, time_limit=200).plan
+    plan = explored(graph, cluster, space, time_limit=200)
     best = float("inf")
     for m, schedule, extra in itertools.product((2, 4), space.schedules, (0, 1)):
         problem = coarsen(at(graph)(m), (StageLimits(),) * 3, num_microbatches=m)
@@ -97,8 +97,8 @@ def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
     """Where only the cut is open, stage s is on rank s and the answer that of the whole search."""
     graph, cluster = residual(3), cluster_of(*(Device(),) * 3, rate=1e2)
     cut = SearchSpace(schedules=(schedule,), microbatches=(4,), stages=3, in_order=True)
-    alone = explored(graph, cluster, cut).plan
-    every = explored(graph, cluster, replace(cut, in_order=False)).plan
+    alone = explored(graph, cluster, cut)
+    every = explored(graph, cluster, replace(cut, in_order=False))
     assert [stage.ranks for stage in alone.stages] == [(0,), (1,), (2,)]
     assert alone.problem is not None
     assert alone.certificate.status == every.certificate.status == "optimal"
@@ -114,7 +114,7 @@ def test_unlike_devices_take_the_positions_that_suit_them() -> None:
     times = set()
     for devices in ((fast, slow, slow), (slow, fast, slow), (slow, slow, fast)):
         cluster = cluster_of(*devices, rate=float("inf"))
-        plan = explored(graph, cluster, space).plan
+        plan = explored(graph, cluster, space)
         check(plan, at(graph)(8), cluster)
         assert plan.certificate.status == "optimal"
         assert "all orders of unlike devices (3)" in plan.certificate.scope
@@ -137,7 +137,7 @@ def test_arrangements() -> None:
 def test_ranks_that_only_slow_down_stay_idle() -> None:
     graph = chain(2)
     cluster = cluster_of(*(Device(),) * 4, rate=1.0)
-    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,))).plan
+    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,)))
     assert plan.num_ranks < 4
     assert any("stay idle" in note for note in plan.notes)
     check(plan, at(graph)(4), cluster)
@@ -146,7 +146,7 @@ def test_ranks_that_only_slow_down_stay_idle() -> None:
 def test_the_first_ranks_may_stay_idle() -> None:
     """A forecast has an entry for every rank up to the last one that is used."""
     graph, cluster = chain(2), cluster_of(Device(), Device(), Device(speed=8.0), rate=1.0)
-    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,))).plan
+    plan = explored(graph, cluster, SearchSpace("1", (False,), ("1f1b",), (4,)))
     assert [stage.ranks for stage in plan.stages] == [(2,)]
     assert plan.forecast is not None
     assert len(plan.forecast.ledgers) == 3
@@ -157,7 +157,7 @@ def test_the_first_ranks_may_stay_idle() -> None:
 def fitting(graph: OpGraph, limit: int, space: SearchSpace) -> Plan | None:
     cluster = cluster_of(*(Device("cpu", limit),) * 2)
     try:
-        plan = explored(graph, cluster, space).plan
+        plan = explored(graph, cluster, space)
     except InfeasibleError:
         return None
     check(plan, at(graph)(8), cluster)
@@ -167,7 +167,7 @@ def fitting(graph: OpGraph, limit: int, space: SearchSpace) -> Plan | None:
 def test_memory_chooses_recomputation_and_names_what_lacks() -> None:
     graph = chain(6)
     space = SearchSpace("1", (False, True), ("gpipe",), (8,), stages=2)
-    loose = explored(graph, cluster_of(*(Device(),) * 2), space).plan
+    loose = explored(graph, cluster_of(*(Device(),) * 2), space)
     assert not any(stage.recompute for stage in loose.stages)
     assert loose.forecast is not None
     most = max(ledger.total_bytes for ledger in loose.forecast.ledgers)
@@ -192,10 +192,10 @@ def test_constraints() -> None:
     last = graph.ops[-2].name
     with pytest.raises(ConfigError, match="stages by number"):
         explored(graph, cluster, space, constraints=(Pin(graph.ops[0].name, 1),))
-    capped = explored(graph, cluster, space, constraints=(MaxStages(2),)).plan
+    capped = explored(graph, cluster, space, constraints=(MaxStages(2),))
     assert len(capped.stages) <= 2
     three = replace(space, stages=3)
-    plan = explored(graph, cluster, three, constraints=(Pin(last, 1),)).plan
+    plan = explored(graph, cluster, three, constraints=(Pin(last, 1),))
     assert last in plan.stages[1].ops
     assert len(plan.stages) == 3
 
@@ -208,7 +208,7 @@ def test_spaces_that_are_none() -> None:
 
 def test_a_certificate_that_promises_more_is_refused() -> None:
     graph, cluster = chain(), cluster_of(*(Device(),) * 4)
-    plan = explored(graph, cluster, SearchSpace("any", (False,), ("1f1b",), (4,))).plan
+    plan = explored(graph, cluster, SearchSpace("any", (False,), ("1f1b",), (4,)))
     assert any(stage.replicas > 1 for stage in plan.stages)
     less = plan.certificate.objective_seconds * 0.99
     lying = replace(plan.certificate, objective_seconds=less, bound_seconds=less)

@@ -51,7 +51,7 @@ def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
     """By the formula it fits without: what is in flight is too much."""
     space = SearchSpace("1", (False, True), ("gpipe",), (4,), stages=2)
     free = WholeSpace(at(chain(4)), three(Device(), Device()), space)
-    plan = explored(free).plan
+    plan = explored(free)
     assert plan.forecast is not None
     most = plan.forecast.ledgers[0].total_bytes
     recomputing = set()
@@ -59,7 +59,7 @@ def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
         device = Device("cpu", most - less)
         case = WholeSpace(at(chain(4)), three(device, device), space)
         if verdict(case) == "optimal":
-            stages = explored(case).plan.stages
+            stages = explored(case).stages
             recomputing.add(tuple(stage.recompute for stage in stages))
     assert len(recomputing) > 2
 

@@ -37,7 +37,7 @@ class Shares(Matrices):
         return load
 
 
-def does_not_fit(
+def no_plan(
     grounds: Mapping[int, Ground],
     cluster: Cluster,
     space: SearchSpace,
