@@ -9,7 +9,7 @@ from functools import cached_property
 from pdcompile.eager.summation import summation_order
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
-from pdcompile.passes.coarsen.spans import Groups
+from pdcompile.passes.coarsen.spans import Groups, arcs_between
 from pdcompile.passes.partition.lattice import by_priority, neighbours
 from pdcompile.problem import Item, SharedParameter, Traffic
 
@@ -170,26 +170,9 @@ def _topological(graph: OpGraph, groups: Groups, members: dict[int, list[int]]) 
     The last op, not the first: a group whose ops are spread keeps its place at the end of its
     span, and a chain of single ops keeps the order of the graph.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    followers: dict[int, set[int]] = {root: set() for root in members}
-    for i, op in enumerate(graph.ops):
-        for name in op.inputs:
-            if name in position:
-                followers[groups.find(position[name])].add(groups.find(i))
-    for first, second, _ in summation_order(graph):
-        followers[groups.find(position[first])].add(groups.find(position[second]))
-    end = groups.find(len(graph.ops))
-    for ref in walk(graph.output, Ref):
-        if ref.name in position:
-            followers[groups.find(position[ref.name])].add(end)
     roots = list(members)
     index = {root: i for i, root in enumerate(roots)}
-    arcs = sorted(
-        (index[root], index[other])
-        for root, after in followers.items()
-        for other in after
-        if other != root
-    )
+    arcs = [(index[a], index[b]) for a, b in arcs_between(graph, groups)]
     last = [members[root][-1] for root in roots]
     order = [roots[i] for i in by_priority(*neighbours(len(roots), arcs), last)]
     assert len(order) == len(members), "groups form a cycle"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from pdcompile.eager.summation import summation_order
 from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
-from pdcompile.passes.partition.lattice import components, reachable
+from pdcompile.passes.partition.lattice import components, neighbours, reachable
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
@@ -86,21 +86,30 @@ def close_cycles(graph: OpGraph, groups: Groups) -> None:
 
     They reach each other through values, or by the order in which gradients are summed.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    end = len(graph.ops)
-    pairs = [(ref.name, end) for ref in walk(graph.output, Ref)]
-    pairs += [(name, i) for i, op in enumerate(graph.ops) for name in op.inputs]
-    pairs += [(first, position[second]) for first, second, _ in summation_order(graph)]
-    after: list[set[int]] = [set() for _ in range(end + 1)]
-    for name, target in pairs:
-        if name in position:
-            after[groups.find(position[name])].add(groups.find(target))
+    _, after = neighbours(len(graph.ops) + 1, arcs_between(graph, groups))
     parts: dict[int, list[int]] = {}
-    for root, part in enumerate(components([sorted(following) for following in after])):
+    for root, part in enumerate(components(after)):
         parts.setdefault(part, []).append(root)
     for roots in parts.values():
         if len(roots) > 1:
             groups.join(roots, CYCLE)
+
+
+def arcs_between(graph: OpGraph, groups: Groups) -> list[tuple[int, int]]:
+    """Pairs of groups (roots) of which the second may not be on an earlier stage than the first.
+
+    It reads a value of the first, or its gradients are summed later.
+    """
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    pairs = [(ref.name, len(graph.ops)) for ref in walk(graph.output, Ref)]
+    pairs += [(name, i) for i, op in enumerate(graph.ops) for name in op.inputs]
+    pairs += [(first, position[second]) for first, second, _ in summation_order(graph)]
+    arcs = {
+        (groups.find(position[name]), groups.find(target))
+        for name, target in pairs
+        if name in position
+    }
+    return sorted((a, b) for a, b in arcs if a != b)
 
 
 def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
