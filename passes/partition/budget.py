@@ -1,4 +1,7 @@
-"""Budget: how long a search may go on, and Ctrl-C, which ends it with the best plan so far."""
+"""Budget: how long a search may go on, and Ctrl-C, which ends it with the best plan so far.
+
+CP-SAT runs within a budget here too, for every integer program of the planner.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class OutOfTimeError(Exception):
@@ -66,31 +70,63 @@ class Budget:
         self.stopped = True
 
 
-def solver_for(budget: Budget, *, seed: int = 0, seconds: float = math.inf) -> Any:
-    """A CP-SAT solver for one core, with the settings that our models need.
+class Solved(NamedTuple):
+    """How CP-SAT ended; `bound`, in the model's units, holds where it was not `infeasible`."""
 
-    While it runs, Ctrl-C ends the search inside the solver; call `noticed` after solving.
+    infeasible: bool
+    optimal: bool
+    bound: float
+
+
+def minimize(
+    model: Any,
+    budget: Budget,
+    on_solution: Callable[[Callable[[Any], bool]], bool],
+    *,
+    seed: int = 0,
+    effort: float = math.inf,
+    on_bound: Callable[[float], object] = lambda _: None,
+) -> Solved:
+    """Solve a CP-SAT model on one core, until it is proved or the budget ends.
+
+    Ctrl-C ends the search inside the solver, and the budget with it.
+
+    Args:
+        on_solution: called with the value of literals in each solution, which are ever better;
+            True ends the search.
+        effort: limit in CP-SAT's deterministic seconds, which are the same on every machine.
+        on_bound: called with improved lower bounds.
     """
     from ortools.sat.python import cp_model
 
-    solver = cp_model.CpSolver()
+    class Solutions(cp_model.CpSolverSolutionCallback):
+        stopped = False
+
+        def on_solution_callback(self) -> None:
+            if on_solution(self.boolean_value):
+                self.stopped = True
+                self.stop_search()
+
+    def report(bound: float) -> None:
+        on_bound(bound)
+
+    solver, solutions = cp_model.CpSolver(), Solutions()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 0
     # OR-Tools 9.15 loses solutions in this presolve step and then certifies a wrong optimum
     # (google/or-tools#5293; one in about 400 of our random problems).
     solver.parameters.presolve_inclusion_work_limit = 0
     solver.parameters.random_seed = seed
-    limit = min(budget.left, seconds)
-    if math.isfinite(limit):
-        solver.parameters.max_time_in_seconds = limit
-    return solver
-
-
-def noticed(budget: Budget, solver: Any, status: int, *, seconds: float = math.inf) -> None:
-    """Tell the budget when a solve ended early although it had time left: that was Ctrl-C."""
-    from ortools.sat.python import cp_model
-
-    done = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE, cp_model.MODEL_INVALID)
-    limit = solver.parameters.max_time_in_seconds
-    if not done and solver.wall_time < 0.98 * min(limit, seconds) and not budget.late:
-        budget.stop()
+    seconds = budget.left
+    if math.isfinite(seconds):
+        solver.parameters.max_time_in_seconds = seconds
+    if math.isfinite(effort):
+        solver.parameters.max_deterministic_time = effort
+    solver.best_bound_callback = report
+    status = solver.solve(model, solutions)
+    ended = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE, cp_model.MODEL_INVALID)
+    ended |= solutions.stopped or solver.deterministic_time >= effort
+    if not ended and solver.wall_time < 0.98 * seconds and not budget.late:
+        budget.stop()  # it had time left: this was Ctrl-C
+    infeasible = status == cp_model.INFEASIBLE
+    return Solved(infeasible, status == cp_model.OPTIMAL, solver.best_objective_bound)

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from pdcompile.cluster import message_seconds, slowest
 from pdcompile.passes.partition.bounds import crude_upper
-from pdcompile.passes.partition.budget import Budget, OutOfTimeError, noticed, solver_for
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError, minimize
 from pdcompile.passes.partition.model import Flow, Model, always_linked
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
 from pdcompile.plan.evaluate import violations
@@ -253,7 +253,6 @@ class IntegerProgram:
         if hint is not None:
             self.x.hint(hint)
         self.cp.minimize(self.time)
-        self._cp_model = cp_model
 
     def units(self, seconds: float) -> int:
         return math.floor(seconds * self.scale)
@@ -316,7 +315,7 @@ class IntegerProgram:
         budget: Budget,
         seed: int,
         offer: Callable[[tuple[int, ...]], object] = lambda _: None,
-        bounded: Callable[[float], None] | None = None,
+        bounded: Callable[[float], object] = lambda _: None,
         *,
         first: bool = False,
     ) -> tuple[float, tuple[int, ...] | None]:
@@ -328,28 +327,19 @@ class IntegerProgram:
         """
         if not self.x.possible:
             return math.inf, None
-        solver = solver_for(budget, seed=seed)
-        solver.parameters.stop_after_first_solution = first
-        if bounded is not None:
-            solver.best_bound_callback = lambda bound: bounded(bound / self.scale)
-        status = solver.solve(self.cp, self._callback(offer))
-        if not (first and status == self._cp_model.FEASIBLE):
-            noticed(budget, solver, status)
-        if status == self._cp_model.INFEASIBLE:
-            return math.inf, None
-        bound = solver.best_objective_bound / self.scale
-        if status not in (self._cp_model.OPTIMAL, self._cp_model.FEASIBLE):
-            return bound, None
-        return bound, self.x.read(solver.boolean_value)
+        found: tuple[int, ...] | None = None
 
-    def _callback(self, offer: Callable[[tuple[int, ...]], object]) -> Any:
-        thresholds = self.x
+        def on_solution(value: Callable[[Any], bool]) -> bool:
+            nonlocal found
+            found = self.x.read(value)
+            offer(found)
+            return first
 
-        class Offer(self._cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
-            def on_solution_callback(self) -> None:
-                offer(thresholds.read(self.boolean_value))
-
-        return Offer()
+        solved = minimize(
+            self.cp, budget, on_solution, seed=seed,
+            on_bound=lambda units: bounded(units / self.scale),
+        )  # fmt: skip
+        return math.inf if solved.infeasible else solved.bound / self.scale, found
 
 
 ATTEMPTS = 20  # solutions that fit only by rounding, after which the search is given up

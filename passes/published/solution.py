@@ -22,7 +22,7 @@ class StageSolution:
     """One stage: ids as in the file, and what its family of problems says besides.
 
     `details` holds JSON values under the names of the answer's format: ``"device"``,
-    ``"data_parallel"``, ``"load_seconds"``, …
+    ``"data_parallel"``, ``"load"``, …
     """
 
     members: tuple[int | str, ...]

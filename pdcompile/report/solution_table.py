@@ -27,11 +27,8 @@ HEADINGS = {
     "data_parallel": "data",
     "tensor_parallel": "tensor",
     "compute_seconds": "compute",
-    "all_reduce_seconds": "all-reduce",
-    "boundary_seconds": "boundary",
     "seconds": "time",
     "load": "load",
-    "load_seconds": "load",
     "memory": "memory",
     "memory_bytes": "memory",
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdcompile.passes.partition.budget import Budget, noticed, solver_for
+from pdcompile.passes.partition.budget import Budget, minimize
 from pdcompile.passes.partition.lattice import reachable
 from pdcompile.passes.partition.thresholds import Thresholds, negated
 from pdcompile.passes.published.placement.placements import (
@@ -49,7 +49,7 @@ def prove(
     seed: int = 0,
     effort: float = math.inf,
     enough: float = -math.inf,
-    progress: Callable[[float], object] | None = None,
+    progress: Callable[[float], object] = lambda _: None,
 ) -> PlacementProof:
     """Search for placements better than `upper` (by at least `BETTER`), offering each.
 
@@ -62,22 +62,30 @@ def prove(
     model = ThresholdModel(problem, upper)
     if not model.possible:
         return PlacementProof(model.beyond, True)
+
+    def proved(units: float) -> float:
+        return model.time_of(math.ceil(units - 1e-6))
+
     while True:
-        solver = solver_for(budget, seed=seed)
-        if math.isfinite(effort):
-            solver.parameters.max_deterministic_time = effort
-        status, wrong, stopped = model.solve(solver, offer, progress, enough)
-        names = model.cp_model
-        if status == names.INFEASIBLE:
+        broken: Placement | None = None  # the last placement, where only rounding lets it through
+
+        def on_solution(value: Callable[[Any], bool]) -> bool:
+            nonlocal broken
+            placement = model.read(value)
+            objective = offer(placement)
+            broken = placement if math.isinf(objective) else None
+            return broken is None and objective <= enough
+
+        solved = minimize(
+            model.cp, budget, on_solution, seed=seed, effort=effort,
+            on_bound=lambda units: progress(proved(units)),
+        )  # fmt: skip
+        if solved.infeasible:
             return PlacementProof(model.beyond, True)
-        if status == names.OPTIMAL and wrong is not None:
-            # Rounding let a stage through that is too large by less than a unit.
-            model.forbid(wrong)
+        if solved.optimal and broken is not None:
+            model.forbid(broken)
             continue
-        if not stopped and solver.deterministic_time < effort:
-            noticed(budget, solver, status)
-        bound = model.time_of(math.ceil(solver.best_objective_bound - 1e-6))
-        return PlacementProof(bound, status == names.OPTIMAL)
+        return PlacementProof(proved(solved.bound), solved.optimal)
 
 
 class ThresholdModel:
@@ -249,36 +257,6 @@ class ThresholdModel:
                 for v in held:
                     away += self.x.elsewhere(v, t)
                 self.x.clause(away)
-
-    def solve(
-        self,
-        solver: Any,
-        offer: Offer,
-        progress: Callable[[float], object] | None,
-        enough: float,
-    ) -> tuple[Any, Placement | None, bool]:
-        """(status, a placement that fits only because of rounding or None, stopped at enough)."""
-        model = self
-        wrong: list[Placement] = []
-        good: list[Placement] = []
-
-        class OnSolution(self.cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
-            def on_solution_callback(self) -> None:
-                placement = model.read(self.boolean_value)
-                value = offer(placement)
-                if math.isinf(value):
-                    wrong.append(placement)
-                    return
-                wrong.clear()
-                if value <= enough:
-                    good.append(placement)
-                    self.stop_search()
-
-        if progress is not None:
-            report = progress
-            solver.best_bound_callback = lambda units: report(self.time_of(math.ceil(units - 1e-6)))
-        status = solver.solve(self.cp, OnSolution())
-        return status, wrong[-1] if wrong else None, bool(good)
 
     def read(self, value: Callable[[Any], bool]) -> Placement:
         def true(literal: Any) -> bool:
