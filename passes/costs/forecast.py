@@ -49,7 +49,7 @@ def rough_forecast(
 
     A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
     """
-    from pdcompile.passes.costs.rehearse import kept_storages, newly
+    from pdcompile.passes.costs.kept_storages import kept_storages, newly
 
     kept = kept_storages(graph, b)
     ports = ports_of(graph, stage_of, num_stages)

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.ir.execution import materialise, run_op
-from pdcompile.ir.graph import Op, OpGraph, TensorInfo, fingerprint, size_at
+from pdcompile.ir.execution import CPU, materialise, run_op
+from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
-from pdcompile.passes.costs.live_storages import LiveStorages, saved_storages, tensors_in
+from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
 from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_running, guessed, play
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.form.lifetimes import Step
@@ -41,6 +41,7 @@ class Fakes:
     graph: OpGraph
     b: int
     infos: Mapping[str, TensorInfo]  # by every name
+    device: torch.device = CPU
     tensors: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -85,89 +86,39 @@ def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Resident
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be played.
     """
-    with _staged(index, steps, ports) as (stage, arguments):
-        return stage.run(arguments)
-
-
-Storages = Mapping[int, int]  # a number for each storage -> its bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What autograd keeps of one microbatch, by storage.
-
-    `by_op`: the storages that the backward of each op needs; `of_value`: those that each value
-    lies in.  Parameters, the caller's inputs and views of these are in neither.
-    """
-
-    by_op: Mapping[str, Storages]
-    of_value: Mapping[str, Storages]
-
-    def new(self) -> dict[str, int]:
-        """The bytes that are kept because of each op and of no earlier one."""
-        seen: set[int] = set()
-        return {name: newly(storages, seen) for name, storages in self.by_op.items()}
-
-
-def newly(storages: Storages, seen: set[int]) -> int:
-    """Bytes of the storages that are not in `seen`, which grows by them."""
-    new = storages.keys() - seen
-    seen |= new
-    return sum(storages[key] for key in new)
-
-
-_KEPT = 8
-_kept: dict[tuple[str, int, bool], Kept] = {}  # by graph, microbatch size and kernels
-
-
-def kept_storages(graph: OpGraph, b: int) -> Kept:
-    """What autograd keeps of a whole graph; an op that cannot run keeps what `guessed` says."""
-    key = fingerprint(graph), b, bool(torch.backends.mkldnn.enabled)  # its kernels differ
-    if key not in _kept:
-        steps = [Step(op) for op in graph.ops]
-        with _staged(GraphIndex.of(graph, b), steps, Ports()) as (stage, arguments):
-            found = stage.kept(arguments)
-        if len(_kept) >= _KEPT:
-            del _kept[next(iter(_kept))]
-        _kept[key] = found
-    return _kept[key]
+    with quiet_shape_errors(), staged(index, steps, ports) as stage:
+        return stage.run()
 
 
 @contextmanager
-def _staged(
-    index: GraphIndex, steps: Sequence[Step], ports: Ports
-) -> Iterator[tuple[_Stage, dict[str, Tensor]]]:
-    """The stage on fake tensors, and its arguments."""
+def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[Stage]:
+    """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
-    graph, b = index.graph, index.b
-    fakes = Fakes(graph, b, index.tensors)
+    fakes = Fakes(index.graph, index.b, index.tensors)
     roles: dict[str, Role] = {}
-    with quiet_shape_errors():
-        for op in ops:
-            call = CostedOp(op, index)
-            if op.kind == "opaque" or op.target.endswith(".apply"):
-                # Code of the user's, which may do more than compute, does not run here.
+    for op in ops:
+        call = CostedOp(op, index)
+        if op.kind == "opaque" or op.target.endswith(".apply"):
+            # Code of the user's, which may do more than compute, does not run here.
+            roles[op.name] = guessed(call)
+        elif op.kind == "module":
+            try:
+                if op.module_path not in fakes.modules:
+                    fakes.modules[op.module_path] = fakes.build(op)
+                if call.name in RECURRENT:
+                    roles[op.name] = _recurrent(call, fakes)
+            except Exception:  # constructors are anyone's
                 roles[op.name] = guessed(call)
-            elif op.kind == "module":
-                try:
-                    if op.module_path not in fakes.modules:
-                        fakes.modules[op.module_path] = fakes.build(op)
-                    if call.name in RECURRENT:
-                        roles[op.name] = _recurrent(call, fakes)
-                except Exception:  # constructors are anyone's
-                    roles[op.name] = guessed(call)
-        with FakeTensorMode(), torch.enable_grad():
-            for op in ops:
-                for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
-                    fakes.tensor(fqn)
-            fakes.fill()
-            names = dict.fromkeys((*_outside(ops), *ports.received))
-            arguments = {name: _given(graph, name, b) for name in names}
-            for fqn in ports.passed:
-                fakes.tensor(fqn).grad = None
-            given = [*fakes.tensors.values(), *arguments.values()]
-            given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-            yield _Stage(index, steps, ports, fakes, _Meter(given), roles), arguments
+    with FakeTensorMode(), torch.enable_grad():
+        for op in ops:
+            for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
+                fakes.tensor(fqn)
+        fakes.fill()
+        for fqn in ports.passed:
+            fakes.tensor(fqn).grad = None
+        given = list(fakes.tensors.values())
+        given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
+        yield Stage(index, steps, ports, fakes, _Meter(given), roles)
 
 
 def _recurrent(call: CostedOp, fakes: Fakes) -> Role:
@@ -211,7 +162,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
 
 
 @dataclass
-class _Stage:
+class Stage:
     index: GraphIndex
     steps: Sequence[Step]
     ports: Ports
@@ -219,7 +170,10 @@ class _Stage:
     meter: _Meter
     roles: Mapping[str, Role]
 
-    def run(self, arguments: Mapping[str, Tensor]) -> Resident:
+    def run(self) -> Resident:
+        names = (*outside([step.op for step in self.steps]), *self.ports.received)
+        arguments = {n: from_outside(self.index.graph, n, self.index.b) for n in names}
+        self.meter.give(arguments.values())
         with self.meter:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
             results = self._forward(arguments, entered)
@@ -230,24 +184,6 @@ class _Stage:
         peak, first = self.meter.peak_bytes, self.meter.first_peak_bytes
         return Resident(resident, max(0, peak - resident), first, rehearsed=True)
 
-    def kept(self, arguments: Mapping[str, Tensor]) -> Kept:
-        env: dict[str, Any] = dict(arguments)
-        seen: dict[int, torch.UntypedStorage] = {}  # held: an address must not come again
-        given = self.meter.given
-        by_op: dict[str, Storages] = {}
-        of_value: dict[str, Storages] = {}
-        for op in (step.op for step in self.steps):
-            with saved_storages() as saved:
-                try:
-                    env[op.name] = self._checked(op, self._result(op, env))
-                except Exception:  # ops are anyone's, and what plays one writes nothing
-                    env[op.name] = self._played(op, env)
-            made = {one._cdata: one for one in _storages(env[op.name])}
-            seen |= saved | made
-            by_op[op.name] = {k: one.nbytes() for k, one in saved.items() if k not in given}
-            of_value[op.name] = {k: one.nbytes() for k, one in made.items() if k not in given}
-        return Kept(by_op, of_value)
-
     def _forward(
         self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
     ) -> dict[str, Any]:
@@ -256,12 +192,12 @@ class _Stage:
         for name in self._written(tuple(arguments)):
             env[name] = env[name].clone()
         for step in self.steps:
-            env[step.op.name] = self._checked(step.op, self._result(step.op, env))
+            env[step.op.name] = self.checked(step.op, self.result(step.op, env))
             for name in step.ends:
                 del env[name]
         return {name: env[name] for name in self.ports.results}
 
-    def _checked(self, op: Op, result: Any) -> Any:
+    def checked(self, op: Op, result: Any) -> Any:
         """Raises ValueError where the op gives something else than the graph says."""
         value = self.index.graph.values[op.name]
         shape = tuple(size_at(size, self.fakes.b) for size in value.shape)
@@ -269,7 +205,7 @@ class _Stage:
             raise ValueError(f"{op.name} gives {tuple(result.shape)} instead of {shape}")
         return result
 
-    def _result(self, op: Op, env: Mapping[str, Any]) -> Any:
+    def result(self, op: Op, env: Mapping[str, Any]) -> Any:
         lookup: Any = self.fakes
         if op.name not in self.roles:
             try:
@@ -277,9 +213,9 @@ class _Stage:
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # what plays an op writes nothing
-        return self._played(op, env)
+        return self.played(op, env)
 
-    def _played(self, op: Op, env: Mapping[str, Any]) -> Any:
+    def played(self, op: Op, env: Mapping[str, Any]) -> Any:
         call = CostedOp(op, self.index)
         tensors = [self._operand(one, env) for one in call.inputs]
         with torch.set_grad_enabled(op.grad_enabled):
@@ -290,7 +226,7 @@ class _Stage:
             return self.fakes.tensor(one.name)
         # A part of a container may be taken out of it later.
         known = env.get(one.name)
-        return _given(self.index.graph, one.name, self.fakes.b) if known is None else known
+        return from_outside(self.index.graph, one.name, self.fakes.b) if known is None else known
 
     def _written(self, arguments: Sequence[str]) -> list[str]:
         """Arguments that ops of the stage write into: it works on copies of them."""
@@ -322,17 +258,17 @@ class _Stage:
                 torch.autograd.backward(roots, gradients)
 
 
-def _storages(value: Any) -> list[torch.UntypedStorage]:
+def storages_in(value: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tensors_in(value) if t.layout == torch.strided]
 
 
-def _outside(ops: Sequence[Op]) -> list[str]:
+def outside(ops: Sequence[Op]) -> list[str]:
     """Values that the ops read and do not make."""
     made = {op.name for op in ops}
     return list(dict.fromkeys(n for op in ops for n in op.inputs if n not in made))
 
 
-def _given(graph: OpGraph, name: str, b: int) -> Tensor:
+def from_outside(graph: OpGraph, name: str, b: int) -> Tensor:
     """A fake of a value that comes from outside, in its layout."""
     value = graph.values[name]
     make = partial(torch.empty, dtype=getattr(torch, value.dtype))

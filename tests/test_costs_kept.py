@@ -1,0 +1,108 @@
+"""What autograd keeps of a graph: each distinct op runs once, on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdcompile.ir.execution import Lookup, run_op
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes import trace
+from pdcompile.passes.costs import kept_storages as module
+from pdcompile.passes.costs.kept_storages import kept_storages
+from pdcompile.passes.costs.live_storages import saved_storages
+
+
+def kept_really(graph: OpGraph, model: nn.Module, x: Tensor) -> dict[str, list[int]]:
+    """Bytes of each storage that the ops of a model with one input save when they run."""
+    lookup = Lookup(model, len(x), constants=graph.tensor_values)
+    env: dict[str, Any] = {graph.inputs[0].name: x}
+    free = {t.untyped_storage()._cdata for t in (x, *model.parameters(), *model.buffers())}
+    found, alive = {}, []
+    for op in graph.ops:
+        with saved_storages() as saved:
+            env[op.name] = run_op(op, env, lookup)
+        alive.append(saved)
+        found[op.name] = sorted(one.nbytes() for key, one in saved.items() if key not in free)
+    return found
+
+
+class Writes(nn.Module):
+    """Writes what needs a gradient into memory that needed none, then reads its other views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.zeros_like(x)
+        left, free = table[:, :4], table.detach()
+        table += x * self.w
+        written = table.clone()
+        written[:, 0] = left[:, 1] * left[:, 2]
+        return (left * left).sum(1) + (written * written).sum(1) + (free * 2.0).sum(1)
+
+
+class Views(nn.Module):
+    """Reads two tensors that share memory, and two like them that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x * self.w, x + self.w
+        shared = one.view(-1, 2, 4).transpose(1, 2) * one.view(-1, 2, 4).transpose(1, 2)
+        apart = one.view(-1, 2, 4).transpose(1, 2) * other.view(-1, 2, 4).transpose(1, 2)
+        wide = other[:, :1].expand(-1, 8)
+        return shared.flatten(1).sum(1) + apart.contiguous().flatten(1).sum(1) + (wide * x).sum(1)
+
+
+class Divides(nn.Module):
+    """Has a size that is computed on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.div(x.shape[1], 2, rounding_mode="trunc")  # type: ignore[call-overload]
+        return (x * self.w).view(-1, parts - 0, 2).square().flatten(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("build", [Writes, Views, Divides])
+def test_kept_bytes_follow_writes_and_shared_memory(build: Callable[[], nn.Module]) -> None:
+    model, x = build(), torch.rand(4, 8)
+    graph = trace.trace(model, x)
+    kept = kept_storages(graph, 4)
+    assert {op: sorted(kept.by_op[op].values()) for op in kept.by_op} == kept_really(
+        graph, model, x
+    )
+
+
+def test_equal_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    real = module._effect
+    monkeypatch.setattr(
+        module, "_effect", lambda op, *rest: runs.append(op.name) or real(op, *rest)
+    )
+
+    def ran(layers: int) -> int:
+        runs.clear()
+        blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(layers)]
+        kept_storages(trace.trace(nn.Sequential(*blocks), torch.rand(2, 3, 8)), 2)
+        return len(runs)
+
+    assert 0 < ran(2) == ran(6)
+
+
+def test_modules_of_another_dtype_run() -> None:
+    layers = (nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Hardswish(), nn.Dropout(0.5))
+    model, x = nn.Sequential(*layers).bfloat16(), torch.rand(2, 3, 8, dtype=torch.bfloat16)
+    graph = trace.trace(model, x)
+    kept = kept_storages(graph, 2).by_op
+    assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
