@@ -97,7 +97,7 @@ SEED: Refusal = (
 WRITTEN: dict[str, Refusal] = {
     "parameter": (
         "forward writes the parameter {} in place",
-        "change parameters in the optimizer; state that forward updates belongs into a buffer",
+        "change parameters in the optimizer; keep state that forward updates in a buffer",
     ),
     "constant": (
         "forward writes the unregistered tensor {} in place",

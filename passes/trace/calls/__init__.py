@@ -1,1 +1,1 @@
-"""What calls of a model leave behind, and whether a later call could tell."""
+"""State that calls of a model leave behind, and whether later calls depend on it."""

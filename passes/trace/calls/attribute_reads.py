@@ -1,8 +1,8 @@
-"""Attributes that forward reads: a capture holds while they are what they were.
+"""Attributes that forward reads: a capture holds while their values stay the same.
 
 ``self.scale``, ``self.config.top_k`` and ``self.training`` are numbers, names and functions by the
-time that operators see them, so a graph cannot tell where they came from.  Here reads are noticed
-as they happen, by module and name, so that whoever runs the graph can see a change.
+time that operators see them, so a graph cannot tell where they came from.  So reads are noted as
+they happen, by module and name, and the runtime compares the values at every call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OURS = tuple({
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
 
-_OTHERWISE = (  # than by their attributes these count
+_COMPARED_WHOLE = (  # types whose values are compared themselves, not by their attributes
     type, nn.Module, torch.Tensor, FunctionType,
     int, float, complex, str, bytes, tuple, list, dict, set, frozenset,
 )  # fmt: skip
@@ -36,14 +36,14 @@ Place = tuple[str, ...]
 
 
 class AttributeReads:
-    """What was read: (module path, attribute), or (…, attribute of that, …) of plain objects.
+    """The places that were read: (module path, attribute, attribute of that object, …).
 
     Modules of `loss_fn` have paths that begin with ``loss_fn``.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._read: set[Place] = set()
-        self._own: set[Place] = set()  # what forward assigns itself before anything reads it
+        self._own: set[Place] = set()  # assigned by forward before anything reads them
         self._owners: dict[int, Place] = {}
         self._alive: list[Any] = []  # so that an id means one object
         self.classes: set[type] = set()
@@ -56,15 +56,15 @@ class AttributeReads:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """What a call depends on: what it assigns or fills in itself is left out."""
+        """The places that a call depends on, without those that it assigns itself."""
         return tuple(sorted(self._read - self._own))
 
     def modes(self) -> bool:
-        """Whether the mode of some module was asked for."""
+        """Whether the mode of some module was read."""
         return any(place[-1] == "training" for place in self._read)
 
     def watch(self, kind: type) -> None:
-        """Notice how attributes of this class are used until `close`."""
+        """Notes reads and writes of attributes of this class until `close`."""
         self.classes.add(kind)
         get: Any = kind.__getattribute__
         put: Any = kind.__setattr__
@@ -91,11 +91,11 @@ class AttributeReads:
             setattr(kind, name, function)
 
     def close(self) -> None:
-        """Notice no more."""
+        """Stops watching."""
         self._stack.close()
 
     def _assigned(self, place: Place, before: Any) -> None:
-        """Forward assigns: what was read before that counts, unless it waited to be filled in."""
+        """Notes that forward assigned: an earlier read counts, unless it found None."""
         if place not in self._read or before is None:
             self._own.add(place)
 
@@ -117,7 +117,7 @@ class AttributeReads:
 
 @contextmanager
 def watched_attributes(reads: AttributeReads) -> Iterator[None]:
-    """Notice which attributes are read inside, of classes too that were come across before."""
+    """Notes the attributes that are read inside, of the classes of earlier recordings too."""
     for kind in {nn.Module, *reads.classes}:
         reads.watch(kind)
     try:
@@ -138,9 +138,9 @@ def _put_back(kind: type, name: str, own: Any) -> None:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object with attributes of a class that is written in Python."""
+    """Whether a value has attributes and a class that is written in Python."""
     kind = type(value)
-    if isinstance(value, _OTHERWISE):
+    if isinstance(value, _COMPARED_WHOLE):
         return False
     writable = kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE
     standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # loggers, locks

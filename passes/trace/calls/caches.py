@@ -1,4 +1,4 @@
-"""functools caches that a recording filled with its fake tensors are emptied again."""
+"""Empties functools caches that a recording filled with its fake tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def caches() -> list[Any]:
 
 @contextmanager
 def emptied(known: list[Any]) -> Iterator[None]:
-    """Afterwards no cache among `known` holds what was computed in between.
+    """Clears the caches among `known` that were filled inside.
 
-    Without this a helper that caches a tensor (an index of relative positions) would hand the
-    fake of one recording to the next one, and to the user's own calls.
+    Otherwise a helper that caches a tensor (an index of relative positions) would return the fake
+    of one recording to the next one, and to the user's own calls.
     """
     before = [cache.cache_info().misses for cache in known]
     try:
@@ -35,5 +35,5 @@ def emptied(known: list[Any]) -> Iterator[None]:
 
 def _is_user(cache: Any) -> bool:
     home = str(getattr(cache, "__module__", "")).split(".")
-    # A logging module remembers there which messages the user has seen (warning_once).
+    # A logging module caches which messages the user has seen (warning_once).
     return home[-1] != "logging" and home[0] not in _OTHERS

@@ -1,9 +1,8 @@
-"""Does any order of calls change what a call computes?  Every state that calls reach is tried.
+"""Checks that no order of calls changes what a call computes: every reachable state is tried.
 
 A model that keeps something in Python attributes (flags, sizes, tensors of the last call) is
-captured as long as no call can tell.  That is a question about all sequences of calls: training
-and evaluation, full and short microbatches.  The states that a model reaches so are few, or it
-counts something and they never end.
+captured as long as no sequence of calls (training and evaluation, full and short microbatches)
+changes a computation.  The states reached so are few, unless the model counts something.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ def check_order(
     record: Callable[[Kind], Recording],
     kept_tensors: KeptTensors,
 ) -> None:
-    """Raise TraceError where a call of some kind is another computation after other calls.
+    """Raises TraceError where a call of some kind is another computation after other calls.
 
     Args:
-        record: records a call from the model's present state, and leaves what it leaves.
+        record: records a call from the model's present state, and leaves the state after it.
 
     The state of the model is as before afterwards.
     """
@@ -40,7 +39,7 @@ def check_order(
         return  # no call has changed anything
     expected: dict[Kind, Recording] = {}
     states = [State(model)]
-    # Where the mode is no more than a flag, a state is the same in both.
+    # Where train() only sets flags, a state is the same in both modes.
     flag = all(type(module).train is nn.Module.train for module in model.modules())
     try:
         for state in states:  # grows meanwhile

@@ -1,7 +1,7 @@
-"""What a recording computes, apart from names: equal computations are the same computation.
+"""Computations of a recording as hashes without names: equal hashes mean equal computations.
 
-Two calls of a model are compared by this, where one of them uses what the other one kept: ops
-that only one of them has to run are no difference, as long as what comes out is.
+Two calls of a model are compared so where one uses a tensor that the other kept: their results
+have to be equal, although only one of them runs the ops that make that tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pdcompile.ir.graph import Argument, Attr, Op, Ref, Value, rewritten
 
 
 class Computations:
-    """Computations of all values of one recording; those of in-place writes follow their storage.
+    """Hashes of the computations of all values; an in-place write changes those in its storage.
 
     Args:
-        known: computations of values that no op of the recording makes: inputs are known by name,
-            memos of an earlier call by what that call computed.
+        known: computations of values that an earlier call made and kept.
     """
 
     def __init__(

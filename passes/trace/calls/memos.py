@@ -1,9 +1,8 @@
-"""Tensors that a call leaves in the attributes of modules, and what a later call may do with them.
+"""Tensors that a call leaves in the attributes of modules, and their use by later calls.
 
-A tensor of an earlier call says something about that call.  A later one may use it only where it
-would compute the very same again: a memo of what never changes (a table of positions), or, in
-evaluation, of the model's own tensors, as long as no training comes between.  Any other use,
-asking for its shape included, is refused.
+A later call may use such a tensor only where it would compute the same again: a memo of a
+constant (a table of positions), or, in evaluation, of the model's own tensors, as long as no
+training comes between.  Any other use, asking for its shape included, is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ _DEPTH = 4  # of containers in an attribute
 
 @dataclass(frozen=True, slots=True)
 class _KeptTensor:
-    """`meaning`: equal for what would be computed alike, None for what no later call may use.
-    `fixed`: it depends on nothing that training changes."""
+    """A tensor that a recording left in an attribute, at `place`.
+
+    `computation` is equal for equal results, None where no later call may use the tensor;
+    `fixed`: it depends on nothing that training changes.
+    """
 
     tensor: torch.Tensor
     place: str
@@ -39,7 +41,7 @@ class KeptTensors:
 
     def __init__(self) -> None:
         self._kept: dict[int, _KeptTensor] = {}
-        self.accepted: TraceError | None = None  # of a change that did not matter to the next call
+        self.accepted: TraceError | None = None  # of a change that the next call did not depend on
 
     def note(
         self,
@@ -50,13 +52,13 @@ class KeptTensors:
         tensors: Mapping[str, TensorInfo],
         computations: Computations,
     ) -> None:
-        """After a recording: what it left behind.
+        """Notes the tensors that a recording left behind.
 
         Args:
             names: id of a tensor that the recording made -> name of the value.
         """
         by_name = {op.name: op for op in ops}
-        for place, tensor in _held(model):
+        for place, tensor in _attribute_tensors(model):
             if id(tensor) in self._kept or not isinstance(tensor, torch._subclasses.FakeTensor):
                 continue
             name = names.get(id(tensor))
@@ -69,7 +71,7 @@ class KeptTensors:
             self._kept[id(tensor)] = _KeptTensor(tensor, place, computation, fixed)
 
     def expire(self, model: nn.Module) -> None:
-        """After a call that trains: memos of what an update changes are of no use any more."""
+        """Forbids, after a training call, the use of memos that an update changes."""
         for module in model.modules():
             _replace(vars(module), self._expired, _DEPTH)
 
@@ -82,7 +84,7 @@ class KeptTensors:
         return fresh
 
     def memo(self, tensor: torch.Tensor) -> int | None:
-        """The meaning of a tensor that is used; None if no call left it.
+        """The computation of a tensor that is used; None if no call left it.
 
         Raises:
             TraceError: it belongs to an earlier call.
@@ -95,7 +97,7 @@ class KeptTensors:
         return kept.computation
 
     def alike(self, one: Any, other: Any) -> bool:
-        """Whether no later call could tell these two attributes apart."""
+        """Whether two tensors in an attribute are of one computation."""
         mine, theirs = self._kept.get(id(one)), self._kept.get(id(other))
         return mine is not None and theirs is not None and mine.computation == theirs.computation
 
@@ -107,13 +109,13 @@ def is_memo(
     tensors: Mapping[str, TensorInfo],
     tensor: torch.Tensor,
 ) -> bool:
-    """Whether a tensor that a recording made depends on nothing that changes between calls."""
+    """Whether a tensor of a recording depends on nothing that changes between calls."""
     closure = _closure(names.get(id(tensor), ""), {op.name: op for op in ops}, values)
     return closure is not None and all(_fixed(op, ops, tensors) for op in closure)
 
 
 def _closure(name: str, by_name: Mapping[str, Op], values: Mapping[str, Value]) -> list[Op] | None:
-    """The ops that a value is computed by; None where inputs, chance or writes are in it."""
+    """The ops that a value is computed by; None where inputs, draws or writes are among them."""
     found: dict[str, Op] = {}
     stack = [name]
     while stack:
@@ -139,7 +141,7 @@ def _fixed(op: Op, ops: Sequence[Op], tensors: Mapping[str, TensorInfo]) -> bool
     return all(tensors[fqn].kind != "parameter" and fqn not in written for fqn in fqns)
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_modules"):

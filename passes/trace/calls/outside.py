@@ -1,7 +1,7 @@
-"""What the user's code keeps outside of the model: globals, class attributes, closures, objects.
+"""State of the user's code outside of the model: globals, class attributes, closures, objects.
 
 A recording must leave none of its fake tensors there, or the user's own next call would find one in
-a table that it memorised.  And a number there that every call changes is state of the model.
+a table.  A number there that calls change is state of the model, and refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.observer import is_user, source_of_class, source_of_code
 
 _MOST = 20_000  # places
-_LARGE = 10_000  # containers with more in them are data, and no tables of forward
+_LARGE = 10_000  # containers with more items are data, not tables of forward
 _DEPTH = 3  # of containers in a value
 
 
@@ -29,7 +29,7 @@ class Outside:
     """Namespaces, containers and closures that the code of a model's classes can reach."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: it, its name, a line
+        self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: place, name, line
         self._before: list[tuple[Any, str, str | None, Any]] = []
         for module in model.modules():
             self._enter_class(type(module))
@@ -94,7 +94,7 @@ class Outside:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Afterwards no place holds a fake tensor that was not there before."""
+        """Removes the fake tensors that were put into any place inside."""
         self._before = [(*entry, _content(entry[0])) for entry in self._places.values()]
         try:
             yield
@@ -104,13 +104,13 @@ class Outside:
             self._before = []
 
     def check(self, memo: Callable[[torch.Tensor], bool]) -> None:
-        """After a recording, before all is as before: what later calls may find.
+        """Refuses changes of a recording that later calls may find; called inside `as_before`.
 
         Args:
             memo: whether every call would compute this fake tensor alike.
 
         Raises:
-            TraceError: a number was changed, or a tensor kept that is another one in every call.
+            TraceError: a number was changed, or a tensor kept that differs between calls.
         """
         for place, prefix, where, before in self._before:
             now = _content(place)
@@ -131,7 +131,7 @@ def _of_user(cls: type) -> bool:
 
 
 def _is_file_of_user(file: str) -> bool:
-    """Not that of an installed package: their many modules would take long to look through."""
+    """Whether it is user code outside installed packages, which would take long to search."""
     return is_user(file) and "-packages" not in file
 
 

@@ -1,4 +1,4 @@
-"""The model's state around a capture: nothing may change, and what changes is refused."""
+"""The model's Python state around a capture: changes by a call are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdcompile.passes.trace.tape.observer import source_of_class
 
 
 class State:
-    """Everything in the modules of a model as it was when this was made."""
+    """A snapshot of everything in the modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
@@ -31,11 +31,11 @@ class State:
         alike: Alike = identical,
         within: Collection[str] | None = None,
     ) -> TraceError | None:
-        """What has changed since, as the refusal of it; None if nothing has.
+        """The refusal of the first change since the snapshot; None if there is none.
 
         Args:
             assigned: (id of module, attribute) to the line that assigned it.
-            alike: whether it is no change that one tensor took the place of another.
+            alike: whether a tensor may take the place of another one.
             within: paths of modules; None: all of the model.
         """
         for path, module in self._modules:
@@ -63,19 +63,19 @@ def settled(
     kept_tensors: KeptTensors | None = None,
     within: Collection[str] | None = None,
 ) -> Found:
-    """What a call of the model gives; afterwards everything in the modules is as before.
+    """The result of a call of the model; afterwards everything in the modules is as before.
 
     Models set things up in their first call: hooks that collect outputs, the length of the
-    sequence for a helper.  So where a call changes the model's Python state it is made again,
-    from there; what it does then must be the same, and change nothing any more but tensors that
-    no later call can tell apart.  What holds between these two calls may not hold between others:
-    `kept_tensors.accepted` says that something changed, for those who look further.
+    sequence for a helper.  So where a call changes the model's Python state it is made again
+    from there; the second call must be the same computation, and change nothing but tensors for
+    others of the same computation.  Other orders of calls are for `check_order`, for which
+    `kept_tensors.accepted` notes the change.
 
     Args:
-        call: makes the call; fills in which line assigned (id of module, attribute).
+        call: makes the call; fills in the line that assigned each (id of module, attribute).
         same: whether two calls were the same computation.
-        kept_tensors: what is known of tensors that calls leave; None: none may be left.
-        within: paths of the modules in which alone changes count; None: all.
+        kept_tensors: tensors that calls left in attributes; None: none may be left.
+        within: paths of the modules whose changes count; None: all.
 
     Raises:
         TraceError: every call changes an attribute, a buffer's binding or a hook.
@@ -108,11 +108,10 @@ def settled(
 
 
 def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
-    """After forward: where ``self.buffer = new`` gave a buffer another tensor, that is written
-    into the buffer, as an op of the graph.
+    """Writes tensors that ``self.buffer = new`` bound into the buffers, as ops of the graph.
 
-    Left alone, and refused afterwards, is what would not be the same: another shape or dtype, or
-    a value that brings gradients into the next call.
+    A new shape or dtype, or a value that brings gradients into the next call, is left alone and
+    refused afterwards: writing it would not be the same.
     """
     for path, module in list(model.named_modules()):
         for name, new in module._buffers.items():

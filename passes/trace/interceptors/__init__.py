@@ -1,1 +1,1 @@
-"""Interceptors: what sees a call of the model before it is recorded."""
+"""Interceptors: mechanisms that see a call of the model before it is recorded."""

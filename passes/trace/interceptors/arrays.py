@@ -30,9 +30,9 @@ def _of_array(
 ) -> torch.Tensor | None:
     """The real tensor where a call makes one of an array; None for every other call.
 
-    No array holds anything of a fake tensor, which has no values to give.
+    An array never comes from a fake tensor, which has no values.
     """
-    if func is torch.ops.aten.lift_fresh.default:  # all that is seen of torch.from_numpy
+    if func is torch.ops.aten.lift_fresh.default:  # the only call that torch.from_numpy shows
         made = args[0]
         return made if _is_real(made) else None
     if func not in _MAKERS or not args or not is_array(args[0]):

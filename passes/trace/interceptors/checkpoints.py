@@ -1,8 +1,8 @@
 """Regions of torch.utils.checkpoint, which eager runs a second time in backward.
 
-In a graph a region is its operators; what to recompute is the plan's decision.  That is the same
-computation as long as the second run only repeats the first: no buffers written twice, no other
-random numbers.
+In a graph a region is its operators; the plan decides what to recompute.  That is the same
+computation as long as the second run only repeats the first: it must not write buffers again or
+draw other random numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoints(Interceptor):
         return proceed(cls, plain, args)
 
     def around(self) -> AbstractContextManager[None]:
-        """Regions that are not reentrant are checked."""
+        """Checks regions that are not reentrant."""
         ops = self.tape.ops
         return _watched_regions(
             lambda: len(ops), lambda start, preserve: check_region(ops[start:], preserve)
@@ -39,7 +39,7 @@ class Checkpoints(Interceptor):
 
 
 def _reentrant(tape: Tape, function: Any, preserve: bool, *inputs: Any) -> Any:
-    """What ``CheckpointFunction.apply`` does while recording.
+    """Records the ops of ``CheckpointFunction.apply``.
 
     As in eager, parameters get no gradient when no input of the region does, and the gradients
     for an input are summed in the region before they meet those of its other readers.
@@ -66,9 +66,9 @@ def summed_apart(
 ) -> tuple[str, ...]:
     """A note on parameters that reentrant regions share with other ops, if there are any.
 
-    A reentrant region has a backward of its own, which adds to ``.grad`` apart from the rest; in a
-    graph all uses of a parameter are summed first.  From the second microbatch on, whose gradient
-    meets an earlier one, that is another order of the same sum.
+    A reentrant region has its own backward, which adds to ``.grad`` separately; in a graph all
+    uses of a parameter are summed first.  From the second microbatch on, when ``.grad`` is not
+    empty, the order of the sum differs.
     """
     uses: dict[str, set[str]] = {}
     for op in ops:
@@ -92,7 +92,7 @@ def summed_apart(
 
 
 def check_region(ops: list[Op], preserve: bool) -> None:
-    """Raise NeverOpaque where a second run of these ops would not only repeat the first."""
+    """Raises NeverOpaque where a second run of these ops would not only repeat the first."""
     for op in ops:
         shown = op.target.rpartition(".")[2]
         if op.buffers_written:
@@ -109,8 +109,8 @@ def check_region(ops: list[Op], preserve: bool) -> None:
 
 @contextmanager
 def _watched_regions(start: Callable[[], Any], end: Callable[[Any, bool], None]) -> Iterator[None]:
-    """While this is open, `end(start(), preserve_rng_state)` is called after each region that is
-    not reentrant and that backward would run again."""
+    """Calls `end(start(), preserve_rng_state)` after each non-reentrant region that backward would
+    run again."""
     module: Any = checkpoint
     plain = module._checkpoint_without_reentrant_generator
 

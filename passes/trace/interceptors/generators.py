@@ -1,7 +1,7 @@
-"""Random generators around a capture: untouched afterwards, and nobody draws unnoticed.
+"""Random generators around a capture: draws outside of torch are refused, states are restored.
 
-A number from `random` or numpy would be written into the graph once and for all.  No such call
-passes torch, so the states of the generators are compared at every op.
+A number from `random` or numpy would become a constant of the graph.  Such calls do not pass
+torch, so the states of the generators are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _outside(generator: str, where: str | None) -> OutsideDraw:
 
 
 class Sentinel:
-    """Remembers the state of every generator that forward might touch."""
+    """The states of all generators that forward might use."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -39,7 +39,7 @@ class Sentinel:
         self._torch = torch.default_generator.get_state()
 
     def check(self, where: str | None) -> None:
-        """Raise TraceError when a generator other than torch's ops' was used or seeded."""
+        """Raises TraceError when Python's or numpy's generator was used, or torch's seeded."""
         if random.getstate() != self._python:
             raise _outside("Python's random module", where)
         if _numpy_state() != self._numpy:
@@ -48,12 +48,12 @@ class Sentinel:
             raise _outside("torch's default generator", where)
 
     def check_torch(self, where: str | None) -> None:
-        """The same for draws from torch's generator; outside of all modes only."""
+        """Raises TraceError for draws from torch's generator; outside of all modes only."""
         if not torch.equal(torch.default_generator.get_state(), self._torch):
             raise _outside("torch's default generator", where)
 
     def restore(self) -> None:
-        """Put all generators back."""
+        """Restores all generators."""
         random.setstate(self._python)
         numpy = sys.modules.get("numpy")
         if numpy is not None and self._numpy is not None:
@@ -67,13 +67,13 @@ class Sentinel:
 
 
 class Generators(Interceptor):
-    """Nobody draws unnoticed, or seeds."""
+    """Refuses draws and seeds outside of recorded ops."""
 
     _sentinel: Sentinel | None = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Generators are guarded, and put back at the end."""
+        """Guards the generators, and restores them at the end."""
         tape = self.tape
         with guarded() as self._sentinel, not_reseeded(self._draws, tape.where):
             yield
@@ -88,36 +88,36 @@ class Generators(Interceptor):
 
 @contextmanager
 def guarded() -> Iterator[Sentinel]:
-    """A sentinel whose generators are put back at the end; enter it outside of all modes.
+    """A sentinel whose generators are restored at the end; enter it outside of all modes.
 
-    Nobody is told the seed inside: it would become a number of the graph.
+    Inside, torch.initial_seed is refused: the seed would become a constant of the graph.
     """
     sentinel = Sentinel()
-    told = torch.random.initial_seed
+    plain = torch.random.initial_seed
     try:
-        torch.initial_seed = torch.random.initial_seed = _untold
+        torch.initial_seed = torch.random.initial_seed = _refuse_seed
         yield sentinel
         sentinel.check("forward, after its last operator")
         sentinel.check_torch("forward")
     finally:
-        torch.initial_seed = torch.random.initial_seed = told
+        torch.initial_seed = torch.random.initial_seed = plain
         sentinel.restore()
 
 
-def _untold() -> NoReturn:
+def _refuse_seed() -> NoReturn:
     message, remedy = refusals.SEED
     raise OutsideDraw(message, where=locate(None)[0], remedy=remedy)
 
 
 @contextmanager
 def not_reseeded(draws: Callable[[], int], where: Callable[[], str | None]) -> Iterator[None]:
-    """While this is open nobody may seed torch's generator, nor turn it back to draw again.
+    """Refuses seeding torch's generator inside, or restoring a state that was drawn from since.
 
-    Both would have eager draw the same numbers again, and every draw of a graph has its own.
+    Both would make eager draw the same numbers again, while each draw of a graph has its own.
 
     Args:
-        draws: how many there were so far.
-        where: the line of the model that is running.
+        draws: returns the number of draws so far.
+        where: returns the line of the model that is running.
     """
     functions: Any = torch.random
     plain = functions.default_generator
@@ -129,7 +129,7 @@ def not_reseeded(draws: Callable[[], int], where: Callable[[], str | None]) -> I
 
 
 class _Unchanged:
-    """torch's generator, for the functions of torch.random."""
+    """Torch's generator as the functions of torch.random see it: seeding is refused."""
 
     def __init__(
         self, plain: torch.Generator, draws: Callable[[], int], where: Callable[[], str | None]
@@ -137,7 +137,9 @@ class _Unchanged:
         self._plain = plain
         self._draws = draws
         self._where = where
-        self._states: list[tuple[torch.Tensor, int]] = []  # that were asked for, and when
+        self._states: list[
+            tuple[torch.Tensor, int]
+        ] = []  # that get_state returned, with the draws before each
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

@@ -15,7 +15,7 @@ from pdcompile.passes.trace.values.packed import takes_packed
 
 
 class LeafModules(Interceptor):
-    """Leaf modules that do what their class does are recorded as such, not looked into."""
+    """Records leaf modules that behave like their class as one op each."""
 
     def module(
         self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed

@@ -1,9 +1,9 @@
-"""Loops over what a mask chooses: ``for expert in hit.nonzero(): …``, as loops over everything.
+"""Loops over the indices that a mask chooses (``for expert in hit.nonzero(): …``).
 
-Each iteration is recorded for every index, and every choice by values in it is made only where the
-index is hit: with ``mask & hit[i]`` in the place of ``mask`` an iteration that forward would leave
-out works on nothing (`conditional_code` holds that it does).  The indices themselves are then
-constants, so that they may name submodules.  How many there are nobody may ask.
+They are recorded as loops over all indices, with ``mask & hit[i]`` for each ``mask`` in iteration
+i: an iteration that forward would leave out then works on empty tensors (`conditional_code` checks
+that).  The indices are constants, so that they may name submodules; asking for their number is
+refused.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ChosenLoops(Interceptor):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
-        self._chosen: dict[str, Site] = {}  # value that a choice among a vector made
+        self._chosen: dict[str, Site] = {}  # name of chosen indices -> place of the choice
         self._all: dict[int, Tensor] = {}  # id of all indices of a vector -> the vector
         self._kept: list[Tensor] = []
-        self._hit: Tensor | None = None  # in an iteration: whether forward makes it
-        self._masks: dict[int, Tensor] = {}  # storage of a mask -> the same in this iteration
+        self._hit: Tensor | None = None  # whether forward makes the running iteration
+        self._masks: dict[int, Tensor] = {}  # storage of a mask -> mask of this iteration
         self._gates: set[int] = set()
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
@@ -72,7 +72,7 @@ class ChosenLoops(Interceptor):
         return result
 
     def iterations_of(self, tensor: Tensor, items: Sequence[Any]) -> Iterator[Any]:
-        """The iterations of a loop through a tensor, each with what belongs to it."""
+        """The items of a loop through a tensor; sets the hit of each iteration."""
         vector = self._all[id(tensor)]
         if self._hit is not None:
             raise self._refusal("a loop inside of a loop")
@@ -97,7 +97,7 @@ class ChosenLoops(Interceptor):
             raise self._refusal(name)
 
     def listed(self, tensor: Tensor) -> None:
-        """Before a tensor becomes a list: raise `Loops` where a mask chose what is in it."""
+        """Raises `Loops` before a tensor that a mask chose becomes a list."""
         name = self.tape.fakes.name(tensor)
         ops = {op.name: op for op in self.tape.ops} if self._chosen else {}
         while isinstance(name, Ref) and name.name in ops:
@@ -112,7 +112,7 @@ class ChosenLoops(Interceptor):
             name = op.args[0]
 
     def _everything(self, name: str, vector: Tensor, kwargs: Any) -> Any:
-        """All indices of a vector in the place of those that are chosen."""
+        """All indices of a vector, in place of the chosen ones."""
         tape = self.tape
         found = tape.call(torch.arange, (vector.shape[0],), {"device": vector.device})
         if name == "nonzero" and not kwargs.get("as_tuple"):
@@ -138,7 +138,7 @@ class ChosenLoops(Interceptor):
         return result
 
     def _gated(self, name: str, args: Any) -> Any:
-        """The arguments with masks that choose nothing in an iteration that forward leaves out."""
+        """The arguments with masks that are empty in an iteration that forward leaves out."""
         if self._hit is None or name not in ("__getitem__", "__setitem__", "masked_select"):
             return args
         if name == "masked_select":
@@ -162,7 +162,7 @@ class ChosenLoops(Interceptor):
         return self._masks[key]
 
     def allows(self, mask: Tensor) -> bool:
-        """Whether a choice by this mask is none in an iteration that forward leaves out."""
+        """Whether this mask is empty in an iteration that forward leaves out."""
         return self._hit is None or storage_key(mask) in self._gates
 
     def _refusal(self, what: str) -> Exception:
@@ -183,7 +183,7 @@ class _Numbers(list[Any]):
 
 
 def _chooses(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The mask, for a call that gives the indices where it is true."""
+    """The mask of a call that returns the indices where it is true; None for other calls."""
     given = len(args) == 1 and isinstance(args[0], Tensor)
     if name == "nonzero" and given and not set(kwargs) - {"as_tuple"}:
         return args[0]  # type: ignore[no-any-return]
@@ -193,6 +193,6 @@ def _chooses(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _takes_column(index: Any) -> bool:
-    """Whether an index gives all rows: ``[:, 0]``."""
+    """Whether an index is ``[:, 0]``, which takes all rows."""
     everything = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None)
     return everything and index[1] == 0

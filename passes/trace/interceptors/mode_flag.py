@@ -1,8 +1,7 @@
-"""Whether anything asked for the mode: if nothing did, evaluation is the same computation.
+"""Watches whether forward asks for the mode: if not, evaluation is the same computation.
 
-A model whose Python never reads the flag of a module runs the same lines in both modes, so that
-a second capture of a very large model would only repeat the first.  Nor may it ask whether
-autograd is on, which is another question with the same answer.
+A model that never reads a module's training flag, nor whether autograd is on, runs the same lines
+in both modes, so that a second capture of a very large model would only repeat the first.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pdcompile.passes.trace.calls.attribute_reads import AttributeReads
 
 @contextmanager
 def watched_flag(model: nn.Module, reads: AttributeReads) -> Iterator[Callable[[], bool]]:
-    """Gives what tells whether the flag of a module, or autograd's, was or might have been read.
+    """Yields a function that tells whether a module's flag or autograd's may have been read.
 
-    Classes that do something of their own when the mode changes, or that keep the flag where
-    reads cannot be seen, count as reads.
+    Classes with their own ``train()``, or that keep the flag where reads cannot be seen, count as
+    reads.
     """
     asked = [any(_hides_reads(type(module)) for module in model.modules())]
 
@@ -37,10 +36,10 @@ def watched_flag(model: nn.Module, reads: AttributeReads) -> Iterator[Callable[[
 
 @contextmanager
 def autograd_as_run(training: bool) -> Iterator[None]:
-    """A model that asks whether autograd is on is told what holds when its stages run.
+    """Answers a model that asks whether autograd is on as when its stages run.
 
-    Recording has it on in both modes, evaluation runs without it.  torch itself is told the
-    truth: what it does by the answer is captured op by op.
+    Recording has autograd on in both modes, evaluation runs without it.  Torch itself gets the
+    true answer: what it does then is captured op by op.
     """
     with _answered(lambda enabled: enabled and training):
         yield

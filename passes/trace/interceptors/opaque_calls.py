@@ -1,4 +1,4 @@
-"""Calls of opaque modules: one op each, which returns what the call returned when it really ran."""
+"""Calls of opaque modules: one op each, with results like those of the observed call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdcompile.passes.trace.tape.observer import storage_key
 
 
 class OpaqueCalls(Interceptor):
-    """Opaque modules are not looked into, and no part of one runs outside of it."""
+    """Records calls of opaque modules; refuses calls of their parts from outside."""
 
     def module(
         self, call: CallKey, plain: Callable[..., Any], args: Any, kwargs: Any, proceed: Proceed
@@ -53,7 +53,7 @@ class OpaqueCalls(Interceptor):
 
 
 def _replayed(observed: ObservedCall, fakes: FakeTensors, args: Any, kwargs: Any) -> Any:
-    """Fake tensors in the place of what a call returned when it really ran."""
+    """The result of an observed call with fake tensors."""
     inputs = tensors_among((fakes.faked(args), fakes.faked(kwargs)))
     outputs: list[Tensor] = []
     for made in observed.made:
@@ -69,7 +69,7 @@ def _fake(
     device: torch.device,
 ) -> Tensor:
     if made.shares is None:
-        # As long as all that lies in the storage, and no leaf: it may be written in place.
+        # As large as its whole storage, and not a leaf: it may be written in place.
         index = len(outputs)
         same = [made, *(other for other in others if other.shares == ("output", index))]
         base = torch.empty(max(_end(one) + one.offset for one in same) + made.offset,
@@ -92,7 +92,7 @@ def _end(made: Made) -> int:
 
 
 def _filled(result: Any, outputs: Any) -> Any:
-    """The same structure with fakes for tensors."""
+    """The same structure with fakes for its tensors."""
     if isinstance(result, Tensor):
         return next(outputs)
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""The interceptors in the order in which they are asked.  Removing one is removing its line."""
+"""The interceptors in the order in which they are asked: removing one is removing its line."""
 
 from pdcompile.passes.trace.interceptors.arrays import Arrays
 from pdcompile.passes.trace.interceptors.checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""Switches of the whole process that a forward may turn, and that no op of a graph could show."""
+"""Refuses ops under switches of the process that forward set: a graph cannot hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ProcessSwitches(Interceptor):
-    """How the switches stood when the recording began."""
+    """Compares the switches at every op with their state when the recording began."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -22,7 +22,7 @@ class ProcessSwitches(Interceptor):
         self._kernels = _attention_kernels()
 
     def recorded(self, source: str) -> None:
-        """Raise TraceError where an op at `source` runs under others.
+        """Raises TraceError where an op at `source` runs under other switches.
 
         ``torch.ones(8)`` below set_default_dtype(torch.float64) would be float32 in a stage.
         """

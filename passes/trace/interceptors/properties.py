@@ -1,4 +1,4 @@
-"""Properties of tensors: those that are tensors become ops, and none but requires_grad is set."""
+"""Properties of tensors: reading a tensor is an op; only requires_grad may be set."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Properties(Interceptor):
         return result
 
     def _require_gradient(self, tensor: torch.Tensor, requires_grad: bool = True) -> Any:
-        """Marks a result even where it needs a gradient already: not every run needs one here."""
+        """Records the call even where the result requires grad: it need not in the other mode."""
         tape = self.tape
         fake = tape.fakes.faked(tensor)
         if not isinstance(tape.fakes.name(fake), Ref) or not requires_grad:
@@ -48,6 +48,8 @@ class Properties(Interceptor):
             raise refusals.error(refusals.ASSIGNED, "tensor.requires_grad = …", tape.where())
         tape.begin()
         fake.requires_grad_()
-        tape.observer.written = {storage_key(fake)}  # everyone who has it sees the flag
+        tape.observer.written = {
+            storage_key(fake)
+        }  # the flag is visible to all who hold the tensor
         tape.record("method", "requires_grad_", "requires_grad_", (fake,), {}, fake, None)
         return tensor

@@ -1,10 +1,10 @@
-"""Libraries that ask whether they are traced, answered so that they go where eager goes.
+"""Answers libraries that ask whether they are traced, so that they go where eager goes.
 
-transformers builds an attention mask in full where it believes to be traced, and leaves it out
-where eager finds nothing masked; attention with fewer key than query heads then runs another
-kernel, whose gradients are rounded differently.  What depends on constants alone can be read
-while recording, so it is no tracing for that.  What depends on the inputs is a question: the
-general path holds for all inputs, and is kept unless the model is found to differ from eager.
+transformers builds a full attention mask when it is traced, and leaves it out where eager finds
+nothing masked; attention with fewer key than query heads then runs another kernel, whose gradients
+are rounded differently.  A tensor that depends on constants alone can be read while recording, so
+the answer for it is no.  For one that depends on the inputs the answer is yes: that general path
+holds for all inputs, and is kept unless the capture is found to differ from eager.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTION = "is_fake_tensor"
 
 
 class ShortCuts(Interceptor):
-    """Libraries that ask whether they are traced go where eager goes."""
+    """Makes libraries that ask whether they are traced go where eager goes."""
 
     def around(self) -> AbstractContextManager[None]:
         tape = self.tape
@@ -55,11 +55,11 @@ def as_eager(
     *,
     always: bool = False,
 ) -> Iterator[None]:
-    """While a model is recorded, noting where the answer depends on inputs.
+    """Answers the question while this is open; notes where the answer depends on inputs.
 
     Args:
         constant: whether a tensor depends on constants alone.
-        always: answer so there too; what is read then holds for the values of the example.
+        always: say no for inputs too; the capture then holds for the values of the example.
     """
     module: Any = sys.modules.get(ASKED)
     plain = getattr(module, QUESTION, None)

@@ -1,9 +1,8 @@
 """torch.func (vmap, grad, jvp) inside of forward: recorded as the ATen operators that remain.
 
 A transform rewrites each call of the model into other calls, on tensors that are wrapped once for
-each level of it.  What arrives below all levels is plain arithmetic on plain tensors, with nothing
-of the transform left; autograd of the training step sees these calls too, in eager and in a graph
-alike.  So between entering the outermost level and leaving it the tape looks there.
+each level.  Below all levels only ATen operators on plain tensors remain, and autograd of the
+training step sees these in eager too.  So while a level is open the tape records there.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _VJP = (eager_transforms, "_vjp_with_argnums")  # its second result runs when le
 
 
 class Transforms(Interceptor):
-    """The transforms of one recording; `depth`: how many are entered and not left."""
+    """Records the transforms of one run; `depth` counts those that are open."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -55,15 +54,15 @@ class Transforms(Interceptor):
         self.depth = 0
 
     def around(self) -> AbstractContextManager[None]:
-        """Transforms tell of themselves, and get fake tensors for the model's tensors."""
-        return _known_to(self)
+        """Patches torch.func so that transforms open levels and get fake tensors."""
+        return _patched(self)
 
     @contextmanager
     def level(self) -> Iterator[None]:
-        """One level more.
+        """Opens one more level.
 
-        What a transform makes of an operator depends on which operands need a gradient, and in an
-        evaluation activations need none, other than in a recording of it.
+        The operators that a transform makes depend on which operands need a gradient: in
+        evaluation activations need none, although they do in its recording.
         """
         if not self.depth:
             self._grad_enabled = torch.is_grad_enabled()
@@ -95,17 +94,17 @@ class Transforms(Interceptor):
         return self._detached[id(tensor)]
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """A torch function inside of a transform: what it becomes is recorded below."""
+        """Runs a torch function inside a transform: the resulting operators are recorded below."""
         if not self.depth:
             return proceed(func, args, kwargs)
         with refusals.as_refusals(func, self.tape.boundary):
             return func(*self.given(args), **self.given(kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: Any, proceed: Proceed) -> Any:
-        """An autograd.Function inside of a transform.
+        """Runs an autograd.Function inside a transform.
 
         Raises:
-            TraceError: its backward may be asked for; the ATen operators have another one.
+            TraceError: its backward may be needed, which its ATen operators do not have.
         """
         if not self.depth:
             return proceed(cls, plain, args)
@@ -116,7 +115,7 @@ class Transforms(Interceptor):
         return plain(*self.given(args))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An ATen operator ran below all transforms: record it."""
+        """Records an ATen operator that ran below all transforms."""
         tape = self.tape
         if not self.depth or tape.within or not tensors_in(result):
             return
@@ -135,17 +134,17 @@ class Transforms(Interceptor):
             with _disable_current_modes():
                 name, args = "tensor", (args[0].tolist(),)
         first = len(tape.ops)
-        # Autocast has been done with above, and would come twice.
+        # Autocast has been applied above all levels already.
         off = torch.autocast(tape.fakes.device.type, enabled=False)
         with tape.inside(), torch._C.DisableTorchFunction(), torch.set_grad_enabled(grad), off:
             tape.record("function", name_of(func), name, args, kwargs, result, None)
         self._made += tape.ops[first:]
 
     def finished(self) -> None:
-        """After the last call: find which results need a gradient.
+        """Finds which results need a gradient, by running each operator once more.
 
-        Below autograd, where they were seen, they do not have that yet; and autograd may put
-        another tensor in the place of the one that was seen.  So each operator runs once more.
+        Below autograd, where they were recorded, results have no such flag yet, and autograd may
+        replace the recorded tensor by another one.
         """
         fakes = self.tape.fakes
         if not self._made:
@@ -168,7 +167,7 @@ class Transforms(Interceptor):
 
 
 def _like(tensor: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
-    """A fake tensor of the same form that no other has to do with, and no leaf."""
+    """A fake tensor of the same form, with its own storage, that is not a leaf."""
     shape, strides = tensor.shape, tensor.stride()
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     made = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
@@ -178,7 +177,7 @@ def _like(tensor: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it does on some level; a tensor of a level further out says no inside of it."""
+    """Whether a tensor requires grad on any level: an outer level's flag is not seen inside."""
     while is_functorch_wrapped_tensor(tensor):
         if tensor.requires_grad:
             return True
@@ -188,8 +187,8 @@ def _needs_gradient(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _known_to(transforms: Transforms) -> Iterator[None]:
-    """Transforms tell of themselves, and get fake tensors for the model's tensors."""
+def _patched(transforms: Transforms) -> Iterator[None]:
+    """Patches torch.func so that transforms open levels and get fake tensors."""
     plain = [(home, name, getattr(home, name)) for home, name in (*_LEVELS, *_WRAPS, _VJP)]
 
     def level(enter: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Writes that write what is there: no writes at all."""
+"""Leaves out writes that change nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _DTYPES = {
 
 
 class UnchangedTensors(Interceptor):
-    """Writes that write what is there are left out."""
+    """Leaves out writes that change nothing."""
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         return args[0] if _writes_nothing(func, args, kwargs) else proceed(func, args, kwargs)
 
     def around(self) -> AbstractContextManager[None]:
-        return _moves_of_nothing()
+        return _without_empty_moves()
 
 
 def _writes_nothing(
@@ -47,8 +47,8 @@ def _writes_nothing(
 
 
 @contextmanager
-def _moves_of_nothing() -> Iterator[None]:
-    """While this is open ``module.to(dtype)`` touches no tensor where all of them are so already.
+def _without_empty_moves() -> Iterator[None]:
+    """Makes ``module.to(dtype)`` do nothing where all tensors have the dtype and device already.
 
     It would assign every parameter's ``data`` to itself.
     """
@@ -58,7 +58,7 @@ def _moves_of_nothing() -> Iterator[None]:
         def move(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = (*args, _DTYPES[name]) if name in _DTYPES else args
             with torch._C.DisableTorchFunction():
-                nothing = _is_so(self, given, kwargs)
+                nothing = _is_there(self, given, kwargs)
             return self if nothing else plain[name](self, *args, **kwargs)
 
         return move
@@ -72,11 +72,12 @@ def _moves_of_nothing() -> Iterator[None]:
             setattr(nn.Module, name, method)
 
 
-def _is_so(module: nn.Module, args: Any, kwargs: Any) -> bool:
+def _is_there(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether all tensors have the device and dtype that ``module.to(*args)`` asks for."""
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     except (RuntimeError, TypeError):
-        return False  # as it is called it raises
+        return False  # the call itself raises
     tensors = [*module.parameters(), *module.buffers()]
     return memory_format is None and all(
         (device is None or tensor.device == device)

@@ -1,1 +1,1 @@
-"""Several recordings as one graph: batch sizes, branches, sizes that depend on values."""
+"""Merges recordings into one graph: batch sizes, branches, sizes that depend on values."""

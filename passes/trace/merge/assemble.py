@@ -1,4 +1,4 @@
-"""From recordings at several batch sizes to one OpGraph."""
+"""Assembles recordings at several batch sizes into one OpGraph."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pdcompile.passes.trace.merge.batch_sizes import SizeMerge
 from pdcompile.passes.trace.merge.reachable import prune, with_consumers, with_gradients
 from pdcompile.passes.trace.tape.run import Recording
 
-MANY_RETURNED = 4  # from here on a note says what returning them costs
+MANY_RETURNED = 4  # from so many on a note names the cost of returning them
 
 
 def assemble(
     model: nn.Module, recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool
 ) -> OpGraph:
-    """One graph that fits all recordings; its concrete numbers belong to the first size.
+    """One graph for all recordings; its concrete numbers belong to the first size.
 
     Raises:
-        TraceError: the recordings are not the same computation.
+        TraceError: the recordings are different computations.
     """
     first = recordings[0]
     merge = SizeMerge(sizes)
@@ -60,12 +60,12 @@ def assemble(
 
 
 def as_evaluation(train: OpGraph) -> OpGraph:
-    """The graph of evaluation of a model that does the same in both modes."""
+    """The evaluation graph of a model that computes the same in both modes."""
     return replace(train, training=False, ops=_with_autograd(train.ops))
 
 
 def _with_autograd(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Evaluation runs without autograd, except where forward itself takes a gradient."""
+    """The ops of evaluation, which record autograd only where forward itself takes a gradient."""
     last = max((i for i, op in enumerate(ops) if op.target == GRADIENT), default=-1)
     return (
         *(replace(op, enables_grad=True) if op.grad_enabled else op for op in ops[: last + 1]),
@@ -85,7 +85,7 @@ def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
 
 
 def returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
-    """Results that the model goes on computing with and returns too, as caches of keys do."""
+    """A note on values that the model both uses further and returns, such as caches of keys."""
     names = dict.fromkeys(ref.name for ref in walk(output, Ref) if ref.name != loss)
     inner = [name for name in names if values[name].producer and values[name].consumers]
     if len(inner) < MANY_RETURNED:

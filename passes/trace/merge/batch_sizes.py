@@ -1,4 +1,4 @@
-"""Sizes that follow the batch: several concrete captures, one graph with `Affine` numbers."""
+"""SizeMerge: captures at several batch sizes merged into one graph with `Affine` sizes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def probe_sizes(
 ) -> tuple[int, ...]:
     """Batch sizes to capture at: the one that will run, and others until there are three >= 2.
 
-    The others avoid the sizes of all other dims, so that equal numbers mean the same thing;
-    the three are in no arithmetic relation to the order of capture, so that a number that
-    counts calls does not look like one that follows the batch.
+    The others avoid the sizes of all other dims, so that equal numbers mean the same size; the
+    three are not evenly spaced, so that a number that counts calls does not look like one that
+    follows the batch.
     """
     taken = {
         size
@@ -44,13 +44,11 @@ def probe_sizes(
 
 
 _MEASURED = ("flops", "saved_bytes")
-
-
 _CONTAINERS = (tuple, ListOf, DictOf, Slice)
 
 
 def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
-    """One argument for several of one form, in which `leaf` merges what holds no other."""
+    """One argument for several of one form; `leaf` merges the parts that hold no others."""
     first = parts[0]
     if type(first) in _CONTAINERS and len(set(map(type, parts))) == 1:
         match first:
@@ -65,17 +63,17 @@ def merged(parts: Sequence[Any], leaf: Callable[[Sequence[Any]], Any]) -> Any:
 
 
 class DiffersBySize(TraceError):
-    """At another batch size the model is another computation."""
+    """The model is another computation at another batch size."""
 
 
 class SizeMerge:
-    """Merges what was captured at several batch sizes into one, number by number."""
+    """Merges captures at several batch sizes into one, number by number."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
 
     def ops(self, captures: Sequence[tuple[Op, ...]]) -> tuple[Op, ...]:
-        """Raises TraceError at the first op that is not the same computation at every size."""
+        """The merged ops; raises TraceError at the first one that differs between sizes."""
         for ops in zip(*captures, strict=False):
             first = ops[0]
             for other, size in zip(ops[1:], self.sizes[1:], strict=True):
@@ -92,7 +90,7 @@ class SizeMerge:
     def values(
         self, captures: Sequence[dict[str, Value]], ops: Sequence[Op] = ()
     ) -> dict[str, Value]:
-        """`ops` tell in which module a result was made that fits at some sizes only."""
+        """The merged values; raises TraceError, with the place of the maker among `ops`."""
         makers = {op.name: op for op in ops}
         found = {}
         for name in captures[0]:
@@ -107,7 +105,7 @@ class SizeMerge:
         return found
 
     def any(self, parts: Sequence[Any], what: str, where: str | None = None) -> Any:
-        """One argument for the same argument at every size."""
+        """The merged argument, which `what` names in errors."""
         return merged(parts, lambda leaves: self._leaf(leaves, what, where))
 
     def _leaf(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
@@ -159,7 +157,7 @@ class SizeMerge:
         return replace(parts[0], **changes) if changes else parts[0]
 
     def _measured(self, parts: Sequence[int | None]) -> Any:
-        """What was counted in real runs, where it need not be linear in the batch."""
+        """A count of real runs, which need not be linear in the batch."""
         numbers = [part for part in parts if part is not None]
         if len(numbers) < len(parts) or len(set(numbers)) == 1:
             return parts[0]

@@ -1,9 +1,9 @@
-"""Several recordings of one model, each with other ways of its branches, as one list of ops.
+"""BranchMerge: recordings of one model that took different ways at branches, as one list of ops.
 
-Recordings are laid side by side.  From a decision on they differ; where both end with the same
-operators the ways have met, and what one of these operators reads under other names in the other
-recording becomes a choice between the two.  Which operators are taken to be the same decides how
-many run, never what is computed: an operator is the same only if all but its inputs is.
+Two recordings differ from a decision on; where both end with the same operators the ways have met,
+and an input that has another name in the other recording becomes a choice between the two values.
+Operators count as the same only if all but their inputs is equal: matching fewer of them makes
+more ops run, but never changes a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdcompile.passes.trace.tape.naming import Names
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
 
-# What may fail by values must not run where eager would not run it.
+# Ops that may fail depending on values: they must not run where eager would not run them.
 _MAY_FAIL = (
     "index", "gather", "scatter", "take", "embedding", "one_hot", "nll_loss", "cross_entropy",
     "linalg", "cholesky", "inverse", "solve", "multinomial", "bincount", "ctc", "assert",
@@ -41,9 +41,9 @@ class CannotMerge(Exception):
 class MergedBranches:
     """A recording with several ways in it.
 
-    choices: value -> (value without, value with a decision, that decision).
-    when: op -> the outcomes with which the model runs it; all others always run.
-    met: every decision that some way comes to, whether or not anything depends on it.
+    choices: value -> (value if the decision is False, value if it is True, the decision).
+    when: op -> the outcomes with which the model runs it; other ops always run.
+    met: every decision that some way reaches, whether or not anything depends on it.
     """
 
     recording: Recording
@@ -54,7 +54,7 @@ class MergedBranches:
 
 @dataclass(slots=True)
 class _Region:
-    """One decision: ops of the base that run only without it, ops that run only with it."""
+    """The ops of one decision: base ops from `start` to `end` if it is False, `ops` if True."""
 
     decision: Decision
     start: int  # index of the deciding op in the base
@@ -63,7 +63,7 @@ class _Region:
 
 
 class BranchMerge:
-    """Several recordings of one model as one; in `base` these decisions are all False."""
+    """Merges recordings of one model; in `base` these decisions are all False."""
 
     def __init__(self, base: Recording, decisions: Sequence[Decision]) -> None:
         self._base = base
@@ -75,18 +75,18 @@ class BranchMerge:
         self._names = Names((*base.values, *(op.name for op in base.ops)))
         self._regions: dict[Key, _Region] = {}
         self._owner: dict[str, Key] = {}  # op of one way only -> decision
-        self._others: dict[tuple[str, int], dict[Key, str]] = {}  # argument -> what else it is
+        self._others: dict[tuple[str, int], dict[Key, str]] = {}  # argument -> other values for it
         self._storages = 1 + max((v.storage for v in base.values.values()), default=0)
         self._selects: dict[tuple[str, str, Key], str] = {}
         self._ops: list[Op] = []
         self._met = {decision.key for decision in decisions}
 
-    # What another recording adds.
+    # Adding a recording.
 
     def add(self, merged: MergedBranches, flipped: Sequence[Decision]) -> list[Decision]:
-        """Enter the ops of a recording in which these outcomes are True.
+        """Enters the ops of a recording in which these outcomes are True.
 
-        Returns those among them that it never came to.
+        Returns the decisions among them that it did not reach.
         """
         base, other = self._base, merged.recording
         self._met |= merged.met
@@ -165,7 +165,7 @@ class BranchMerge:
         pairs: dict[tuple[str, str], Key],
         key: Key | None,
     ) -> None:
-        """One op that both recordings have."""
+        """Matches an op of both recordings."""
         here = [self._regions[key].decision] if key is not None else self._decisions
         for i, (mine, theirs) in enumerate(zip(refs_of(a), refs_of(b), strict=True)):
             alternative = names[theirs]
@@ -185,10 +185,10 @@ class BranchMerge:
                 raise CannotMerge(here)
             storages.setdefault(w.storage, v.storage)
 
-    # The graph of all of them.
+    # The merged recording.
 
     def finished(self) -> MergedBranches:
-        """The recording with the ops of all ways, and the choices between what they make."""
+        """The recording with the ops of all ways, and choices between their results."""
         base = self._base
         self._settle()
         regions = {self._index[r.decision.op]: r for r in self._regions.values()}
@@ -219,7 +219,7 @@ class BranchMerge:
         )
 
     def _settle(self) -> None:
-        """For every decision: what takes the place of a value wherever it is read afterwards."""
+        """Finds, for every decision, the values that replace others in all later reads."""
         self._after: dict[Key, dict[str, str]] = {}
         for key, region in self._regions.items():
             found: dict[str, set[str | None]] = {}
@@ -239,7 +239,7 @@ class BranchMerge:
         return sorted(regions, key=lambda region: (region.end, -region.start))
 
     def _chosen(self, op: Op, index: int) -> Op:
-        """An op of the base, with choices in the place of what depends on decisions."""
+        """An op of the base that reads choices where its inputs depend on decisions."""
         wanted = []
         for i, name in enumerate(refs_of(op)):
             others = self._others.get((op.name, i), {})
@@ -255,7 +255,7 @@ class BranchMerge:
         return with_refs(op, [self._at(name, region) for name in refs_of(op)])
 
     def _at(self, name: str, region: _Region) -> str:
-        """What a name of the base means where a decision is taken."""
+        """The value that a name of the base stands for where a decision is taken."""
         earlier = [
             key
             for key, other in self._regions.items()
@@ -293,7 +293,7 @@ class BranchMerge:
         return made
 
     def _check_writes(self) -> None:
-        """Nothing may write into what may be one or the other."""
+        """Raises CannotMerge where an op writes into a value that a choice reads."""
         either = set()
         for name, other, _ in self._selects:
             either |= {self._values[name].storage, self._values[other].storage}
@@ -314,7 +314,7 @@ class BranchMerge:
 
 
 def _check_pure(ops: Sequence[Op], decisions: Sequence[Decision]) -> None:
-    """Raise CannotMerge where an op writes, or might fail in the way that is not taken."""
+    """Raises CannotMerge where an op writes, or might fail in the way that is not taken."""
     for op in ops:
         last = op.target.rpartition(".")[2]
         by_tensor = last in ("getitem", "setitem") and bool(walk(op.args[1:], Ref))
@@ -347,7 +347,7 @@ def with_refs(op: Op, names: Sequence[str]) -> Op:
 
 
 def form_of(op: Op) -> Any:
-    """The op apart from names."""
+    """The op without names, for comparison."""
     args, kwargs = rewritten(
         (op.args, op.kwargs), lambda part: Ref("") if type(part) is Ref else part
     )
@@ -360,7 +360,7 @@ def form_of(op: Op) -> Any:
 def _common(
     left: Sequence[Op], right: Sequence[Op], keys: tuple[dict[str, Key], dict[str, Key]]
 ) -> int:
-    """How many ops both end with."""
+    """The number of equal ops that both end with."""
     count = 0
     for a, b in zip(reversed(left), reversed(right), strict=False):
         if keys[0].get(a.name) != keys[1].get(b.name) or form_of(a) != form_of(b):

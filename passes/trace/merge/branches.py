@@ -1,11 +1,11 @@
-"""Branches on values that are computed: both ways are captured, and each call takes its own.
+"""Branches on computed values: both ways are captured, and each call takes its own.
 
 ``if not torch.isfinite(h).all(): h = h.clamp(…)`` is recorded twice, once for each way.  The
-operators of both ways are entered, and where the ways meet again ``(h, clamped)[decided]`` goes
-on with the one that eager would have: autograd sees only that one.  This is sound for operators
-that write nothing; draws have streams of their own.  Python may remember what one decision was
-until another one (a flag, a count): so the model is recorded with every mixture of outcomes, and
-what the graph does with them must be what the model does.
+operators of both ways are entered, and where the ways meet again ``(h, clamped)[decided]`` chooses
+the value that eager would have: autograd sees only that one.  This is sound for operators that
+write nothing; draws have their own streams.  Python may keep one decision until another one (a
+flag, a count): so the model is recorded with every mixture of outcomes, and the graph must run the
+same ops as the model with each.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Once = Callable[[Mapping[Key, bool]], "Recording"]
 
-MAX_DECISIONS = 6  # all mixtures of whose outcomes are tried
-MAX_NESTED = 4  # decisions inside of each other; a loop until a value is reached has no end of them
+MAX_DECISIONS = 6  # of which all mixtures of outcomes are tried
+MAX_NESTED = 4  # decisions inside each other; a loop until a value is reached has no last one
 
 
 def both_ways(once: Once, assumed: Assumptions, mixed: set[Any], training: bool) -> Recording:
@@ -41,7 +41,7 @@ def both_ways(once: Once, assumed: Assumptions, mixed: set[Any], training: bool)
 
     Args:
         once: records the model with given outcomes; a decision that is not given is False.
-        mixed: decisions all mixtures of whose outcomes were tried, filled in.
+        mixed: decisions of which all mixtures were tried; filled in.
 
     Raises:
         CannotMerge: the ways of some decisions do not fit into one graph.
@@ -63,7 +63,7 @@ class _Ways:
     def merged(self, base: Recording, given: Mapping[Key, bool], depth: int = 0) -> MergedBranches:
         """A recording made with these outcomes, and both ways of its other decisions.
 
-        `depth`: how many decisions deep, each met only where the one before it was True.
+        `depth` counts the decisions that had to be True for these to be reached.
         """
         decisions = tuple(d for d in base.decisions if d.key not in given)
         if not decisions:
@@ -103,10 +103,10 @@ class _Ways:
         return found
 
     def _check(self, found: MergedBranches, decisions: Sequence[Decision], groups: int) -> None:
-        """Every mixture of outcomes: Python may remember one decision until another one.
+        """Tries every mixture of outcomes.
 
         Raises:
-            CannotMerge: one of them leads to something else than the graph has.
+            CannotMerge: with one of them the model runs other ops than the graph.
         """
         keys = sorted(found.met, key=repr)
         if len(keys) > MAX_DECISIONS:
@@ -134,7 +134,7 @@ class _Ways:
 
 
 def predicts(merged: MergedBranches, actual: Recording, outcomes: Mapping[Key, bool]) -> bool:
-    """Whether the graph does with these outcomes what the model did."""
+    """Whether the graph runs the same ops with these outcomes as the model did."""
     names: dict[str, str] = {}
 
     def resolved(name: str) -> str:

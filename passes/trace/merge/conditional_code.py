@@ -1,8 +1,8 @@
-"""Code that forward leaves out where a mask chooses nothing: ``if rows.numel(): …``.
+"""Code that forward skips where a mask chooses nothing: ``if rows.numel(): …``.
 
-It is captured as if it always ran.  With nothing chosen every operator in it works on nothing,
-and writes nothing; only gradients would differ, zero where eager has none at all.  So what it
-writes into the rest is detached when it is empty.
+It is captured as if it always ran.  With nothing chosen every operator in it works on empty
+tensors and writes nothing; only gradients would differ, zero where eager has None.  So a tensor
+that it writes into others is detached when it is empty.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def left_out(
     values: Mapping[str, Value],
     single: Mapping[str, Value],
 ) -> tuple[set[str], dict[str, str], dict[str, str]] | None:
-    """Which of the usual ops do not run where nothing is chosen.
+    """Finds the usual ops that do not run where nothing is chosen.
 
     Args:
-        values: of the usual recording, with dims marked that vary.
-        single: of the one in which every mask chooses one element.
+        values: of the usual recording, with `varies` filled in.
+        single: of the recording in which every mask chooses one element.
 
-    Returns (names of those ops; name in `empty` to usual name; name after a write that is left
-    out to the name before it); None where leaving them out makes any other difference.
+    Returns (names of those ops; name in `empty` to usual name; name after a skipped write to the
+    name before it); None where skipping them makes any other difference.
     """
     skipped: set[str] = set()
     names: dict[str, str] = {}
@@ -66,7 +66,7 @@ def renamed(argument: Any, names: Mapping[str, str]) -> Any:
 def with_gates(
     ops: Sequence[Op], values: Mapping[str, Value], skipped: set[str]
 ) -> tuple[tuple[Op, ...], dict[str, Value]]:
-    """The ops and values with what `skipped` ops write detached where it is empty."""
+    """The ops and values where tensors that `skipped` ops write are detached when empty."""
     made: list[Op] = []
     known = dict(values)
     for op in ops:
@@ -102,7 +102,7 @@ def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, 
         return isinstance(argument, Ref) and bool(values[argument.name].varies)
 
     def as_chosen(argument: Any) -> bool:
-        """Whether it has a row for each that was chosen, and no other."""
+        """Whether a tensor has one row for each chosen element."""
         if not varies(argument):
             return False
         value = values[argument.name]
@@ -111,7 +111,7 @@ def _works_on_nothing(op: Op, values: Mapping[str, Value], single: Mapping[str, 
     if op.opaque or op.buffers_written or op.region != "forward":
         return False
     if not op.mutates:
-        # Without a draw it does no harm on anything: what it makes only others of these read.
+        # Without a draw it may run: only other skipped ops read its result.
         return op.draw is None or bool(values[op.name].varies)
     if op.target not in _WRITES or op.kwargs:
         return False

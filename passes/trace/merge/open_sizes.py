@@ -3,8 +3,7 @@
 Python gets a made-up number for such a size and passes it on.  An argument that differs between
 the recordings with different sizes, and is in each of them the size of the same dimension of the
 same earlier value, becomes that size: an op ``size`` before the one that takes it.  That Python
-does nothing else with the number is held as it is for the batch size: by sizes in the middle and
-at both ends.
+does nothing else with the number is checked by recordings at sizes in the middle and at both ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Differ(Exception):
 
 
 def with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
-    """The recordings with the same operators and arguments; None where that cannot be."""
+    """The recordings with equal operators and arguments; None where these differ otherwise."""
     first = recordings[0]
     if len({len(each.ops) for each in recordings}) > 1:
         return None
@@ -36,9 +35,9 @@ def with_open_sizes(recordings: Sequence[Recording]) -> list[Recording] | None:
     try:
         for ops in zip(*(each.ops for each in recordings), strict=True):
             before = len(sizes.ops)
-            made_of = sizes.one(ops)
-            made += [*sizes.ops[before:], made_of]
-            sizes.known.append(made_of.name)
+            op = sizes.one(ops)
+            made += [*sizes.ops[before:], op]
+            sizes.known.append(op.name)
     except _Differ:
         return None
     new = {op.name: Value(op.name, (), "container", producer=op.name) for op in sizes.ops}
@@ -52,12 +51,12 @@ class _Sizes:
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._values = [each.values for each in recordings]
         self._inputs = [entry.name for entry in recordings[0].inputs]
-        self.known: list[str] = []  # what the ops so far made
-        self.ops: list[Op] = []  # that tell a size
+        self.known: list[str] = []  # results of the ops so far
+        self.ops: list[Op] = []  # the new ``size`` ops
         self._made: dict[Where, Ref] = {}
 
     def one(self, ops: Sequence[Op]) -> Op:
-        """The op that these are at all sizes."""
+        """One op for the same op at all sizes."""
         first = ops[0]
         plain = [replace(op, variable="", args=(), kwargs=()) for op in ops]
         if any(op != plain[0] for op in plain):
@@ -111,7 +110,7 @@ class _Sizes:
 def _in_order(
     values: dict[str, Value], new: dict[str, Value], ops: Sequence[Op]
 ) -> dict[str, Value]:
-    """The values with those of new ops, as the ops follow one another."""
+    """The values and those of new ops, in the order of the ops."""
     made = {op.name for op in ops}
     found = {name: value for name, value in values.items() if name not in made}
     found |= {op.name: new[op.name] if op.name in new else values[op.name] for op in ops}

@@ -1,4 +1,4 @@
-"""Which ops are used and which values need a gradient: reachability against the order of ops."""
+"""Removes unused ops, and marks the values that need a gradient, from the last op to the first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ MAX_TRIED = 10  # decisions whose mixtures of outcomes are all tried
 def with_gradients(
     ops: tuple[Op, ...], values: dict[str, Value], loss: str | None, output: Argument
 ) -> dict[str, Value]:
-    """The values with `needs_gradient` filled in.
-
-    `conditional` are those that get one in some calls only: where a branch takes the other way.
+    """The values with `needs_gradient` and `conditional` filled in.
 
     Without a loss every output that requires grad is a root.  A value whose storage an op
     writes depends on that op too: after ``y = x[0]; y.add_(w)`` the gradient of x reaches w.
@@ -44,7 +42,7 @@ def _reached(
 ) -> set[str]:
     """Values that get a gradient with these outcomes of decisions.
 
-    A choice hands it on to both where its decision is not given, to neither where it is None.
+    A choice passes it to both sides where its decision is not given, to neither where it is None.
     """
     roots = [loss] if loss is not None else [ref.name for ref in walk(output, Ref)]
     needed = {name for name in roots if _differentiable(values[name])}
@@ -80,7 +78,7 @@ def _chosen(op: Op, taken: Mapping[str, bool | None]) -> tuple[str, ...]:
 
 
 def _outcomes(deciding: set[str]) -> Iterator[dict[str, bool | None]]:
-    """Every mixture; of too many decisions the one in which no choice hands a gradient on."""
+    """Every mixture of outcomes; for too many, the one in which no choice passes gradients."""
     if len(deciding) > MAX_TRIED:
         yield dict.fromkeys(deciding)
         return
@@ -102,7 +100,7 @@ def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, V
 
 
 def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:
-    """Without the ops that are unused, draw no random numbers, write and check nothing."""
+    """Removes unused pure ops: those that draw, write or check remain."""
     used = {ref.name for ref in walk(roots, Ref)}
     kept: list[Op] = []
     for op in reversed(ops):

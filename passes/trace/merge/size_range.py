@@ -1,10 +1,10 @@
-"""For which microbatch sizes a capture is the model: both ends of the range are tried.
+"""The range of microbatch sizes that a capture holds for: both ends are tried.
 
 A capture is made at a few sizes near the one that will run; later minibatches may be shorter or
 longer.  Python in a forward that asks for the number of samples almost always compares it with a
 limit (`if len(x) > 16`, `min(len(x), 16)`, a table of 512 positions, `squeeze()` at one sample).
-What is the same computation at the sizes of the capture and at both ends is the same between
-them, unless it depends on more than limits (`len(x) % 7`).
+A computation that is the same at the sizes of the capture and at both ends is then the same
+between them, unless it depends on more than limits (`len(x) % 7`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest 
 
 
 def few_sizes(microbatch_size: int) -> tuple[int, ...]:
-    """Three sizes that tell as much as three can, for a model that takes long to record.
+    """Three sizes for a model that takes long to record.
 
     One is a multiple of 2, 3, 4, 5 and 6, so that a forward which asks whether the number of
-    samples divides by one of them diverges; one is the end of the range, 16 times the first and
-    one more.
+    samples divides by one of them differs there; one is the end of the range, 16 times the first
+    plus one.
     """
     return microbatch_size, 60 if microbatch_size != 60 else 120, 16 * microbatch_size + 1
 
@@ -55,7 +55,7 @@ def size_range(
 
 
 def fails_at(size: int, error: TraceError) -> DiffersBySize:
-    """What it means that a model which runs with some samples raises with `size` of them."""
+    """The error of a model that runs with some number of samples and raises with `size`."""
     return DiffersBySize(
         f"with {counted(size)} {error.message}",
         where=error.where,
@@ -64,7 +64,7 @@ def fails_at(size: int, error: TraceError) -> DiffersBySize:
 
 
 def fails_as_microbatch(size: int, batch: int, error: TraceError) -> TraceError:
-    """What it means that a model which runs on the minibatch raises on a microbatch of it."""
+    """The error of a model that runs on the minibatch and raises on a microbatch of it."""
     return TraceError(
         f"with the {counted(size)} of a microbatch {error.message}; with the minibatch's {batch} "
         "it does not",
@@ -79,16 +79,16 @@ def counted(samples: int) -> str:
 
 
 def alone(size: int, error: TraceError) -> SizeRange:
-    """The range of a model that is something else at every other size.
+    """The range of a model that is another computation at every other size.
 
-    It goes through its samples one by one, or asks for their number in ways that limits do not
-    tell; or `x.expand(len(x), -1)` is left out for one sample, and large models run with one.
+    It loops through its samples, or depends on their number by more than limits; or
+    `x.expand(len(x), -1)` is skipped for one sample, and large models run with one.
     """
-    return SizeRange(size, size, below=_told(error), above=_told(error))
+    return SizeRange(size, size, below=_with_place(error), above=_with_place(error))
 
 
 def warn_of_one_size(found: Capture) -> None:
-    """Tell that later minibatches have to be as the first one is, where that is so."""
+    """Warns where every microbatch has to have the size of the first one."""
     graph = next((g for g in (found.train, found.eval) if _single(g.sizes)), None)
     if graph is not None:
         warn(f"every microbatch has to be of {counted(graph.batch_size)}: {graph.sizes.above}")
@@ -104,7 +104,7 @@ def _misfit(
     sizes: tuple[int, ...],
     size: int,
 ) -> str:
-    """Why the model is something else at this size; "" when it is the same."""
+    """The first difference of the model at this size; "" when it is the same computation."""
     merge = SizeMerge((*sizes, size))
     try:
         further = [*recordings, record(size)]
@@ -112,11 +112,11 @@ def _misfit(
         merge.any([recording.output for recording in further], "the model's output")
         merge.any([_shapes(recording) for recording in further], "the shape of a result")
     except TraceError as error:
-        return _told(error)
+        return _with_place(error)
     return ""
 
 
-def _told(error: TraceError) -> str:
+def _with_place(error: TraceError) -> str:
     return f"{error.message} ({error.where})" if error.where else error.message
 
 

@@ -16,7 +16,7 @@ _JOINS = ("torch.cat", "torch.concat", "torch.concatenate", "torch.stack")
 
 
 def with_unbound(ops: list[Op], output: Argument) -> tuple[list[Op], set[str]]:
-    """(the ops with such lists in one piece, the slices that nobody looks at any more)."""
+    """(the ops with such lists replaced by the unbind, the slices that no op reads any more)."""
     makers = {op.name: op for op in ops}
     slices = Counter(str(_container(op)) for op in ops if _container(op) is not None)
     found: list[Op] = []
@@ -38,7 +38,7 @@ def with_unbound(ops: list[Op], output: Argument) -> tuple[list[Op], set[str]]:
 
 
 def _container(op: Op) -> str | None:
-    """What the op takes one item from."""
+    """The container that the op takes one item from, or None."""
     if op.target != "operator.getitem" or not isinstance(op.args[0], Ref):
         return None
     return op.args[0].name if type(op.args[1]) is int else None
@@ -62,7 +62,7 @@ def _all_slices(
 
 
 def numbered(ops: Iterable[Op]) -> list[Op]:
-    """With the call index that each op has among those that are left."""
+    """The ops with their call indices counted anew."""
     seen: Counter[tuple[str, str]] = Counter()
     found = []
     for op in ops:

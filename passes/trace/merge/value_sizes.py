@@ -1,4 +1,4 @@
-"""A recording in which sizes that depend on values are made up: tokens of an expert."""
+"""Recordings in which sizes that depend on values (tokens of an expert) are made up."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from pdcompile.passes.trace.values.selections import average, same_ops, varied
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
 
-Iterations = Callable[[int], Sequence[int]]  # of so many of a loop, those that run
+Iterations = Callable[[int], Sequence[int]]  # number of a loop's iterations -> those that run
 
 
 def with_sizes_that_vary(
     run: Callable[..., Recording], expected: dict[bool, list[int]], training: bool, *, loops: bool
 ) -> Recording | None:
-    """A recording in which sizes that depend on values are made up; None if something hangs on
-    them.
+    """A recording with made-up sizes for those that depend on values.
+
+    Returns None if the computation depends on these sizes.
 
     Args:
         run: records the model with these sizes and iterations of loops.
-        expected: mode to the sizes that results have on average, filled in by the first call.
+        expected: mode to the average sizes of results, filled in by the first call.
         loops: whether there are loops through what is chosen.
     """
     try:
@@ -46,7 +47,7 @@ def with_sizes_that_vary(
         )
         some = usual
         if not same_ops(usual.ops, everything.ops) or not same_ops(usual.ops, one.ops):
-            # Others for every choice, so that the size of one is not taken for that of another.
+            # Another size for every choice, so that sizes are not mistaken for each other.
             some = run(lambda index, elements: elements // 2 + 1 + index)
         parts = [run(as_usual, lambda n, i=i: range(i, n, 2)) for i in (0, 1) if loops]
     except Undecided:

@@ -24,11 +24,11 @@ def to_argument(
 ) -> Argument:
     """The Argument for a Python value; `tensor` names the tensors in it.
 
-    Subclasses of numbers and strings become the plain builtin, so that nothing of the model's
-    own (a ``__repr__``) is ever run when the argument is printed.
+    Subclasses of numbers and strings become the plain builtin, so that no code of the model (a
+    ``__repr__``) runs when the argument is printed.
 
     Raises:
-        TraceError: the value is of a kind that no op of a graph can hold.
+        TraceError: the value is of a kind that a graph cannot hold.
     """
     if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
         return value
@@ -43,7 +43,7 @@ def to_argument(
         return ListOf(items) if isinstance(value, list) else items
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TraceError("a dict with keys that are no strings is passed to an operator")
+            raise TraceError("an operator receives a dict with keys that are not strings")
         return DictOf(
             tuple((str.__str__(k), to_argument(v, tensor, device)) for k, v in value.items())
         )
@@ -65,7 +65,7 @@ def to_arguments(
     tensor: Callable[[torch.Tensor], Argument],
     device: torch.device,
 ) -> tuple[tuple[Argument, ...], tuple[tuple[str, Argument], ...]]:
-    """The Arguments of a call; a device that was given as text is known as one."""
+    """The Arguments of a call; a device given as text becomes a device."""
     named = {
         key: torch.device(value) if key == "device" and isinstance(value, str) else value
         for key, value in kwargs.items()
@@ -77,13 +77,13 @@ def to_arguments(
 
 
 def without_defaults(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that say something: torch.nn.functional passes all of them on."""
+    """The keyword arguments other than defaults, all of which torch.nn.functional passes on."""
     defaults = _defaults(func)
     return {
         name: value
         for name, value in kwargs.items()
         if name not in defaults
-        or name == "training"  # read by those who compare the two modes
+        or name == "training"  # read where the two modes are compared
         or type(value) is not type(defaults[name])
         or isinstance(value, torch.Tensor)
         or value != defaults[name]
@@ -100,7 +100,7 @@ def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _number_or_refuse(value: Any) -> Argument:
-    """numpy scalars are numbers; everything else has no place in a graph."""
+    """The number of a numpy scalar, or the device; raises TraceError for other values."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind.startswith("numpy.") and getattr(value, "ndim", None) == 0:
         return value.item()

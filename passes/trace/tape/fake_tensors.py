@@ -1,4 +1,4 @@
-"""FakeTensors: fake tensors for the model's tensors and inputs, and the names of all values."""
+"""FakeTensors: the fakes of the model's tensors and inputs, and the names of all values."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from pdcompile.passes.trace.refusals import NO_PARAMETER
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
 
-KEEP = (
-    "what one call leaves for the next belongs into a registered buffer, written in place (copy_)"
-)
+KEEP = "keep what one call leaves for the next in a registered buffer, written in place (copy_)"
 
 
 class FakeTensors:
     """Every tensor that may appear while the model runs, by identity.
 
-    The model keeps its real tensors; each call gets fakes in their place, so that nothing of
-    the model's is ever written.  All fakes live as long as this object: identities stay unique.
+    The model keeps its real tensors; each call gets fakes in their place, so that no tensor of
+    the model is written.  All fakes live as long as this object: identities stay unique.
     """
 
     def __init__(
@@ -49,7 +47,9 @@ class FakeTensors:
         self._value: dict[int, str] = {}  # id of a fake -> value name
         self.objects: dict[str, torch.Tensor] = {}
         self._born_requiring: dict[str, bool] = {}
-        self.requiring: dict[str, bool] = {}  # found out by other means
+        self.requiring: dict[
+            str, bool
+        ] = {}  # values that a transform made, run again below autograd
         self._containers: list[str] = []
         self._order: list[str] = []
         self._storages: dict[int, int] = {}  # storage key -> index
@@ -57,24 +57,22 @@ class FakeTensors:
         self._model_at: dict[int, list[str]] = {}  # storage key -> FQNs
         self._first_use: dict[str, int] = {}
         self._kept: list[torch.Tensor] = []
-        self.unnamed: dict[int, str] = {}  # id of a constant -> where it hangs
+        self.unnamed: dict[int, str] = {}  # id of a constant -> path of its attribute
         self.constants: dict[str, torch.Tensor] = {}
         self.unsized: set[int] = set()  # ids of fakes whose shape depends on values
         self._unknown: dict[int, tuple[torch.Tensor, str]] = {}
-        self._memo_of: dict[
-            int, torch.Tensor
-        ] = {}  # id of a tensor that an earlier call left -> its fake here
-        self.memos: dict[str, int] = {}  # value that an earlier call left -> its computation
+        self._memo_of: dict[int, torch.Tensor] = {}  # id of a kept tensor -> its fake here
+        self.memos: dict[str, int] = {}  # name of a tensor of an earlier call -> its computation
 
     def made_in(self, result: Any, path: str) -> None:
-        """Remember which module a tensor came from that is made in a way nobody saw."""
+        """Remembers the module that returned a tensor whose making was not recorded."""
         for tensor in tensors_among(result):
             fake = isinstance(tensor, torch._subclasses.FakeTensor)
             if fake and not self.known(tensor):
                 self._unknown.setdefault(id(tensor), (tensor, path))
 
     def origin_of(self, arguments: Any) -> str | None:
-        """The module that returned one of these tensors, if nobody saw how."""
+        """The module that returned one of these tensors without a recorded op, or None."""
         for tensor in tensors_among(arguments):
             if id(tensor) in self._unknown:
                 return self._unknown[id(tensor)][1]
@@ -102,10 +100,10 @@ class FakeTensors:
         if (computation := self._kept_tensors.memo(tensor)) is not None:
             return self._memo(tensor, computation)
         if isinstance(tensor, torch._subclasses.FakeTensor):
-            return tensor  # a temporary inside a leaf module, or unknown: `name` tells
+            return tensor  # a temporary inside a leaf module, or unknown: `name` raises
         fqn = self.table.fqns.get(id(tensor))
         if fqn is None and is_functorch_wrapped_tensor(tensor):
-            return tensor  # of a transform, which stands for no one value
+            return tensor  # of a transform: it stands for many values
         if fqn is None:
             fqn = self._constant(tensor)
         if self.table.tensors[fqn].kind == "constant":
@@ -120,7 +118,7 @@ class FakeTensors:
         return fake
 
     def _memo(self, tensor: torch.Tensor, computation: int) -> torch.Tensor:
-        """A fake in the place of one that an earlier recording left in an attribute."""
+        """A fake for a tensor that an earlier recording left in an attribute."""
         with self.mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
@@ -157,7 +155,7 @@ class FakeTensors:
         return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
 
     def add(self, name: str, fake: torch.Tensor) -> None:
-        """Enter a value; a tensor that has a name already goes by the new one from now on."""
+        """Enters a value; a tensor that has a name already gets the new one."""
         old = self._value.get(id(fake))
         if old is not None:
             self._born_requiring.setdefault(old, self._born_requiring[old])
@@ -170,14 +168,14 @@ class FakeTensors:
         self._order.append(name)
 
     def detached(self, fake: torch.Tensor) -> torch.Tensor:
-        """The same value, by the same name, without its need for a gradient."""
+        """The same value under the same name, detached."""
         other = fake.detach()
         self._value[id(other)] = self._value[id(fake)]
         self._kept.append(other)
         return other
 
     def add_container(self, name: str) -> None:
-        """Enter a value that is a tuple, list or dict of tensors, or None."""
+        """Enters a value that is a tuple, list or dict of tensors, or None."""
         self._containers.append(name)
         self._order.append(name)
 
@@ -191,7 +189,7 @@ class FakeTensors:
         """The argument that stands for a tensor.
 
         Raises:
-            TraceError: it was made on a way that the tape did not see.
+            TraceError: it was made in a way that the tape did not see.
         """
         tensor = self._fake(tensor)
         if id(tensor) in self._value:
@@ -205,7 +203,7 @@ class FakeTensors:
         )
 
     def own_any(self, keys: set[int]) -> bool:
-        """Whether a value or a tensor of the model lies in one of these storages."""
+        """Whether one of these storages belongs to a value or to a tensor of the model."""
         return any(key in self._at or key in self._model_at for key in keys)
 
     def storage_of(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""The model's modules and tensors by name, and which modules are opaque."""
+"""ModuleTable: the model's modules and tensors by name, and constructors of leaf modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEVER = ("device", "dtype", "_weight", "_freeze", "args", "kwargs", "size_avera
 
 
 class ModuleTable:
-    """Names of everything in a model; built once, before anything of it runs."""
+    """Names of all modules and tensors of a model; built once, before the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, str] = {}
@@ -78,7 +78,7 @@ class ModuleTable:
         )
 
     def constant(self, tensor: torch.Tensor, name: str) -> str:
-        """Enter a tensor that forward uses without its being registered; returns its FQN."""
+        """Enters an unregistered tensor that forward uses; returns its FQN."""
         fqn = name
         count = 0
         while fqn in self.tensors:
@@ -88,8 +88,8 @@ class ModuleTable:
         return fqn
 
     def fresh(self, tensor: torch.Tensor) -> None:
-        """Enter a tensor that forward made of an array, as the equal one of an earlier call."""
-        self._fresh.append(tensor)  # alive as long as its identity means something here
+        """Enters a tensor that forward made of an array; an equal earlier one has the same FQN."""
+        self._fresh.append(tensor)  # kept alive, so that its id stays unique
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             first = next(other for other in self._fresh if _same_tensor(other, tensor))
         if first is tensor:
@@ -99,18 +99,18 @@ class ModuleTable:
     def constructor(self, path: str, training: bool) -> tuple[tuple[str, Argument], ...] | None:
         """Arguments that rebuild the leaf at `path`; None when it has to be captured inside.
 
-        So must a leaf that forward has switched to another mode than the model was called in, or
-        given other attributes (``self.drop.p = …``).
+        That is so for a leaf that forward switched to another mode than the model's, or gave other
+        attributes (``self.drop.p = …``).
         """
         module = self.modules[path]
-        if module.training != training or _hooked(module) or self._lent(module):
+        if module.training != training or _hooked(module) or self._has_foreign(module):
             return None
         if path in self._constructors and _attributes(module) != self._attributes[path]:
             return None
         return self._constructors.get(path)
 
-    def _lent(self, module: nn.Module) -> bool:
-        """Whether it holds tensors that are not its own, as below torch.func.functional_call."""
+    def _has_foreign(self, module: nn.Module) -> bool:
+        """Whether a module holds tensors of others, as below torch.func.functional_call."""
         return any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers()))
 
     def shares_memory(self, fqn: str) -> str | None:
@@ -178,7 +178,7 @@ def _builds(module: nn.Module, arguments: dict[str, Any]) -> bool:
 
 
 def _scalars(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same with ``3`` for ``(3, 3)``, as a person would write it, less the defaults."""
+    """The arguments with ``3`` for ``(3, 3)``, without defaults."""
     parameters = inspect.signature(type(module).__init__).parameters
     found: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -192,7 +192,7 @@ def _scalars(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(module: nn.Module) -> dict[str, Any] | None:
-    """Constructor arguments by name, those left out that have their default."""
+    """Constructor arguments by name, without those that have their default."""
     signature = inspect.signature(type(module).__init__)
     defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
     if isinstance(module, nn.RNNBase):
@@ -223,7 +223,7 @@ def _arguments(module: nn.Module) -> dict[str, Any] | None:
 def _equal(module: nn.Module, twin: nn.Module) -> bool:
     try:
         alike = repr(module) == repr(twin)
-    except AttributeError:  # a weight was taken away, which forward will put there
+    except AttributeError:  # a weight was removed, which forward sets
         return False
     if not alike or list(module._buffers) != list(twin._buffers):
         return False
@@ -239,7 +239,7 @@ def _equal(module: nn.Module, twin: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What it keeps of its constructor's arguments, apart from tensors."""
+    """Plain attributes, as the constructor sets them from its arguments."""
     return {
         name: value[:] if isinstance(value, list) else value
         for name, value in vars(module).items()
@@ -272,7 +272,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _is_one_op(module: nn.Module, root_training: bool) -> bool:
-    """A leaf that does exactly what its class does, in the mode of the whole model."""
+    """Whether a module is a leaf without hooks or own forward, in the mode of the whole model."""
     plain = not _hooked(module) and "forward" not in vars(module)
     return plain and is_leaf(module) and module.training == root_training
 

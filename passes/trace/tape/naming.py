@@ -1,4 +1,4 @@
-"""Names of ops and inputs: Python identifiers chosen by us, whatever the model's names are."""
+"""Names of ops and inputs: valid Python identifiers, whatever the model's names are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
 
 
 class Names:
-    """Hands out unique identifiers, other than those that are `used`."""
+    """Makes unique identifiers that are not in `used`."""
 
     def __init__(self, used: Iterable[str] = ()) -> None:
         self._next: dict[str, int] = {}

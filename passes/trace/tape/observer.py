@@ -1,4 +1,4 @@
-"""What is true of one op beyond its arguments: where the user wrote it, what it writes."""
+"""Observer: the source line of an op, and the storages that it writes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def source_of_code(code: CodeType) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def is_user(file: str) -> bool:
-    """Not torch's, not ours, not Python's own (contextlib, functools), not made on the fly."""
+    """Whether a file is not torch's, pdcompile's, the standard library's or generated code."""
     if file.startswith((_TORCH, *_OURS, "<")):
         return False
     return not file.startswith(_STDLIB) or "-packages" in file
@@ -90,7 +90,7 @@ def is_user(file: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shorten(file: str) -> str:
-    """Relative to the place of installed packages or the working directory, else to sys.path."""
+    """The path relative to installed packages or the working directory, else to sys.path."""
     paths = sorted((p for p in sys.path if p), key=len, reverse=True)
     installed = [path for path in paths if path.rstrip(os.sep).endswith("-packages")]
     for root in (*installed, os.getcwd(), *paths):
@@ -102,14 +102,14 @@ def _shorten(file: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _stores(code: CodeType) -> dict[int, str]:
-    """Offset of each instruction whose result the next one stores, to the variable's name.
+    """Offset of each instruction whose result the next one stores -> name of the variable.
 
-    Of a result that is taken apart all names, as they are written: ``q, (k, v)``.
+    For a result that is unpacked, all names as they are written: ``q, (k, v)``.
     """
     found: dict[int, str] = {}
     instructions = list(dis.get_instructions(code))
     for position, each in enumerate(instructions):
-        unpacks = each.opname.startswith("UNPACK")  # what it unpacks may be a tensor
+        unpacks = each.opname.startswith("UNPACK")  # of a tensor perhaps
         names = _target(_stored(instructions[position if unpacks else position + 1 :]))
         # While a Python function runs its caller stands behind the call, in the call's cache.
         following = instructions[position + 1 : position + 2]
@@ -137,7 +137,7 @@ def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | int]:
 
 
 def _target(stored: Iterator[str | int]) -> str:
-    """The target of an assignment; "" where a part of it is no plain variable."""
+    """The target of an assignment; "" where a part of it is not a plain variable."""
     first = next(stored, "")
     if isinstance(first, str):
         return first
@@ -149,7 +149,7 @@ def _target(stored: Iterator[str | int]) -> str:
 
 
 def part_of(variables: str, key: Any) -> str:
-    """What item `key` of a result is called, if the result is stored as ``q, (k, v)``."""
+    """The variable for item `key` of a result that is stored as ``q, (k, v)``, or ""."""
     parts, level = [""], 0
     for char in variables:
         level += (char == "(") - (char == ")")
@@ -167,8 +167,8 @@ def _variable(code: CodeType, offset: int) -> str:
     return _stores(code).get(offset, "")
 
 
-# Ops that write tensors their schema does not mark: index of the training flag and the
-# indices of what is written then.
+# Ops that write tensors their schema does not mark: index of the training flag, and the indices of
+# the arguments that are written in training.
 _UNMARKED = {
     "aten::native_batch_norm": (5, (3, 4)),
     "aten::cudnn_batch_norm": (5, (3, 4)),
@@ -187,8 +187,8 @@ def effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     return torch.Tag.nondeterministic_seeded in func.tags, writes
 
 
-# Half of all that is dispatched asks for a device, and of the rest these views take longest:
-# fake tensors keep what other ops give by the shapes of their arguments, but not theirs.
+# Half of all dispatched ops ask for a device, and of the rest these views take longest: fake
+# tensors cache the results of other ops by shape, but not theirs.
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _VIEW = torch.ops.aten.view.default
@@ -201,12 +201,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
-        self.moved = False  # set_ gave a tensor another storage; it passes no torch function
-        self.ran: Callable[..., None] = lambda *_: None  # is told of every op
-        self.selections: Any = None  # runs ops whose results have a size that depends on values
+        self.moved = False  # set_, which passes no torch function, gave a tensor another storage
+        self.ran: Callable[..., None] = lambda *_: None  # called with every op
+        self.selections: Any = None  # runs ops whose result sizes depend on values
 
     def clear(self) -> None:
-        """Forget what was seen; called before each public call."""
+        """Resets the observations; called before each public call."""
         self.written = set()
         self.seeded = self.moved = False
 
@@ -245,10 +245,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while one of them lives.
+    """A number that is equal for tensors that share memory, while one of them lives.
 
     Raises:
-        TraceError: it is sparse or nested, and has no one memory.
+        TraceError: the tensor is sparse or nested.
     """
     if not is_dense(tensor):
         kind = "nested" if tensor.is_nested else str(tensor.layout)

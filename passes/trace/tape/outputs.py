@@ -16,11 +16,11 @@ from pdcompile.passes.trace.remedies import LOSS_AS_TENSOR
 def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Tree]:
     """(Argument with the leaves in order, structure to rebuild it) of a model's output.
 
-    Whatever is neither tuple nor list becomes a dict: of attributes or keys where they are
-    known, else ``"0"``, ``"1"``, …
+    A container other than a tuple or list becomes a dict: of its attributes or keys where they
+    are known, else ``"0"``, ``"1"``, …
 
     Raises:
-        TraceError: something in it may hide tensors.
+        TraceError: an object in it may hide tensors.
     """
     try:
         leaves, tree = flatten_output(output)
@@ -74,10 +74,10 @@ def _build_part(part: Part, leaves: Iterator[Argument]) -> Argument:
 def find_loss(
     output: Any, loss: Any, name: Callable[[torch.Tensor], Argument], *, given: bool
 ) -> str | None:
-    """The value to differentiate: what loss_fn returned, else the loss in the output.
+    """The value to differentiate: the result of loss_fn, else the loss in the output.
 
     Raises:
-        TraceError: loss_fn returned something else than a scalar tensor.
+        TraceError: loss_fn did not return a scalar tensor.
     """
     if given:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -98,7 +98,7 @@ def find_loss(
 
 
 def _no_scalar(loss: Any) -> tuple[str, str]:
-    """(what loss_fn returned, what to do about it)."""
+    """(description of what loss_fn returned, remedy)."""
     if isinstance(loss, torch.Tensor):
         return f"a tensor of shape {tuple(loss.shape)}", "reduce it: loss.mean() or loss.sum()"
     if isinstance(loss, int | float):
@@ -107,7 +107,7 @@ def _no_scalar(loss: Any) -> tuple[str, str]:
         return "None", "let it return the loss"
     return (
         f"a {type(loss).__name__}",
-        "return the loss alone; what else is of interest may be among the model's outputs",
+        "return the loss alone; let the model return other results",
     )
 
 

@@ -1,4 +1,4 @@
-"""What ops give back: every tensor in a result gets a name before the model's Python sees it."""
+"""Results of ops: every tensor in one gets a name before the model's Python sees it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdcompile.passes.trace.tape.observer import part_of, storage_key
 
 
 class Results:
-    """The ops of one recording, and the entry of what they make into `fakes`."""
+    """The ops of one recording; enters their results into `fakes`."""
 
     def __init__(self, fakes: FakeTensors, names: Names) -> None:
         self.ops: list[Op] = []
@@ -31,7 +31,7 @@ class Results:
         return next(self._calls[path, target])
 
     def deliver(self, op: Op, result: Any, written: set[int]) -> Any:
-        """Enter the result under the op's name; what the model's Python gets for it."""
+        """Enters the result under the op's name; returns the result for the model's Python."""
         if isinstance(result, torch.Tensor):
             return self._tensor(op.name, result, written)
         self._fakes.add_container(op.name)
@@ -41,11 +41,11 @@ class Results:
         real = self._fakes.real_of(result)
         changed = storage_key(result) in written
         if real is not None and changed:
-            # `self.count += 1` must give back the very tensor that the module holds.
+            # `self.count += 1` must return the same tensor object that the module holds.
             self._fakes.add(name, alias(result))
             return real
         if self._fakes.known(result) and not changed:
-            # Unlike x itself, dropout(x) in eval mode is this op's value, as in train mode.
+            # In eval mode dropout(x) returns x, but has to be this op's value, as in train mode.
             result = alias(result)
         self._fakes.add(name, result)
         return result

@@ -1,4 +1,4 @@
-"""One run of the model's own Python below the tape, at one batch size, in one mode."""
+"""Runs the model's own Python under the tape, at one batch size, in one mode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pdcompile.warn import quiet_shape_errors, warn
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one run gave, all sizes concrete."""
+    """The result of one run; all sizes are concrete."""
 
     ops: tuple[Op, ...]
     values: dict[str, Value]
@@ -65,7 +65,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one run makes up: sizes that depend on values, iterations of loops, ways of branches."""
+    """The made-up parts of one run: sizes by values, iterations of loops, outcomes of branches."""
 
     sizes: Policy | None = None
     iterations: Iterations = range
@@ -80,14 +80,14 @@ def record(
     training: bool,
     settle: bool = True,
 ) -> Recording:
-    """Run the model once on fake tensors, as often as its branches and sizes by values ask for.
+    """Records the model on fake tensors, in as many runs as its branches and sizes by values need.
 
-    Opaque modules become one op each; for them the model also runs for real.  Without `settle`
-    the model stays as the run left it, in its present mode; else it is left as it was.
+    Opaque modules become one op each; for them the model also runs on real tensors.  Without
+    `settle` the model stays as the run left it, in its present mode; else it is restored.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
-        Undecided, CannotMerge, SizeByValues, OutsideDraw: so it is under these assumptions.
+        Undecided, CannotMerge, SizeByValues, OutsideDraw: these assumptions do not hold.
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
@@ -161,11 +161,11 @@ class _Run:
     def recording(
         self, observed: Mapping[CallKey, ObservedCall], assigned: dict[tuple[int, str], str]
     ) -> Recording:
-        """Run, and say what was recorded.
+        """Runs the model and returns the recording.
 
         Args:
             observed: the calls of opaque modules, seen in a real run.
-            assigned: filled in: (id of module, attribute) to the line that assigned it.
+            assigned: filled with the line that assigned each (id of module, attribute).
         """
         subject, tape = self._subject, self._tape
         tape.opaque = observed
@@ -180,7 +180,7 @@ class _Run:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """What has to know of calls that pass no torch function, or that must not be made."""
+        """Opens everything that sees the run: interceptors, patched calls, modes."""
         tape, device = self._tape, self._tape.fakes.device.type
         with ExitStack() as stack:
             for each in (
@@ -270,7 +270,7 @@ def run(
         raise
     except Exception as error:
         if isinstance(error, TypeError) and tape.handed_out is not None:
-            raise tape.handed_out from error  # it is no number for torch
+            raise tape.handed_out from error  # torch does not take a Scalar for a number
         what = "loss_fn" if tape.region == "loss" else "the model's forward"
         said = f"{what} raised {type(error).__name__}: {error}"
         lost = tape.region == "loss"
@@ -282,8 +282,7 @@ def run(
 
 
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
-    """A parameter or buffer that the model returns has the value of this moment: an update that
-    comes before anyone looks must not change it."""
+    """The output with parameters and buffers in it cloned: later updates must not change them."""
     leaves, spec = flatten_output(output)
     own = [isinstance(leaf, torch.Tensor) and isinstance(fakes.name(leaf), Attr) for leaf in leaves]
     if not any(own):
@@ -295,7 +294,7 @@ def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
 def enter_inputs(
     flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, tape: Tape
 ) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Name the tensors of the call: (graph inputs, leaves by path, constants)."""
+    """Names the tensors of the call: (graph inputs, leaves by path, constants)."""
     inputs: list[GraphInput] = []
     leaves: dict[str, Any] = {}
     constants: list[tuple[str, str]] = []
@@ -313,7 +312,7 @@ def enter_inputs(
 
 
 def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
-    """Tensors that hang on modules (or on loss_fn) as plain attributes: id to path."""
+    """Tensors that are plain attributes of modules (or of loss_fn): id to path."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -327,7 +326,8 @@ def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
 
 @contextmanager
 def watched(tape: Tape) -> Iterator[None]:
-    """Calls that pass no torch function tell the tape: modules, autograd.Function, scripts."""
+    """Patches calls that pass no torch function, so that the tape sees them: modules,
+    autograd.Function, TorchScript functions, assignments to modules."""
     plain_call = nn.Module.__call__
     plain_setattr = nn.Module.__setattr__
     script: Any = torch.jit.ScriptFunction

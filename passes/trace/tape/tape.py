@@ -1,8 +1,8 @@
-"""Tape: every public torch call that the running model makes becomes one op.
+"""Tape: records every public torch call of the running model as one op.
 
-The model's own Python runs once, on fake tensors, below a TorchFunctionMode.  A call that returns
-no tensor and writes none (shape, dim) stays Python and leaves no trace; a call that would read a
-value cannot succeed, because fake tensors have none.
+The model's own Python runs once, on fake tensors, under a TorchFunctionMode.  A call that returns
+no tensor and writes none (shape, dim) is not recorded; a call that reads a value fails, because
+fake tensors have none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pdcompile.passes.trace.values.unsized import Unsized
 
 
 class Tape(TorchFunctionMode):
-    """Collects `ops` and, in `fakes`, the tensors that they make.
+    """Collects `ops` and, in `fakes`, their results.
 
     Args:
         table: the model's names.
@@ -69,17 +69,17 @@ class Tape(TorchFunctionMode):
         self.training = table.modules[""].training
         self.region: Any = "forward"
         self.regions: list[frozenset[str]] = []  # names of the ops of each reentrant checkpoint
-        self.boundary: CodeType | None = None  # the code outside of which nothing is the model's
+        self.boundary: CodeType | None = None  # code of the frame that calls the model
         self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.failed: str | None = None  # the innermost module that an error came from
-        # What this run takes for granted.
+        # Given for this run.
         self.assumed = Assumptions()
         self.outcomes: Mapping[Key, bool] = {}  # of decisions that only a run can tell
         self.iterations: Callable[[int], Sequence[int]] = range  # of a loop: which are recorded
         self.opaque: Mapping[CallKey, ObservedCall] = {}  # as a real run showed them
-        # What it comes across.
+        # Found in this run.
         self.decisions: list[Decision] = []
-        self.handed_out: TraceError | None = None  # for a number that Python holds unknown
+        self.handed_out: TraceError | None = None  # refusal of a `Scalar` that Python got
         self.depth = 0  # of torch.func transforms
         self.within = 0  # in a leaf module or another call that is one op
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
@@ -103,7 +103,7 @@ class Tape(TorchFunctionMode):
         own = [each for each in self.interceptors if name in vars(type(each))]
         return [getattr(each, name) for each in own]
 
-    # What the interpreter calls.
+    # Called by the interpreter.
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -118,7 +118,7 @@ class Tape(TorchFunctionMode):
     def call_module(
         self, plain: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """What ``module(*args, **kwargs)`` does while recording."""
+        """Runs and records ``module(*args, **kwargs)``."""
         path = self.table.names.get(id(module))
         if self.within or path is None or self.depth:
             return plain(module, *args, **kwargs)
@@ -139,7 +139,7 @@ class Tape(TorchFunctionMode):
 
     @contextmanager
     def running(self, call: CallKey, *, opaque: bool = False) -> Iterator[None]:
-        """Ops in here belong to this call of a module, and failures too unless it is opaque."""
+        """Attributes ops inside to this call of a module, and failures unless it is opaque."""
         self.stack.append(call)
         try:
             yield
@@ -150,7 +150,7 @@ class Tape(TorchFunctionMode):
             self.stack.pop()
 
     def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
-        """What ``Cls.apply(*args)`` of an autograd.Function does while recording."""
+        """Runs and records ``Cls.apply(*args)`` of an autograd.Function."""
         if self.within:
             return plain(*self.fakes.faked(args))
         return self._apply(cls, plain, args)
@@ -162,7 +162,7 @@ class Tape(TorchFunctionMode):
     # One op.
 
     def begin(self) -> None:
-        """Before each call: what happened below since the last one passed no recorded op."""
+        """Called before each op: refuses unrecorded writes and draws since the last one."""
         if self.observer.moved:
             raise refusals.error(refusals.STORAGE, "set_, before this line", self.where())
         if self.observer.seeded or self.fakes.own_any(self.observer.written):
@@ -170,7 +170,7 @@ class Tape(TorchFunctionMode):
         self.observer.clear()
 
     def finish(self) -> None:
-        """After the last call."""
+        """Called after the last op."""
         self.begin()
         for each in self.interceptors:
             each.finished()
@@ -210,8 +210,8 @@ class Tape(TorchFunctionMode):
             self.observer.clear()
             return result
         if func in NO_OP_CASTS and result is self.fakes.faked(args[0]):
-            # As in eager nothing happened.  An op here would be a place to cut at, and gradients
-            # of the one tensor under two names would be summed in another order.
+            # As in eager, the tensor stays the same.  An op here would be a place to cut at, and
+            # gradients of one tensor under two names would be summed in another order.
             self.observer.clear()
             return args[0]
         if self.observer.seeded and draw is None:
@@ -281,9 +281,9 @@ class Tape(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Calls in here are part of the op that is being recorded.
+        """Makes calls inside part of the op that is being recorded.
 
-        The mode itself stays on, because the model's tensors still have to be replaced.
+        The mode stays on, because the model's tensors still have to be replaced by fakes.
         """
         self.within += 1
         try:

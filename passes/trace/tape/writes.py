@@ -1,4 +1,4 @@
-"""What one op writes in place, as names of the graph."""
+"""The values and buffers that one op writes in place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 
 
 def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple[str, ...]:
-    """Canonical FQNs of the buffers in written storages; raises TraceError for parameters
-    and for buffers in the memory of others."""
+    """Canonical FQNs of the buffers in written storages.
+
+    Raises:
+        TraceError: a parameter is written, or a buffer that shares its memory with another one.
+    """
     fqns = fakes.model_tensors_at(written)
     for fqn in fqns:
         info = fakes.table.tensors[fqn]
@@ -17,7 +20,7 @@ def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple
             raise refusals.error(refusals.WRITTEN[info.kind], fqn, source)
         other = fakes.table.shares_memory(fqn)
         if other is not None:
-            raise refusals.error(refusals.SHARED_BUFFER, f"{fqn} ({other} lies there too)", source)
+            raise refusals.error(refusals.SHARED_BUFFER, f"{fqn} (shared with {other})", source)
     fakes.findings.written.update(fqns)
     return tuple(fqns)
 

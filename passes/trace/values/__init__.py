@@ -1,1 +1,1 @@
-"""Values that Python reads and sizes that depend on values, while tensors have none."""
+"""Values that Python reads from fake tensors, and sizes that depend on values."""

@@ -1,4 +1,4 @@
-"""Ops that the capture needs and the model does not make: checks, and numbers of its own."""
+"""Records ops that the capture adds to the model: checks, and Python numbers for them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 def check(tape: Tape, tensor: torch.Tensor, message: str, *, holds: bool = True) -> None:
-    """An op that raises where the value of a tensor is not `holds`."""
+    """Records an op that raises where the value of a tensor is not `holds`."""
     require(tape, tensor if holds else tape.call(torch.logical_not, (tensor,)), message)
 
 
 def require(tape: Tape, condition: torch.Tensor | Ref, message: str) -> None:
-    """An op that raises where a value is false."""
+    """Records an op that raises where a value is false."""
     tape.begin()
     tape.record("function", CHECK, "check", (condition, message), {}, None, None)
 
 
 def number(tape: Tape, kind: str, target: str, args: tuple[Any, ...], base: str = "") -> Ref:
-    """An op whose result is a Python number or bool, or a tuple of them."""
+    """Records an op whose result is a Python number or bool, or a tuple of them."""
     tape.begin()
     tape.record(kind, target, base or target.rpartition(".")[2], args, {}, None, None)
     return Ref(tape.ops[-1].name)
 
 
 def decision(tape: Tape, tensor: torch.Tensor) -> tuple[str, str, int]:
-    """(an op that reads a value as a Python bool, the running module, which call of it)."""
+    """Records a read as a Python bool: (the op, the running module, the number of its call)."""
     if tensor.dtype is not torch.bool:
         tensor = tape.call(torch.ne, (tensor, 0))
     return number(tape, "method", "item", (tensor,), "decided").name, *tape.stack[-1]

@@ -1,7 +1,7 @@
-"""Values that may be read while recording: they are computed for real.
+"""Evaluates values that may be read while recording, on real tensors.
 
-Those that depend on nothing but constants are what they are.  Of those that depend on inputs too
-the value for given inputs can be computed; that it is this one has to be checked at every call.
+A value that depends on constants alone is the same in every call.  One that depends on inputs is
+computed for given inputs, and has to be checked at every call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_SHAPE = frozenset(
 def read(
     func: Callable[..., Any], args: Any, kwargs: Any, ops: Sequence[Op], fakes: FakeTensors
 ) -> tuple[Any] | None:
-    """(what a call that reads values returns,), when all its tensors are constants; else None."""
+    """(the result of a call that reads values,) when all its tensors are constants; else None."""
 
     def real(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -52,11 +52,11 @@ def evaluate(
     fakes: FakeTensors,
     given: Mapping[str, Tensor] | None = None,
 ) -> Tensor | None:
-    """The real tensor for a value, or None when anything else than constants is in it.
+    """The real tensor for a value, or None when it does not depend on constants alone.
 
-    Only creation functions and ops on their results qualify: no parameters, no chance.  With
+    Only creation functions and ops on their results qualify: no parameters, no draws.  With
     `given`, the tensors of some graph inputs by name, these qualify too, and buffers of integers
-    and bools that nothing writes; values that were written in place count as they are now.
+    and bools that nothing writes; values written in place are read after the writes.
     """
     needed = _needed(name, ops, fakes, given)
     if needed is None:
@@ -91,7 +91,7 @@ def _needed(
 
 
 def _read_by(op: Op) -> tuple[str, ...]:
-    """The inputs that an op looks at; of a pattern for ``ones_like`` it is the shape only."""
+    """The inputs whose values an op reads; ``ones_like`` reads the shape of its first one only."""
     if op.target.rpartition(".")[2] not in _BY_SHAPE or not isinstance(op.args[0], Ref):
         return op.inputs
     return tuple(ref.name for ref in walk((op.args[1:], op.kwargs), Ref))
@@ -108,7 +108,7 @@ def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
 
 
 def _plain_buffer(fqn: str, fakes: FakeTensors) -> bool:
-    """Whether it is a table of integers that training does not change."""
+    """Whether a tensor is a table of integers that training does not change."""
     tensor, info = fakes.table.objects.get(fqn), fakes.table.tensors.get(fqn)
     if tensor is None or info is None or info.kind == "parameter" or tensor.is_meta:
         return False

@@ -1,9 +1,8 @@
 """Sizes that depend on the integers of the inputs, taken as the example has them.
 
-``hidden[input_ids == end].view(b, -1, d)`` needs to know how many there are.  Where no operator
-of the rest can do without such a size, the capture is made for the one that the example's
-integers give, which has to be the same for every sample, and a check before it refuses calls in
-which there are more or fewer.
+``hidden[input_ids == end].view(b, -1, d)`` needs the number of chosen rows.  Where an operator
+needs such a size, the capture is made for the one that the example's integers give, which has to
+be the same for every sample; a check refuses calls with another one.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class ExampleSizes:
         """``func(*args, **kwargs)`` on fakes, as part of the op that is recorded next.
 
         Raises:
-            SizeByValues: the size of the result depends on values, and nothing can be known of
-                it; or Python asks for such a size.
+            SizeByValues: the size of the result depends on values that are not known; or Python
+                asks for such a size.
         """
         while True:
             try:
@@ -61,16 +60,16 @@ class ExampleSizes:
                     raise
 
     def asked(self, tensors: Any, name: str) -> None:
-        """Before a property is read that is no tensor."""
+        """Called before a property is read that is not a tensor."""
         among = self._unsized.among(tensors) and name not in SHAPELESS
         if among and not self._settled(None, tensors, {}):
             raise self._refusal(name)
 
     def returned(self, output: Any) -> None:
-        """Before the model's output is entered, where every shape has to be known.
+        """Called before the model's output is entered, where every shape has to be known.
 
         Raises:
-            SizeByValues: one is not; names the line that made it.
+            SizeByValues: one is unknown; names the line that made it.
         """
         tape = self._tape
         for tensor in tensors_among(output):
@@ -97,7 +96,7 @@ class ExampleSizes:
         return result
 
     def _settled(self, func: Any, args: Any, kwargs: Any, where: str = "") -> bool:
-        """Whether a size is known now that was not known before."""
+        """Takes sizes from the example where that is assumed; whether one is newly known."""
         tape = self._tape
         if not tape.assumed.sizes_of_example or may_be_opaque(tape):
             return False
@@ -110,7 +109,7 @@ class ExampleSizes:
             found = [self._count(t, torch.count_nonzero) for t in tensors if is_mask(t)]
         elif not any(found) and name == _REPEATS:
             found = [self._count(t, torch.sum) for t in tensors if not t.is_floating_point()]
-        # What the line's result is stored in is not the name of these.
+        # The variable of the line is not the name of these ops.
         tape.ops[before:] = [
             replace(op, variable="", source=where or op.source) for op in tape.ops[before:]
         ]
@@ -119,7 +118,7 @@ class ExampleSizes:
         return any(found)
 
     def _shape(self, tensor: Tensor) -> bool:
-        """Let a value have the shape that it has in the example, with a check."""
+        """Gives a value the shape that it has in the example, with a check."""
         if self._same(tensor, lambda value: tuple(value.shape)) != tuple(tensor.shape):
             return False
         tape = self._tape
@@ -130,7 +129,7 @@ class ExampleSizes:
         return True
 
     def _count(self, tensor: Tensor, counted: Callable[..., Any]) -> bool:
-        """Let a mask choose as many as it does in the example, with a check."""
+        """Lets a mask choose as many elements as in the example, with a check."""
         tape = self._tape
         selections = tape.observer.selections
         count = self._same(tensor, lambda value: int(counted(value)))
@@ -145,7 +144,7 @@ class ExampleSizes:
         return True
 
     def _same(self, tensor: Tensor, of: Callable[[Tensor], Any]) -> Any:
-        """What all of the example's samples agree upon; None where they do not."""
+        """The value of `of` that all samples of the example have; None where they differ."""
         name = self._tape.fakes.name(tensor)
         if not isinstance(name, Ref):
             return None

@@ -1,4 +1,4 @@
-"""The values that the example gives to one call, and others that a later call may give."""
+"""Examples: values of the inputs of one recorded call, from the example and made up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Examples:
         flat: the example minibatch.
         layout: which dims of it count samples.
         inputs: the graph's inputs.
-        call: the recorded call, which has as many rows as it was resized to.
+        call: the recorded call, the example resized.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Examples:
                 self._known[entry.name] = (leaf, flat.leaves[entry.path], entry.batch_dim)
 
     def calls(self, *, floats: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """Real inputs of the recorded shapes by name: the call itself, then the minibatch in
-        pieces of this size, and every sample of it alone, as often as there are rows.
+        """Real inputs of the recorded shapes by name: integers and bools, with `floats` all.
 
-        Integers and bools, with `floats` the others too.
+        First those of the call itself, then every sample repeated to its size, then the minibatch
+        in pieces of its size.
         """
         known = {n: k for n, k in self._known.items() if floats or not _continuous(k[0])}
         yield {name: leaf for name, (leaf, _, _) in known.items()}
@@ -69,7 +69,7 @@ class Examples:
 
     def variants(self) -> Iterator[Mapping[str, Tensor]]:
         """The integers of the recorded call, then made-up ones of the same shapes: its values in
-        another order, and numbers that a model of integers mostly tells apart."""
+        another order, zeros, ones, and zeros and ones in turn."""
         for given in itertools.islice(self.calls(), 1):
             yield given
             with _disable_current_modes():
@@ -90,8 +90,8 @@ def _continuous(leaf: Tensor) -> bool:
 
 
 def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
-    """Integers of the example, by path, as nested lists: of the inputs whose values decide
-    whether the model runs at all, because they are checked or are lengths."""
+    """Integers of the example, by path, as nested lists: of inputs whose values may make the model
+    fail, because they are checked or are lengths."""
 
     def storage_of(name: str) -> int:
         return graph.values[name].storage

@@ -1,9 +1,9 @@
 """Packed sequences: recurrent layers on samples of different lengths.
 
 `pack_padded_sequence` is Python around one operator, whose results have sizes that depend on the
-lengths (`selections` makes them up).  A recurrent layer that gets them is looked into, down to
-the operator that torch calls with its weights; of this operator and of the one that pads again
-torch has no shape rule for tensors without values, so that the rules are here.
+lengths (`selections` makes them up).  A recurrent layer on them is recorded as the operator that
+torch calls with its weights.  Torch has no shape rules on fake tensors for this operator and for
+the one that pads again, so they are here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MEMBERS = 9  # arguments of such a call with batch sizes, all positional
 
 
 def takes_packed(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether it is a recurrent layer that is called with a packed sequence."""
+    """Whether a recurrent layer is called with a packed sequence."""
     given = args[0] if args else kwargs.get("input")
     return isinstance(module, nn.RNNBase) and isinstance(given, PackedSequence)
 
@@ -32,21 +32,24 @@ class Packed:
         self._kept: list[Tensor] = []
 
     def made(self, func: Any, args: Any, result: Any) -> None:
-        """After a call of the model: remember how many samples it packed."""
+        """Remembers, after a call of the model, how many samples it packed."""
         if getattr(func, "__name__", "") == "_pack_padded_sequence" and len(args) == 3:
             self._kept.append(result[1])
             self._samples[id(result[1])] = args[0].shape[0 if args[2] else 1]
 
     def result(self, func: Any, args: Any, module: nn.Module | None) -> Any:
-        """What a call gives on fakes, made in the forward of `module`; None for most calls."""
+        """The result on fakes of a call on packed sequences; None for other calls.
+
+        `module` is the running one.
+        """
         name = getattr(func, "__name__", "")
-        # Without batch sizes there are as many, and the fourth says whether there are biases.
+        # The form without batch sizes has as many arguments, but a bool (biases) as the fourth.
         if name in _STATES and len(args) == _MEMBERS and not isinstance(args[3], bool):
             return _recurrent(name, args)
         if name == "_pad_packed_sequence" and id(args[1]) in self._samples:
             return self._padded(args)
         if name == "__getitem__" and isinstance(module, nn.RNNBase) and args[1:] == (0,):
-            # So many are at work in the first step: all, for no length is zero.
+            # Batch size of the first step: all samples, because no length is zero.
             return self._samples.get(id(args[0]))
         return None
 
@@ -71,5 +74,5 @@ def _recurrent(name: str, args: Any) -> tuple[Tensor, ...]:
 def _like(tensor: Tensor, shape: Any, sources: list[Tensor]) -> Tensor:
     made = tensor.detach().new_empty(tuple(shape))
     needed = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
-    # A result is no leaf: the model may write into it.
+    # A result is not a leaf: the model may write into it.
     return made.requires_grad_().clone() if needed else made

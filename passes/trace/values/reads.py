@@ -1,7 +1,7 @@
-"""Values of tensors that the model's Python reads, and what makes it sound to go on after one.
+"""ValueReads: reads of tensor values by the model's Python, recorded as checks or decisions.
 
-Fake tensors have no values, so ``if tensor:`` cannot know where to go.  Most such reads only
-validate: `if not valid.all(): raise ValueError`, an assert, torch._check, the constraints of
+Fake tensors have no values, so ``if tensor:`` has no answer.  Most such reads only validate:
+`if not valid.all(): raise ValueError`, an assert, torch._check, the constraints of
 torch.distributions.  They are recognised by trying: the model runs up to the read and goes on
 once with False and once with True, for a few operators.  Where one of the two raises (a raise or
 an assert in Python, not a failure of an operator), the model only ever goes on with the other
@@ -11,8 +11,8 @@ where the model would have raised.
 A branch where both ways go on is a decision.  If the value depends on integer or bool inputs
 alone, and is the same for every sample of the example, the capture is made for that value, and
 the ``torch._assert`` refuses every other one; a warning says so.  A module with few parameters
-is opaque instead, because then it works for all values.  Everything else stays refused: a
-capture that holds for one value of an activation would fail in the middle of a training.
+is opaque instead, because then it works for all values.  All other reads are refused: a capture
+that holds for one value of an activation would fail in the middle of a training.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
 DIFFERS = "; it is not the same for all samples of the example"
-MAX_OPS = 8  # that may come between a read and the exception that it leads to
-MAX_BRANCHES = 64  # on values that only a run can tell, in one call of the model
+MAX_OPS = 8  # between a read and the exception that it leads to
+MAX_BRANCHES = 64  # on computed values, in one call of the model
 _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
 
 
 class Undecided(TraceError):
-    """The model reads a value at a place where nobody has tried yet what comes of it."""
+    """The model reads a value at a place where both values have yet to be tried."""
 
     site: Site = ()
 
 
 class Loops(Undecided):
-    """Forward goes through the indices that a mask chooses at `site`."""
+    """Forward loops through the indices that a mask chooses at `site`."""
 
 
 class GoesOn(BaseException):
-    """Nothing was raised soon after a read.  No Exception: forward must not catch it."""
+    """The model did not raise soon after a read.  Not an Exception: forward must not catch it."""
 
 
 class ValueReads(Interceptor):
-    """What reads values is answered where they can be known; what no graph can hold is refused.
+    """Answers reads of values where these are known, and refuses other calls of `REFUSED`.
 
     Raises:
-        Undecided: a trial has to tell.
-        TraceError: the value is not known and decides something.
+        Undecided: the place of the read has to be tried.
+        TraceError: the value is not known, and both ways go on.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -74,7 +74,7 @@ class ValueReads(Interceptor):
         self._visits: dict[Site, int] = {}
 
     def recorded(self, source: str) -> None:
-        """A trial ends when nothing is raised soon."""
+        """Ends a trial in which nothing is raised soon."""
         trial = self.tape.assumed.trial
         if trial is not None and trial.begun:
             trial.ops += 1
@@ -106,7 +106,7 @@ class ValueReads(Interceptor):
         raise error
 
     def _number(self, func: Any, tensor: Tensor, refusal: TraceError) -> Any:
-        """The number in a tensor of one element, or what stands for it."""
+        """The number in a tensor, or a `Scalar` in its place."""
         tape = self.tape
 
         def number() -> Any:
@@ -160,7 +160,7 @@ class ValueReads(Interceptor):
         return bool(value)
 
     def _either(self, tensor: Tensor, site: Site) -> bool:
-        """The outcome to be recorded of a decision that only a run can tell."""
+        """The outcome to record for a decision, which is entered."""
         tape = self.tape
         op, path, call = decision(tape, tensor)
         visits = sum(decision.key[:3] == (path, call, site) for decision in tape.decisions)
@@ -171,7 +171,7 @@ class ValueReads(Interceptor):
         return tape.outcomes.get(key, False)
 
     def _specialised(self, tensor: Tensor, refusal: TraceError, *, floats: bool = False) -> Any:
-        """The value on the example; raises the refusal where it may vary, or need not be known."""
+        """The example's value; raises the refusal where it varies or the module can be opaque."""
         tape = self.tape
         name = tape.fakes.name(tensor)
         if not isinstance(name, Ref) or may_be_opaque(tape):
@@ -187,7 +187,7 @@ class ValueReads(Interceptor):
 def values_of_example(
     tape: Tape, name: str, of: Callable[[Tensor], Any], *, floats: bool
 ) -> list[Any]:
-    """What a value is in the calls that the example gives, until two differ; [] where unknown."""
+    """The distinct values of the example's calls, two at most; [] where they are unknown."""
     found: list[Any] = []
     for given in tape.examples.calls(floats=floats):
         value = evaluate(name, tape.ops, tape.fakes, given)
@@ -203,7 +203,8 @@ def values_of_example(
 
 
 def may_be_opaque(tape: Tape) -> bool:
-    """Whether the running module and its like hold so little that they may be one op each."""
+    """Whether the running module and others of its class have so few parameters that they may be
+    opaque."""
     path, table = tape.path, tape.table
     root = not path or path not in table.modules  # or loss_fn
     if root or any(tensor.is_meta for tensor in table.objects.values()):

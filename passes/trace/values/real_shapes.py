@@ -1,6 +1,6 @@
-"""Shapes of results that fake tensors cannot tell: the op runs once on made-up numbers.
+"""Shapes of results for which fake tensors have no rule: the op runs on real, made-up numbers.
 
-Some ops have no shape rule, or one that is stricter than the kernel (a rule that wants bfloat16
+Some ops have no shape rule, or one that is stricter than the kernel (a rule for bfloat16 alone
 where the kernel takes float32).  Where the shape might depend on values, several fillings have to
 agree on it.
 """
@@ -42,14 +42,14 @@ def _counted(tensor: Tensor, period: int) -> Tensor:
 
 
 def run(call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
-    """``call(*args, **kwargs)`` on fake tensors, or fakes of what it gives on real ones.
+    """``call(*args, **kwargs)`` on fake tensors, or fakes of its result on real ones.
 
     Args:
         closed: whether the call reads no other tensors than its arguments.
 
-    The error of the run on fakes is raised where a real run cannot say what the result is: it
-    fails too, writes its arguments, draws random numbers, returns a part of them or no tensor,
-    or its shapes depend on values.
+    The error of the run on fakes is raised where the real run fails too, writes its arguments,
+    draws random numbers, returns a part of its arguments or no tensor, or has shapes that depend
+    on values.
     """
     try:
         return call(*args, **kwargs)
@@ -82,14 +82,14 @@ def _really(call: Callable[..., Any], args: Any, kwargs: Any, *, by_value: bool)
 def _outcome(
     call: Callable[..., Any], args: Any, kwargs: Any, fakes: dict[int, Tensor], fill: Fill
 ) -> Any:
-    """What the call gives on tensors filled so; None where that says nothing."""
+    """The result on tensors filled so; None where its shape cannot be relied on."""
     reals = {key: _real(fake, fill) for key, fake in fakes.items()}
     versions = [t._version for t in reals.values()]
     state = torch.default_generator.get_state()
     try:
         result = call(*replaced(args, reals), **replaced(kwargs, reals))
     except Exception:
-        return None  # it is no op at all: the error on fakes says why
+        return None  # the error of the run on fakes is raised
     finally:
         drew = not torch.equal(state, torch.default_generator.get_state())
         torch.default_generator.set_state(state)
@@ -125,9 +125,9 @@ def _form(result: Any) -> Any:
 
 
 def rebuilt(result: Any, device: torch.device) -> Any:
-    """The same on fake tensors: to be called below the fake mode."""
+    """The same result on fake tensors; to be called in the fake mode."""
     if not isinstance(result, Tensor):
         return type(result)(rebuilt(item, device) for item in result)
     made = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
-    # An op's result is no leaf: the model may write into it.
+    # An op's result is not a leaf: the model may write into it.
     return made.requires_grad_().clone() if result.requires_grad else made

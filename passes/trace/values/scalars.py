@@ -1,7 +1,7 @@
-"""Numbers that the model's Python gets from ``item()``: the value of a tensor, not known yet.
+"""Scalar: a number that the model's Python gets from ``item()``, whose value is not known yet.
 
-Compared with other numbers they stay tensors, so that ``assert lengths.max().item() <= size``
-reads a truth value and no number.  For everything else the number itself is needed.
+A comparison with another number is made on tensors, so that ``assert lengths.max().item() <= size``
+reads a truth value.  Everything else needs the number itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Scalar:
     """Stands for ``tensor.item()``.
 
     Args:
-        number: gives the number, or raises where it cannot be known.
+        number: returns the number, or raises where it is not known.
     """
 
     def __init__(self, tensor: Tensor, number: Callable[[], Any]) -> None:
@@ -29,7 +29,7 @@ class Scalar:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For isinstance(): what item() returns."""
+        """The type that item() returns, for isinstance()."""
         return float if self._tensor.dtype.is_floating_point else int
 
     def __bool__(self) -> bool:
@@ -78,7 +78,7 @@ for _name, _function in (("int", int), ("float", float), ("round", round)):
 
 
 class HandedOutNumbers(Interceptor):
-    """Operators get the numbers that `Scalar` stands for."""
+    """Replaces each `Scalar` among the arguments of operators by its number."""
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         if self.tape.handed_out is not None:
@@ -87,7 +87,7 @@ class HandedOutNumbers(Interceptor):
 
 
 def numbers(argument: Any) -> Any:
-    """An argument with the numbers themselves, which torch asks for where it takes numbers."""
+    """An argument with numbers in place of `Scalar` objects."""
     if type(argument) is Scalar:
         return argument._number()
     if type(argument) is slice:

@@ -1,8 +1,8 @@
-"""Results whose size depends on values: rows that are chosen by a mask, tokens of an expert.
+"""Selections: results whose size depends on values, such as rows that a mask chooses.
 
-Fake tensors have no values, so that such a size is made up.  Nothing may hang on it: the model
-is recorded with several sizes, none and all rows among them, and has to run the same operators
-with the same arguments.  Only then are the results entered, with the dims that varied marked.
+Fake tensors have no values, so such a size is made up.  No other computation may depend on it: the
+model is recorded with several sizes, none and all rows among them, and has to run the same
+operators with the same arguments.  The dims that varied are then marked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdcompile.ir.graph import Op, Ref, Value, walk
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.observer import locate, storage_key
 
-Policy = Callable[[int, int], int]  # (how many selections before, elements of the mask) -> size
+Policy = Callable[[int, int], int]  # (number of earlier selections, elements of the mask) -> size
 Key = tuple[Any, ...]
 
 _aten = torch.ops.aten
@@ -33,8 +33,8 @@ class Selections:
     """Runs the ATen ops that choose by values, with made-up sizes.
 
     Args:
-        policy: how many elements each choice finds; None where only `fixed` ones are known.
-        place: the path of the module that is running.
+        policy: the made-up size of each choice; None where only sizes in `fixed` are used.
+        place: returns the path of the running module.
     """
 
     def __init__(self, policy: Policy | None, place: Callable[[], str]) -> None:
@@ -73,7 +73,7 @@ class Selections:
         return mask.new_empty((self._size(mask), mask.dim()), dtype=torch.int64)
 
     def _packed(self, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        """Steps of all samples one after the other, and how many are at work in each step."""
+        """The steps of all samples one after the other, and the batch size of each step."""
         assert self._policy is not None
         found = []
         for elements in (padded.shape[0] * padded.shape[1], padded.shape[1 if batch_first else 0]):
@@ -97,14 +97,14 @@ class Selections:
 
 
 def average(chosen: Sequence[tuple[str, int]]) -> list[int]:
-    """How many elements each choice finds on average, if the choices made in one module divide
-    the elements among them, as experts divide tokens."""
+    """The average size of each choice, if the choices of one module share the elements, as experts
+    share tokens."""
     counts = Counter(place for place, _ in chosen)
     return [max(-(-elements // counts[place]), 2) for place, elements in chosen]
 
 
 def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors whose values tell how large the result of an ATen op is."""
+    """The tensors whose values determine the size of an ATen op's result."""
     if func in (_aten.nonzero.default, _aten.repeat_interleave.Tensor):
         return [args[0]]
     if func is _PACK:
@@ -115,7 +115,7 @@ def _masks(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def mask_key(mask: Tensor) -> Key:
-    """Equal for tensors that are the same part of the same memory, with nothing written between."""
+    """A key that is equal for the same part of the same memory, unless written in between."""
     part = mask.storage_offset(), tuple(mask.shape), mask.stride()
     return storage_key(mask), mask._version, *part
 
@@ -135,8 +135,8 @@ def same_ops(one: Sequence[Op], other: Sequence[Op]) -> bool:
 def varied(
     values: dict[str, Value], others: Sequence[dict[str, Value]], output: Any
 ) -> dict[str, Value] | None:
-    """The values with their dims marked that differ; None where they cannot be told apart so, or
-    where one of them is returned."""
+    """The values with `varies` filled in; None where they differ in more than the sizes of dims, or
+    where one that varies is returned."""
     found = {}
     returned = {ref.name for ref in walk(output, Ref)}
     for name, value in values.items():

@@ -1,8 +1,8 @@
-"""Values whose shape depends on the values of integer inputs, such as the labels behind a mask.
+"""Unsized: values whose shape depends on integer inputs, such as the labels behind a mask.
 
-Nothing of the model's Python may see such a shape, and no stage boundary may cut such a value.
-Inside of one stage it does no harm: what becomes of it is found by running the ops on what the
-example's integers really give, and on others, which tell whether a result has the shape at all.
+The model's Python must not read such a shape, and a stage boundary must not cut such a value.
+Inside one stage it may be used: ops run on the values that the example's integers give, and on
+made-up integers, which show whether the shape of a result depends on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPELESS = frozenset(
 
 
 class Unsized:
-    """The values of one recording whose shape depends on values."""
+    """The values of one recording whose shapes depend on values."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -43,7 +43,7 @@ class Unsized:
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any, *, closed: bool = True) -> Any:
         """``call(*args, **kwargs)`` on fakes, as `real_shapes.run` does it.
 
-        Raises what the call raises on fakes where no real run can tell the result.
+        Raises the error of the call on fakes where a real run does not show the result.
         """
         unknown = DynamicOutputShapeException(torch.ops.aten.masked_select.default)
         among, of_example = self.among((args, kwargs)), self._tape.assumed.sizes_of_example
@@ -107,7 +107,7 @@ class Unsized:
         return first, sized
 
     def _reals(self, arguments: Any, given: Any, *, zeros: bool) -> dict[int, Tensor] | None:
-        """Real tensors for the fakes: what they are for these integers, `zeros` for floats."""
+        """Real tensors for the fakes: values for these integers, with `zeros` 0 for floats."""
         reals: dict[int, Tensor] = {}
         for fake in tensors_among(arguments):
             name = self._fakes.name(fake)
