@@ -113,8 +113,8 @@ def make_plan(planner: Planner, microbatch: Callable[[int], FlatCall], step: Ste
     step("problem", planner.problem)
     plan = step("plan", planner.plan)
     if planner.options.searches and planner.options.refine is True:  # of one schedule and size
-        return make_plan(planner.settled(plan), microbatch, step)
-    if not planner.times(plan):
+        return make_plan(planner.of_cut(plan), microbatch, step)
+    if not planner.times_stages(plan):
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))
 

@@ -95,22 +95,22 @@ class Planner:
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
         plan = self._best(self._graphs, self._problem_at)
-        reason = why_not(plan, self.options, self.model)
+        reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
         note = f"stages not timed: {reason}; refine=True (--refine on) does it"
         return replace(plan, notes=(*plan.notes, note))
 
-    def settled(self, plan: Plan) -> Planner:
-        """A planner of the cut alone, for what a search has decided."""
+    def of_cut(self, plan: Plan) -> Planner:
+        """A planner of the cut alone; all else is as in this plan."""
         options = replace(self.options, schedule=plan.training.schedule, replicas=None)
         stages = self.space.stages or len(self.cluster.devices)
         chosen = Configuration(self.cluster, stages, replace(plan.training, warmup=()))
         return Planner(self.model, self.captured, options, chosen, self.listener)
 
-    def times(self, plan: Plan) -> bool:
+    def times_stages(self, plan: Plan) -> bool:
         """Whether the stages of the plan are to be timed."""
-        return why_not(plan, self.options, self.model) is None
+        return why_not_timed(plan, self.options, self.model) is None
 
     def refined(self, plan: Plan, microbatch: Callable[[int], FlatCall]) -> Plan:
         """The plan after its stages were timed, with a note that says how far it was off.
@@ -182,7 +182,7 @@ def check_refine(options: Options) -> None:
         )
 
 
-def why_not(plan: Plan, options: Options, model: nn.Module) -> str | None:
+def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
     """Why the stages of a plan are not timed; "" where nobody would ask, None where they are.
 
     Raises:

@@ -12,7 +12,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.infeasible import validate
 from pdcompile.passes.partition.model import all_ideals, build
-from pdcompile.passes.partition.search import Search, find, look, prove, run
+from pdcompile.passes.partition.search import Search, evaluate_all, find_any, prove, run_program
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.problem import Partition, PartitionProblem
 
@@ -28,9 +28,9 @@ def by_ideals(problem: PartitionProblem) -> tuple[Partition, float] | None:
         return None
     ideals = all_ideals(search.model, sys.maxsize) or []
     segments = Segments.build(search.model, ideals, complete=True)
-    run(search, segments, None)
+    run_program(search, segments, None)
     if not search.proved:
-        look(search, segments, None)
+        evaluate_all(search, segments, None)
     return _end(search)
 
 
@@ -39,7 +39,7 @@ def by_integer_program(problem: PartitionProblem) -> tuple[Partition, float] | N
     search = _begin(problem)
     if search is None:
         return None
-    find(search)
+    find_any(search)
     if search.best is not None:
         prove(search)
     return _end(search)

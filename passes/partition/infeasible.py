@@ -281,19 +281,20 @@ def _of_one_stage(problem: PartitionProblem, stage: int, oracle: Oracle) -> str 
     if stage_of is None:
         return None
     need = memory(problem, stage_of)[stage]
-    return f"{size(need)} of memory on stage {stage}" + ("" if proved else " (fewer may do)")
+    text = f"{readable_bytes(need)} of memory on stage {stage}"
+    return text if proved else f"{text} (fewer may do)"
 
 
 def _of_all_stages(problem: PartitionProblem, oracle: Oracle) -> str | None:
     """The least memory that is enough when every stage with a limit has as much."""
     limited = _limited(problem)
-    least, enough, proved = least_memory(problem, oracle)
-    if enough is None:
+    least, sufficient, proved = least_memory(problem, oracle)
+    if sufficient is None:
         return None
     where = "every stage" if len(limited) == len(problem.stages) else "every stage with a limit"
-    text = f"{size(enough)} of memory on {where}"
+    text = f"{readable_bytes(sufficient)} of memory on {where}"
     if not proved:
-        text += f" (less than {size(least)} cannot do)" if least else " (fewer may do)"
+        text += f" (less than {readable_bytes(least)} cannot do)" if least else " (fewer may do)"
     return text
 
 
@@ -314,21 +315,21 @@ def least_memory(problem: PartitionProblem, oracle: Oracle) -> tuple[int, int | 
         stage_of = oracle.assignment(free)
     if stage_of is None:
         return 0, None, True
-    enough = largest(stage_of)
+    sufficient = largest(stage_of)
     if proved:
-        return enough, enough, True
+        return sufficient, sufficient, True
     least = 0
     try:
-        while enough - least > CLOSE * enough:
-            middle = (least + enough) // 2
+        while sufficient - least > CLOSE * sufficient:
+            middle = (least + sufficient) // 2
             stage_of = oracle.assignment(problem.with_memory(dict.fromkeys(limited, middle)))
             if stage_of is None:
                 least = middle + 1
             else:
-                enough = largest(stage_of)
+                sufficient = largest(stage_of)
     except OutOfTimeError:
         pass
-    return least, enough, least == enough
+    return least, sufficient, least == sufficient
 
 
 def _left_out(problem: PartitionProblem, found: Conflict, oracle: Oracle) -> list[str]:
@@ -368,8 +369,8 @@ def memory_cost(stages: Collection[int]) -> Callable[[Segments], Cost]:
     return of
 
 
-def size(num_bytes: int) -> str:
-    """To be pasted, and with three digits to be read."""
+def readable_bytes(num_bytes: int) -> str:
+    """The exact number, to be pasted, and one of three digits."""
     exact = f"{num_bytes} bytes"
     return exact if num_bytes < 10_000 else f"{exact} ({format_bytes(math.ceil(num_bytes))})"
 

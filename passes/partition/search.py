@@ -166,16 +166,16 @@ def solve(
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
-    segments = cut(search)
+    segments = cut_by_program(search)
     if search.best is None and thorough:
-        find(search)
-    for step in (_improve, look, _bound, *((prove,) if thorough else ())):
+        find_any(search)
+    for step in (_improve, evaluate_all, _bound, *((prove,) if thorough else ())):
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
 
 
-def cut(search: Search) -> Segments:
+def cut_by_program(search: Search) -> Segments:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
     Very large problems get a plan from a coarse model first, which is all when time is short.
@@ -184,7 +184,7 @@ def cut(search: Search) -> Segments:
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
         segments = Segments.build(quick, prefixes(quick, FIRST + 1, search.seed, budget))
-        run(search, segments, None)
+        run_program(search, segments, None)
         if search.late and search.best is not None:
             return segments
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
@@ -193,13 +193,13 @@ def cut(search: Search) -> Segments:
     chosen = ideals or prefixes(small, limit, search.seed, budget)
     segments = Segments.build(small, chosen, complete=ideals is not None)
     try:
-        run(search, segments, None if search.best is None else budget)
+        run_program(search, segments, None if search.best is None else budget)
     except OutOfTimeError:
         return segments
     return segments
 
 
-def run(search: Search, segments: Segments, budget: Budget | None) -> None:
+def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
     """Offer the dynamic program's plans; its value is a bound when the ideals are complete.
 
     Raises:
@@ -228,7 +228,7 @@ def run(search: Search, segments: Segments, budget: Budget | None) -> None:
                 search.offer(found[1], segments.model)
 
 
-def find(search: Search) -> None:
+def find_any(search: Search) -> None:
     """No plan yet: let CP-SAT look for any."""
     model = search.model
     if search.impossible or search.late or _too_large(model):
@@ -243,7 +243,7 @@ def find(search: Search) -> None:
         search.offer(groups)
 
 
-def look(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
+def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
     """Evaluate every assignment that the bound leaves, when they are at most `most`."""
     if segments.model is not search.model or not segments.complete:
         return

@@ -99,12 +99,12 @@ class Segments:
     ) -> Matrix:
         """What a stage holds that has so many of everything; `updated`: bytes per owned byte."""
         counts = versions, updated, 1, saved, received, returned, 1
-        parts = (n * table[rows] for n, table in zip(counts, self.held, strict=True) if n)
+        parts = (n * table[rows] for n, table in zip(counts, self.byte_tables, strict=True) if n)
         total: Matrix = sum(parts)  # type: ignore[assignment]
         return total
 
     @property
-    def held(self) -> tuple[Matrix, ...]:
+    def byte_tables(self) -> tuple[Matrix, ...]:
         """Bytes: trainable, owned (shared ones by their first holder), frozen, saved, received,
         gradients of what is sent, and workspace."""
         return self._features.memory(self.model, self.inside)

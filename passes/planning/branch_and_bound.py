@@ -5,11 +5,11 @@ cluster's ranks with some replica counts; the branch of the least bound goes fir
 all work on all devices, then that of the dynamic program over ideals and replicas, then that of
 the candidate which comes next.  A branch of one rank a stage first has the sharper bounds and the
 candidate of `passes.partition.search`; where only the cut is open, this is the only branch, and
-that search goes on until its proof.  Where memory has limits a candidate is drawn as the plan that
-would be returned, and dropped where a ledger of that plan exceeds them.  That takes long: those
-that do not fit as far as rules tell are drawn last, and only if they are faster than what was
-found.  The search ends when no branch is left whose bound is below the best, or with what there is
-when its budget is spent.
+that search goes on until its proof.  Where memory has limits a candidate is made into the plan
+that would be returned, and dropped where a ledger of that plan exceeds them.  That takes long:
+those that do not fit by the graph-free estimate come last, and only if they are faster than what
+was found.  The search ends when no branch is left whose bound is below the best, or with what
+there is when its budget is spent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.pipelines import (
-    Ground,
     Pipelines,
+    PreparedProblem,
     exceeds,
     limited,
     neighbours,
@@ -39,7 +39,7 @@ from pdcompile.passes.partition.space.pipelines import (
 from pdcompile.passes.partition.space.search_branches import Branch, branches
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
-from pdcompile.passes.planning.draft import draft
+from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
@@ -84,7 +84,7 @@ class PlanSearch:
     doubtful: list[tuple[float, Candidate]] = field(default_factory=list)  # step seconds
     tried: float = 0.0  # candidates that were simulated
     seen: set[Candidate] = field(default_factory=set)
-    grounds: dict[int, Ground] = field(default_factory=dict)
+    prepared: dict[int, PreparedProblem] = field(default_factory=dict)
 
     def run(self) -> None:
         """Search until nothing is left or the budget is spent."""
@@ -93,7 +93,7 @@ class PlanSearch:
 
     def _branch_and_bound(self) -> None:
         ticket = count()
-        every = branches(self.cluster, self.space, self.training, self._ground)
+        every = branches(self.cluster, self.space, self.training, self._prepared)
         heap = [(branch.bound, next(ticket), branch) for branch in every]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._below():
@@ -111,7 +111,7 @@ class PlanSearch:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
     def _settle(self) -> None:
-        """Draw the candidates that were put off, the fastest first."""
+        """Judge the candidates that were put off, the fastest first."""
         doubtful = deque(sorted(self.doubtful, key=lambda one: one[0]))
         while doubtful and doubtful[0][0] < self._below():
             if self._spent(SETTLING):
@@ -129,11 +129,11 @@ class PlanSearch:
         left, moved = MAX_MOVES, True
         while self.found and moved and self.floor < self._below() * (1 - EQUAL):
             moved, best = False, self.found[-1][1]
-            ground = self._ground(best.setting.num_microbatches)
+            prepared = self._prepared(best.setting.num_microbatches)
             ranks = tuple(rank for ranks in best.ranks for rank in ranks)
-            branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, ground)
+            branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, prepared)
             decide = len(set(self.space.recompute)) > 1
-            for one in neighbours(ground, self.cluster, best, decide=decide):
+            for one in neighbours(prepared, self.cluster, best, decide=decide):
                 left -= 1
                 if left < 0 or self.budget.late:
                     return
@@ -153,14 +153,14 @@ class PlanSearch:
 
     # -- problems ----------------------------------------------------------------------------
 
-    def _ground(self, m: int) -> Ground:
-        if m not in self.grounds:
+    def _prepared(self, m: int) -> PreparedProblem:
+        if m not in self.prepared:
             most, wanted = len(self.cluster.devices), self.space.stages
             problem = self.problem_at(m)
             _refuse_numbers(self.space, problem)
             tables = most * len(self.space.menu(most)) * (wanted or 1)
-            self.grounds[m] = Ground(problem, tables, wanted, self.seed)
-        return self.grounds[m]
+            self.prepared[m] = PreparedProblem(problem, tables, wanted, self.seed)
+        return self.prepared[m]
 
     # -- candidates --------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class PlanSearch:
             return
         pipelines = branch.pipelines(self.space)
         bound = pipelines.bound() * branch.scale
-        if branch.ground.complete:
+        if branch.prepared.complete:
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self._below():
             self._unfinished(branch.bound, "only some of the cuts of so large a model were tried")
@@ -226,7 +226,7 @@ class PlanSearch:
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
-        if branch.ground.complete or bound == math.inf:
+        if branch.prepared.complete or bound == math.inf:
             branch.bound = max(branch.bound, bound * branch.scale)
         self._try(branch, candidate)
 
@@ -236,9 +236,9 @@ class PlanSearch:
         if candidate is None or candidate in self.seen:
             return candidate is not None
         self.seen.add(candidate)
-        problem = branch.ground.problem
+        problem = branch.prepared.problem
         limit = self._below() / branch.scale
-        seconds, fits = timed(problem, self.cluster, candidate, limit, self._ruled)
+        seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
         if seconds >= limit:
             return True
         self.tried += 1
@@ -248,10 +248,10 @@ class PlanSearch:
         return False
 
     def _judge(self, seconds: float, candidate: Candidate) -> bool:
-        """Make it the best if it is: drawn as a plan, it keeps the limits, else False."""
+        """Make it the best if it is; False where its plan exceeds a limit on memory."""
         if seconds >= self._below():
             return True
-        if limited(self.cluster) and exceeds(self._held(candidate), self.cluster):
+        if limited(self.cluster) and exceeds(self._ledgers(candidate), self.cluster):
             return False
         self.found.append((seconds, candidate))
         self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
@@ -259,17 +259,17 @@ class PlanSearch:
 
     # -- plans -------------------------------------------------------------------------------
 
-    def _held(self, candidate: Candidate) -> Sequence[MemoryLedger]:
+    def _ledgers(self, candidate: Candidate) -> Sequence[MemoryLedger]:
         """What every rank holds, by the ledgers of the plan that would be returned."""
-        problem = self._ground(candidate.setting.num_microbatches).problem
+        problem = self._prepared(candidate.setting.num_microbatches).problem
         told = self._plan(problem, candidate).forecast
         assert told is not None
         return told.ledgers
 
-    def _ruled(self, candidate: Candidate) -> Sequence[Resident]:
+    def _residents(self, candidate: Candidate) -> Sequence[Resident]:
         """What each stage holds, added up from its ops, which is quick."""
         m = candidate.setting.num_microbatches
-        graph, items = self.graph_at(m), self._ground(m).problem.items
+        graph, items = self.graph_at(m), self._prepared(m).problem.items
         pairs = zip(items, candidate.stage_of, strict=True)
         stage_of = {name: s for item, s in pairs for name in item.ops}
         b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
@@ -278,7 +278,7 @@ class PlanSearch:
 
     def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
         graph = self.graph_at(candidate.setting.num_microbatches)
-        return draft(graph, problem, candidate, self.training, self.cluster)
+        return candidate_plan(graph, problem, candidate, self.training, self.cluster)
 
     def result(self) -> Plan:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
@@ -288,12 +288,12 @@ class PlanSearch:
             if self.budget.stopped:
                 raise KeyboardInterrupt
             raise no_plan(
-                self.grounds, self.cluster, self.space, self.training,
+                self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
         seconds, candidate = self.found[-1]
         setting = candidate.setting
-        problem = self.grounds[setting.num_microbatches].problem
+        problem = self.prepared[setting.num_microbatches].problem
         plan = self._plan(problem, candidate)
         broken = violations(problem, self.cluster, candidate)
         assert plan.forecast is not None

@@ -41,13 +41,13 @@ def plan_of(
     found: Evaluation,
     training: Training,
     *,
-    held: Sequence[Resident] = (),
+    residents: Sequence[Resident] = (),
     merge: bool = False,
 ) -> Plan:
     """A plan of an assignment, without certificate, cluster and forecast.
 
     Args:
-        held: what each stage is said to hold; that of its items counts where it is more.
+        residents: what each stage holds by its ops; that of its items counts where it is more.
         merge: make one edge of values with the same stages.
     """
     problem, stage_of, on = found.problem, found.stage_of, found.deployment
@@ -57,6 +57,9 @@ def plan_of(
         shared = [one for one in problem.shared if any(stage_of[i] == s for i in one.items)]
         forward, saved = found.times.forward[s], sum(item.saved_bytes for item in items)
         workspace = max((item.workspace_bytes for item in items), default=0)
+        if residents:
+            saved = max(saved, residents[s].saved_bytes)
+            workspace = max(workspace, residents[s].workspace_bytes)
         stages.append(
             StagePlan(
                 index=s,
@@ -69,8 +72,8 @@ def plan_of(
                 parameter_bytes=sum(i.parameter_bytes for i in items)
                 + sum(p.bytes for p in shared),
                 trainable_bytes=found.trainable(s),
-                saved_bytes=max(saved, held[s].saved_bytes) if held else saved,
-                workspace_bytes=max(workspace, held[s].workspace_bytes) if held else workspace,
+                saved_bytes=saved,
+                workspace_bytes=workspace,
                 recompute=on.recompute[s],
                 step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
             )

@@ -110,7 +110,7 @@ def whatif(
     changed, training, cluster, notes = changed_problem(plan, change, now)
     known = plan.forecast if _same_memory(plan, problem, changed, training) else None
 
-    def drawn(stages: tuple[int, ...], certificate: Certificate) -> Plan:
+    def planned(stages: tuple[int, ...], certificate: Certificate) -> Plan:
         found = straight_plan_of(changed, stages, certificate, training, cluster)
         if known is not None and found.forecast is not None and stages == stage_of:
             return replace(found, forecast=replace(found.forecast, ledgers=known.ledgers))
@@ -120,9 +120,9 @@ def whatif(
         best, certificate = partition(
             limited, time_limit=time_limit, seed=training.seed, progress=progress
         )
-        return drawn(best.stage_of, certificate), best
+        return planned(best.stage_of, certificate), best
 
-    own, wrong = _own_cut(changed, stage_of, drawn, plan.certificate)
+    own, wrong = _own_cut(changed, stage_of, planned, plan.certificate)
     kept = None if own is None else own.certificate.objective_seconds
     try:
         after = within_ledgers(changed, solve)
@@ -145,7 +145,7 @@ def whatif(
 def _own_cut(
     changed: PartitionProblem,
     stage_of: tuple[int, ...],
-    drawn: Callable[[tuple[int, ...], Certificate], Plan],
+    planned: Callable[[tuple[int, ...], Certificate], Plan],
     certificate: Certificate,
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan's own cut under the changed limits, or what it would break."""
@@ -154,7 +154,7 @@ def _own_cut(
     if wrong := broken(changed, stage_of):
         return None, tuple(wrong)
     objective = measure(changed, stage_of).objective
-    found = drawn(stage_of, replace(certificate, objective_seconds=objective, bound_seconds=0.0))
+    found = planned(stage_of, replace(certificate, objective_seconds=objective, bound_seconds=0.0))
     over = excess(changed, found) if found.forecast is not None else {}
     if over:
         return None, tuple(

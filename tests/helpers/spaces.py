@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition.space.candidates import evaluation, violations
-from pdcompile.passes.partition.space.pipelines import Ground, Pipelines, exceeds, limited, timed
+from pdcompile.passes.partition.space.pipelines import (
+    Pipelines,
+    PreparedProblem,
+    exceeds,
+    limited,
+    timed,
+)
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import MemoryLedger
@@ -148,9 +154,9 @@ def best(
 
     It uses exactly these ranks.  `exactly`: by `seconds_of`, else by the closed form alone.
     """
-    ground = Ground(problem, len(ranks) * len(counts) * len(set(space.recompute)))
+    prepared = PreparedProblem(problem, len(ranks) * len(counts) * len(set(space.recompute)))
     pipelines = Pipelines(
-        ground, space, setting, Seats(cluster, ranks), counts, stages=space.stages
+        prepared, space, setting, Seats(cluster, ranks), counts, stages=space.stages
     )
     if pipelines.bound() == float("inf"):
         return None

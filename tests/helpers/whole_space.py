@@ -14,7 +14,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.planning.branch_and_bound import best_plan
-from pdcompile.passes.planning.draft import draft
+from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.plan import MemoryLedger, Plan, Training, check
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -60,7 +60,8 @@ class WholeSpace:
 
     def plan(self, candidate: Candidate) -> Plan:
         m = candidate.setting.num_microbatches
-        return draft(self.graph_at(m), self.problem(m), candidate, self.training, self.cluster)
+        graph, problem = self.graph_at(m), self.problem(m)
+        return candidate_plan(graph, problem, candidate, self.training, self.cluster)
 
     def candidates(self) -> Iterator[tuple[PartitionProblem, Candidate]]:
         space, ranks = self.space, range(len(self.cluster.devices))

@@ -195,7 +195,7 @@ class Matrices:
         """Seconds per microbatch of the stage's all-reduce."""
         if r == 1:
             return np.zeros((1, 1))
-        once = ring_seconds(seats.ring(p, r), self.segments.held[0][rows], r)
+        once = ring_seconds(seats.ring(p, r), self.segments.byte_tables[0][rows], r)
         result: Matrix = once / self.setting.num_microbatches
         return result
 

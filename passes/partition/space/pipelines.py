@@ -32,7 +32,7 @@ from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
-Held = Callable[[Candidate], Sequence[Resident]]
+Residents = Callable[[Candidate], Sequence[Resident]]
 """What every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
@@ -40,7 +40,7 @@ MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
 @dataclass
-class Ground:
+class PreparedProblem:
     """A problem prepared for the search: its coarse graph, and the ideals of that, on first use.
 
     `complete`: these are all ideals of the whole graph, so that what is bounded is bounded.
@@ -100,12 +100,14 @@ class Ground:
         return max(item.forward_seconds + item.backward_seconds for item in self.problem.items)
 
 
-def simple_bound(ground: Ground, space: SearchSpace, setting: Setting, seats: Seats) -> float:
+def simple_bound(
+    prepared: PreparedProblem, space: SearchSpace, setting: Setting, seats: Seats
+) -> float:
     """All work on all devices at full speed; in the units of `Pipelines.bound`."""
     speed = float(sum(seats.cluster.devices[rank].speed for rank in seats.ranks))
-    seconds = ground.work / speed
+    seconds = prepared.work / speed
     if space.replicas == "1":
-        seconds = max(seconds, ground.largest / seats.fastest)
+        seconds = max(seconds, prepared.largest / seats.fastest)
     m = 1 if kind_of(setting.schedule).stream else setting.num_microbatches
     return seconds * m * (1 - 1e-12)
 
@@ -115,7 +117,7 @@ class Pipelines:
 
     def __init__(
         self,
-        ground: Ground,
+        prepared: PreparedProblem,
         space: SearchSpace,
         setting: Setting,
         seats: Seats,
@@ -125,18 +127,18 @@ class Pipelines:
         likely: bool = False,
     ):
         """`stages`: how many; `likely`: by load, with the depths that are likely, not by bound."""
-        self.ground, self.setting, self.seats = ground, setting, seats
+        self.prepared, self.setting, self.seats = prepared, setting, seats
         self.decide = len(set(space.recompute)) > 1
         matrices = Matrices(
-            ground.segments,
+            prepared.segments,
             setting,
             straight=counts == (1,),
             recompute=space.recompute,
-            last=ground.last,
+            last=prepared.last,
             full_duplex=all(level.full_duplex for level in seats.cluster.levels),
             bounding=not likely,
         )
-        numbered = ground.model.num_stages == stages and stages is not None
+        numbered = prepared.model.num_stages == stages and stages is not None
         menu = tuple(
             StageOption(r, again) for r in counts for again in sorted(set(space.recompute))
         )
@@ -155,7 +157,7 @@ class Pipelines:
         One that lacks memory at its depths, which are known only now, is tried with recomputing
         stages right away; it comes again when its own bound has its turn.
         """
-        problem, cluster = self.ground.problem, self.seats.cluster
+        problem, cluster = self.prepared.problem, self.seats.cluster
         for bound, pieces in self.chains.enumerate(below):
             candidate = self._candidate(pieces)
             if self.decide:
@@ -164,7 +166,7 @@ class Pipelines:
             yield bound * (1 - 1e-12), candidate if not broken else None
 
     def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
-        model, ideals = self.ground.model, self.ground.segments.ideals
+        model, ideals = self.prepared.model, self.prepared.segments.ideals
         groups = [0] * model.num_groups
         for s, piece in enumerate(pieces):
             held = ideals[piece.end] & ~ideals[piece.begin]
@@ -203,14 +205,14 @@ def timed(
     cluster: Cluster,
     candidate: Candidate,
     below: float = float("inf"),
-    held: Held | None = None,
+    residents: Residents | None = None,
 ) -> tuple[float, bool]:
     """The objective of a candidate, and whether its graph-free plan fits into the memory there is.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
     none.  Memory is looked at where the seconds are `below` a limit, so that it matters; a stage
-    of that plan saves what its items do, or what it is said to have `held` where that is more.
+    of that plan saves what its items do, or what `residents` says where that is more.
     """
     found = evaluation(problem, cluster, candidate)
     forecast = cache(lambda: simulated(found, candidate, cluster))
@@ -220,14 +222,14 @@ def timed(
     if not (seconds < below and limited(cluster)):
         return seconds, True
     fits = not exceeds(forecast().ledgers, cluster)
-    if fits and held is not None:
-        told = simulated(found, candidate, cluster, held(candidate))
+    if fits and residents is not None:
+        told = simulated(found, candidate, cluster, residents(candidate))
         fits = not exceeds(told.ledgers, cluster)
     return seconds, fits
 
 
 def simulated(
-    found: Evaluation, candidate: Candidate, cluster: Cluster, held: Sequence[Resident] = ()
+    found: Evaluation, candidate: Candidate, cluster: Cluster, residents: Sequence[Resident] = ()
 ) -> Forecast:
     """What the simulator says of a candidate: seconds of a step in steady state, ledgers.
 
@@ -245,7 +247,7 @@ def simulated(
         step=setting.step,
     )
     merge = not any(level.latency_seconds for level in cluster.levels)
-    plan = plan_of(found, training, held=held, merge=merge)
+    plan = plan_of(found, training, residents=residents, merge=merge)
     return simulate(plan, links=cache(cluster.level_between), timeline=False).forecast
 
 
@@ -263,7 +265,7 @@ def exceeds(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> bool:
 
 
 def neighbours(
-    ground: Ground, cluster: Cluster, candidate: Candidate, *, decide: bool
+    prepared: PreparedProblem, cluster: Cluster, candidate: Candidate, *, decide: bool
 ) -> Iterator[Candidate]:
     """All that break nothing, the candidate itself not among them.
 
@@ -271,22 +273,24 @@ def neighbours(
     nowhere else.
     """
     seen = {candidate}
-    for one in _cuts(ground, candidate):
-        for variant in _variants(ground, cluster, one) if decide else (one,):
-            if variant not in seen and not violations(ground.problem, cluster, variant):
+    for one in _cuts(prepared, candidate):
+        for variant in _variants(prepared, cluster, one) if decide else (one,):
+            if variant not in seen and not violations(prepared.problem, cluster, variant):
                 seen.add(variant)
                 yield variant
 
 
-def _variants(ground: Ground, cluster: Cluster, candidate: Candidate) -> Iterator[Candidate]:
+def _variants(
+    prepared: PreparedProblem, cluster: Cluster, candidate: Candidate
+) -> Iterator[Candidate]:
     bare = tuple(StageOption(option.replicas) for option in candidate.options)
     for options in (bare, candidate.options):
-        yield recomputing(ground.problem, cluster, replace(candidate, options=options))
+        yield recomputing(prepared.problem, cluster, replace(candidate, options=options))
 
 
-def _cuts(ground: Ground, candidate: Candidate) -> Iterator[Candidate]:
+def _cuts(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate, and its cut with one group over one boundary."""
-    model = ground.model
+    model = prepared.model
     yield candidate
     stage = [candidate.stage_of[members[0]] for members in model.members]
     for v, t in single_moves(model.arcs, stage):

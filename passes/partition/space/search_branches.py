@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.passes.partition.space.pipelines import Ground, Pipelines, simple_bound
+from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
@@ -24,7 +24,7 @@ class Branch:
     seats: Seats
     counts: tuple[int, ...]
     stages: int | None
-    ground: Ground
+    prepared: PreparedProblem
     bound: float = 0.0
     candidates: Iterator[tuple[float, Candidate | None]] | None = None
 
@@ -49,7 +49,7 @@ class Branch:
 
         Also where a message that skips stages may be faster than over all links on its way.
         """
-        setting, ranks, problem = self.setting, self.seats.ranks, self.ground.problem
+        setting, ranks, problem = self.setting, self.seats.ranks, self.prepared.problem
         if self.counts != (1,) or set(space.recompute) != {False}:
             return None
         if not space.in_order:
@@ -80,7 +80,7 @@ class Branch:
     def pipelines(self, space: SearchSpace, *, likely: bool = False) -> Pipelines:
         """All candidates of the branch."""
         return Pipelines(
-            self.ground,
+            self.prepared,
             space,
             self.setting,
             self.seats,
@@ -99,16 +99,16 @@ def branches(
     cluster: Cluster,
     space: SearchSpace,
     training: Training,
-    ground_at: Callable[[int], Ground],
+    prepared_at: Callable[[int], PreparedProblem],
 ) -> Iterator[Branch]:
     """Every setting with every order of devices, number of used ones, and replica counts."""
-    cap = ground_at(space.microbatches[0]).problem.max_stages
+    cap = prepared_at(space.microbatches[0]).problem.max_stages
     for ranks, counts, stages in _shapes(cluster, space, cap):
         seats = Seats(cluster, ranks)
         for setting in _settings(space, training, len(ranks)):
-            ground = ground_at(setting.num_microbatches)
-            branch = Branch(setting, seats, counts, stages, ground)
-            branch.bound = simple_bound(ground, space, setting, seats) * branch.scale
+            prepared = prepared_at(setting.num_microbatches)
+            branch = Branch(setting, seats, counts, stages, prepared)
+            branch.bound = simple_bound(prepared, space, setting, seats) * branch.scale
             yield branch
 
 

@@ -17,7 +17,7 @@ from pdcompile.passes.partition.infeasible import EXPLAIN_SECONDS
 from pdcompile.passes.partition.segments import Matrix
 from pdcompile.passes.partition.space.chains import Chains
 from pdcompile.passes.partition.space.matrices import Matrices
-from pdcompile.passes.partition.space.pipelines import Ground, limited
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem.space import SearchSpace, Setting, StageOption
@@ -38,7 +38,7 @@ class Shares(Matrices):
 
 
 def no_plan(
-    grounds: Mapping[int, Ground],
+    problems: Mapping[int, PreparedProblem],
     cluster: Cluster,
     space: SearchSpace,
     training: Training,
@@ -51,7 +51,7 @@ def no_plan(
         unproved: why the search says nothing of what it has not found; empty: it exhausted the
             space.  What the formula alone rules out is proved without a search.
     """
-    least = least_share(grounds, cluster, space, training)
+    least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share
     more = [] if True in space.recompute else ["recomputation (--recompute auto)"]
     more += [] if space.replicas == "any" else ["replicas (--replicas any)"]
@@ -110,7 +110,10 @@ class Least(NamedTuple):
 
 
 def least_share(
-    grounds: Mapping[int, Ground], cluster: Cluster, space: SearchSpace, training: Training
+    problems: Mapping[int, PreparedProblem],
+    cluster: Cluster,
+    space: SearchSpace,
+    training: Training,
 ) -> Least:
     """Over all settings, as if all devices were as large as the largest."""
     limits = [device.memory_bytes for device in cluster.devices]
@@ -118,9 +121,9 @@ def least_share(
     same = tuple(replace(device, memory_bytes=most) for device in cluster.devices)
     alike = replace(cluster, devices=same)
     best, what = math.inf, ""
-    proved = all(ground.complete for ground in grounds.values())
+    proved = all(prepared.complete for prepared in problems.values())
     budget, again = Budget(EXPLAIN_SECONDS), max(space.recompute)  # which takes less memory
-    cases = product(sorted(grounds), space.schedules, space.extra_warmup, range(1, len(same) + 1))
+    cases = product(sorted(problems), space.schedules, space.extra_warmup, range(1, len(same) + 1))
     for m, schedule, extra, used in cases:
         if budget.late:
             proved = False
@@ -128,8 +131,8 @@ def least_share(
         setting = Setting(
             schedule, m, extra, training.optimizer_factor, training.max_grad_norm is not None
         )
-        ground, straight = grounds[m], space.replicas == "1"
-        shares = Shares(ground.segments, setting, straight, space.recompute, ground.last)
+        prepared, straight = problems[m], space.replicas == "1"
+        shares = Shares(prepared.segments, setting, straight, space.recompute, prepared.last)
         menu = tuple(StageOption(r, again) for r in space.counts(used))
         found = Chains(shares, Seats(alike, tuple(range(used))), menu, space.stages).solve()
         if found < best:

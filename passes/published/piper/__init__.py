@@ -118,12 +118,12 @@ class _Solve:
         orders = orders_of(self.problem, self.seed)
         full = (1 << len(self.problem.nodes)) - 1
         idle = 0
-        for turn in range(ROUNDS):
+        for number in range(ROUNDS):
             if self.budget.late or not self._open() or idle > 2:
                 return
             assert self.best is not None
             before = self.best.objective
-            near = ideals_around(self.problem, self.best.masks, orders[turn % len(orders)], REACH)
+            near = ideals_around(self.problem, self.best.masks, orders[number % len(orders)], REACH)
             space = Space(self.problem, lattice.smaller_first({0, full, *near}))
             stages = self._below(space, self.best.objective)
             if stages is None:
@@ -255,15 +255,15 @@ class _Solve:
         # The stages of `least` fit into the limit with one microbatch in flight; now all are asked.
         roomy = Space(replace(problem, memory_bytes=math.inf), self.least.space.masks)
         least = LeastMemory(roomy, self._all(roomy))
-        enough = least.chain(math.inf)
+        unlimited = least.chain(math.inf)
         # A chain of least bytes has too many in flight for the grid of numbers.
         proved = complete or math.isinf(self.lower)
         proved &= self.least.chain(problem.memory_bytes) is None
         if not proved:
             reason = f"no plan was found in which {problem.devices} devices of {limit} hold all "
             reason += "nodes, and it is not proved that there is none"
-        if enough is not None:
-            helps = math.ceil(least.enough(enough[1]))
+        if unlimited is not None:
+            helps = math.ceil(least.least_limit(unlimited[1]))
             return self._without(proved, f"{reason}; {helps} bytes on each device would be enough")
         return self._without(
             proved,

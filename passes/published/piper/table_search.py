@@ -247,14 +247,14 @@ class LeastMemory:
             if mask >> v & 1 and item is not None
         )
 
-    def enough(self, fits: float) -> float:
-        """The least limit, to a millionth, with which there is a plan; `fits` is enough."""
+    def least_limit(self, known: float) -> float:
+        """The least limit, to a millionth, that has a plan; `known` is one that has."""
 
         def attempt(limit: float) -> tuple[float, None] | None:
             found = self.chain(limit)
             return None if found is None else (found[1], None)
 
-        return smallest_threshold(attempt, 0.0, fits, exact=1e-6)[1]
+        return smallest_threshold(attempt, 0.0, known, exact=1e-6)[1]
 
     def _flights(self, along: Floats, rows: NDArray[np.int64], limit: float) -> NDArray[np.int64]:
         number = rows.shape[1]

@@ -99,15 +99,15 @@ def solve(
     budget: Budget,
     seed: int = 0,
     report: Report | None = None,
-    enough: float = -math.inf,
+    stop_at: float = -math.inf,
 ) -> PlacementFound:
     """The best placement, or the best within the budget.
 
     Args:
         report: called with (objective or None, bound) whenever either improves.
-        enough: an objective at which the search may stop.
+        stop_at: an objective at which the search may stop.
     """
-    search = ExactSearch(without_zeros(problem), budget, seed, report, enough)
+    search = ExactSearch(without_zeros(problem), budget, seed, report, stop_at)
     search.run()
     placement = search.best
     if placement is not None:
@@ -217,26 +217,26 @@ class ExactSearch(PlacementSearch):
         budget: Budget,
         seed: int,
         report: Report | None,
-        enough: float,
+        stop_at: float,
     ) -> None:
         super().__init__(problem, budget, seed, report)
-        self.enough = enough
+        self.stop_at = stop_at
 
     @property
     def done(self) -> bool:
         if math.isinf(self.bound):
             return True
-        if self.enough > -math.inf:  # a decision, which has no tolerance
-            return self.upper <= self.enough or self.bound > self.enough
+        if self.stop_at > -math.inf:  # a decision, which has no tolerance
+            return self.upper <= self.stop_at or self.bound > self.stop_at
         return self.closed
 
     @property
     def sought(self) -> float:
         """Placements above this are of no interest; positive."""
-        if self.enough == -math.inf:
+        if self.stop_at == -math.inf:
             return self.upper
         least = min((s for row in self.problem.seconds for s in row if s > 0), default=1.0)
-        return min(self.upper, max(self.enough * (1 + CLOSED), least / 2))
+        return min(self.upper, max(self.stop_at * (1 + CLOSED), least / 2))
 
     def run(self) -> None:
         if self.done:
@@ -247,17 +247,17 @@ class ExactSearch(PlacementSearch):
         found = self.listed()
         if found is None or len(found) > FEW:
             # Incumbents are what the program over many ideals, and ranges, are pruned with.
-            if self.enough == -math.inf:
+            if self.stop_at == -math.inf:
                 self.linear(self.orders(ROUNDS))
                 if self.best is None:
-                    self.fit()
+                    self.memory_alone()
                 if self.best is None:
                     return
             self.near()
         if self.done or self.budget.late or (found is not None and self.ideals(found)):
             return
-        if self.best is None and self.enough == -math.inf:
-            self.fit()
+        if self.best is None and self.stop_at == -math.inf:
+            self.memory_alone()
         if self.best is not None and not self.done:
             self.integer_program()
 
@@ -277,21 +277,21 @@ class ExactSearch(PlacementSearch):
         base = lattice.levels(self.before, self.after)
         rng = Random(seed)
         far = 4.0 * (len(stage_of) + 1)
-        for turn in range(NEAR):
-            noise = (1, 3, 10)[turn // 2 % 3]
+        for number in range(NEAR):
+            noise = (1, 3, 10)[number // 2 % 3]
             priority = [
                 far * s + x + noise * rng.random()
-                for s, x in zip(stage_of, base[turn % 2], strict=True)
+                for s, x in zip(stage_of, base[number % 2], strict=True)
             ]
             yield lattice.by_priority(self.before, self.after, priority)
 
     def near(self) -> None:
         """Orders through the cuts of the incumbent, as long as they improve it."""
-        for turn in range(20):
+        for attempt in range(20):
             before = self.upper
             if self.best is None or self.budget.late or self.done:
                 return
-            self.linear(self.around(self.best.stage_of, self.seed + turn))
+            self.linear(self.around(self.best.stage_of, self.seed + attempt))
             if self.upper >= before * (1 - RESTART / 4):
                 return
 
@@ -318,10 +318,10 @@ class ExactSearch(PlacementSearch):
             self.offer(chain.placement)
         return self.done
 
-    def fit(self) -> None:
+    def memory_alone(self) -> None:
         """Memory alone, when no order has a placement: some placement, or the proof of none."""
         memory, limit = memory_problem(self.problem)
-        found = solve(memory, budget=self.budget, seed=self.seed, enough=limit)
+        found = solve(memory, budget=self.budget, seed=self.seed, stop_at=limit)
         if found.bound > limit * (1 + 1e-12):
             self.raise_bound(math.inf, f"least memory: {found.prover}")
         if found.placement is not None and not math.isinf(self.offer(found.placement)):
@@ -343,7 +343,7 @@ class ExactSearch(PlacementSearch):
                 offer=offer,
                 seed=self.seed,
                 effort=effort,
-                enough=max(self.enough, before * (1 - RESTART)),
+                stop_at=max(self.stop_at, before * (1 - RESTART)),
                 progress=lambda bound: self.raise_bound(bound, "CP-SAT"),
             )
             self.raise_bound(proof.bound, "CP-SAT over thresholds")
@@ -399,11 +399,11 @@ class LargeSearch(PlacementSearch):
         if not math.isfinite(self.upper):
             return False
         made = series(self.a, parts)
-        for turn in range(9):
+        for attempt in range(9):
             reach = self.upper * (1 + 1e-9)
             keep = useful(made, reach)
             chain = series_chain(made, reach, keep)
-            if chain is not None or self.budget.late or turn == 8:
+            if chain is not None or self.budget.late or attempt == 8:
                 break
             self.round()
         if chain is None:
@@ -442,10 +442,10 @@ class LargeSearch(PlacementSearch):
     def improve(self, rounds: int | None) -> None:
         """Random orders, half of them through the cuts of the best placement, until the budget
         is spent."""
-        turn = 0
-        while not self.closed and not self.budget.late and (rounds is None or turn < rounds):
+        done = 0
+        while not self.closed and not self.budget.late and (rounds is None or done < rounds):
             self.round()
-            turn += 1
+            done += 1
 
     def some_orders(self) -> Iterator[list[int]]:
         n, r = self.a.groups, self.random

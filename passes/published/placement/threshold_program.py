@@ -48,7 +48,7 @@ def prove(
     offer: Offer,
     seed: int = 0,
     effort: float = math.inf,
-    enough: float = -math.inf,
+    stop_at: float = -math.inf,
     progress: Callable[[float], object] = lambda _: None,
 ) -> PlacementProof:
     """Search for placements better than `upper` (by at least `BETTER`), offering each.
@@ -56,7 +56,7 @@ def prove(
     Args:
         upper: objective of a known placement, positive and finite; anything above it is cut off.
         effort: limit in CP-SAT's deterministic seconds, which are the same on every machine.
-        enough: an objective at which the search may stop.
+        stop_at: an objective at which the search may stop.
         progress: called with improved lower bounds.
     """
     model = ThresholdModel(problem, upper)
@@ -74,7 +74,7 @@ def prove(
             placement = model.read(value)
             objective = offer(placement)
             broken = placement if math.isinf(objective) else None
-            return broken is None and objective <= enough
+            return broken is None and objective <= stop_at
 
         solved = minimize(
             model.cp, budget, on_solution, seed=seed, effort=effort,

@@ -1,8 +1,4 @@
-"""Draft: a candidate of the planner's whole space as the plan that it would be.
-
-The search judges by the ledgers of this plan, and returns it: there is no second account of what
-a rank holds.
-"""
+"""The plan of a candidate: the search judges a candidate by its ledgers, and returns it."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
 
 
-def draft(
+def candidate_plan(
     graph: OpGraph,
     problem: PartitionProblem,
     candidate: Candidate,
