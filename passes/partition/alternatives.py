@@ -276,9 +276,9 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """What a relaxation would give: `objective_seconds` was found, nothing is below the bound.
+    """The result of a relaxation: `objective_seconds` was found, no plan is below the bound.
 
-    `status` "not tried": time was up, or `reason` says why it cannot be told.
+    `status` "not tried": time was up, or for the `reason` given.
     """
 
     kind: str

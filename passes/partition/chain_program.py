@@ -5,8 +5,8 @@ first to the last.  Going from one state to a later one is a stage, and each sta
 a menu of `Choices`.  Whoever knows the cost model fills the menu with the choices whose load is
 at most a threshold; nothing here knows what a load is.
 
-What couples the stages, besides the devices, is how much is in flight: the sum of the replicas
-of all later stages decides how many microbatches a stage holds, hence which choices it has.  So
+Stages are coupled by the devices and by what is in flight: the sum of the replicas of all later
+stages decides how many microbatches a stage holds, hence which choices it has.  So
 the suffix of a plan is described by (devices, replicas), and of two suffixes from one state the
 one with less of both is at least as good.  Few pairs are left at each state.
 """

@@ -322,8 +322,8 @@ class IntegerProgram:
         """(bound in seconds, assignment of groups).
 
         The bound is infinite when nothing satisfies the model; there is no assignment when none
-        was found in time.  Every solution on the way is offered, `bounded` is told of better
-        bounds.  With `first` the first solution ends the search.
+        was found in time.  Every solution on the way is offered, and `bounded` called with
+        better bounds.  With `first` the first solution ends the search.
         """
         if not self.x.possible:
             return math.inf, None

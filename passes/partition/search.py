@@ -103,7 +103,7 @@ class Search:
             self.progress(line)
 
 
-final_violations = violations  # the last word on every answer
+final_violations = violations  # every answer goes through it before it is returned
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
@@ -229,7 +229,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
 
 
 def find_any(search: Search) -> None:
-    """No plan yet: let CP-SAT look for any."""
+    """Looks for any plan by CP-SAT, where there is none yet."""
     model = search.model
     if search.impossible or search.late or _too_large(model):
         return
@@ -244,7 +244,7 @@ def find_any(search: Search) -> None:
 
 
 def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAINS) -> None:
-    """Evaluate every assignment that the bound leaves, when they are at most `most`."""
+    """Evaluates every assignment that the bound leaves, when they are at most `most`."""
     if segments.model is not search.model or not segments.complete:
         return
     flush = search.problem.objective == "flush"
@@ -265,7 +265,7 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
 
 
 def _bound(search: Search, segments: Segments) -> None:
-    """Groups in a row under a flush schedule: a bound by intervals, and what it comes across."""
+    """Bounds groups in a row under a flush schedule by intervals; offers the chains it finds."""
     if segments.model is search.model and applies(segments):
         bound, chains = ramp_bound(segments, search.bound, search.upper, search.budget)
         for groups in chains:
@@ -293,7 +293,7 @@ def _improve(search: Search, _: Segments) -> None:
 
 
 def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
-    """Tells of assignments that are no better than the best, where one path tells.
+    """A test for assignments that one path proves to be no better than the best.
 
     The best one's critical path is a chain in every assignment that has its hops.  To add it up
     takes far less than to walk through a schedule of many stages and microbatches.
@@ -334,13 +334,13 @@ def prove(search: Search, _: Segments | None = None) -> None:
         bounded(min(bound, search.upper))
         if bound == math.inf or groups is None:
             return
-        # Where no path tells the model what an assignment costs (long hops, half duplex), it has
-        # been evaluated all the same: go on without it.
-        told = 0
+        # Where no path bounds what an assignment costs (long hops, half duplex), forbid it: it has
+        # been evaluated.
+        added = 0
         if search.problem.objective == "flush":
             stages = map(search.model.items_of, visited)
-            told = sum(program.add_path(path_of(search.problem, one)) for one in stages)
-        if not told:
+            added = sum(program.add_path(path_of(search.problem, one)) for one in stages)
+        if not added:
             program.forbid(groups)
 
 

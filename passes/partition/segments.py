@@ -1,6 +1,6 @@
 """Costs of every stage that two ideals I ⊂ J can enclose, as matrices over pairs (I, J).
 
-What a stage J∖I sends and receives is decided by I and J alone, but for two things: how many
+I and J alone decide what a stage J∖I sends and receives, but for two things: how many
 stages consume a value that leaves it (counted once here) and the links of hops that skip stages
 (the neighbouring link is taken, which is at least as fast).  So the figures are exact for values
 with one consuming stage next door, and lower bounds always.

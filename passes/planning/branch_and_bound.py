@@ -260,14 +260,14 @@ class PlanSearch:
     # -- plans -------------------------------------------------------------------------------
 
     def _ledgers(self, candidate: Candidate) -> Sequence[MemoryLedger]:
-        """What every rank holds, by the ledgers of the plan that would be returned."""
+        """The ledgers of every rank, of the plan that would be returned."""
         problem = self._prepared(candidate.setting.num_microbatches).problem
-        told = self._plan(problem, candidate).forecast
-        assert told is not None
-        return told.ledgers
+        forecast = self._plan(problem, candidate).forecast
+        assert forecast is not None
+        return forecast.ledgers
 
     def _residents(self, candidate: Candidate) -> Sequence[Resident]:
-        """What each stage holds, added up from its ops, which is quick."""
+        """An estimate of what each stage holds, summed over its ops, which is quick."""
         m = candidate.setting.num_microbatches
         graph, items = self.graph_at(m), self._prepared(m).problem.items
         pairs = zip(items, candidate.stage_of, strict=True)
@@ -325,7 +325,7 @@ def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
 
 
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
-    """What the certificate speaks of, besides coarsening."""
+    """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
     parts = [str(space), RULES]
     if len(orders) > 1 and every_order:
@@ -334,7 +334,7 @@ def scope_of(space: SearchSpace, cluster: Cluster) -> str:
 
 
 def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
-    """What of a large cluster's space is never tried."""
+    """The parts of a large cluster's space that are never tried."""
     orders, every_order = arrangements(cluster)
     if not every_order:
         yield f"some orders of unlike devices ({len(orders)})"

@@ -5,8 +5,8 @@ instructions, also counts look-ahead receive slots, sends in flight and what the
 needs for a moment.  A plan has to keep both: the scope of its certificate says so.  Where a plan's
 ledger exceeds a device, that stage's limit is lowered and the problem is solved again.  The bound
 of the first solution stays the bound: it had the loosest limits, so nothing that keeps both can be
-better.  Where no lower limit leads to a plan, that is no proof that there is none; whoever asked
-is then told a limit under which a plan was found, by planning under it.
+better.  Where no lower limit leads to a plan, this does not prove that there is none; the error
+then names a limit under which a plan was found.
 """
 
 from __future__ import annotations

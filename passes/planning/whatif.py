@@ -244,7 +244,7 @@ def changed_problem(
 
 
 def _refuse_odd_ranks(plan: Plan) -> None:
-    """What position s offers is read off device s."""
+    """Refuses plans whose stage s is not on rank s: limits of position s are those of device s."""
     for s, stage in enumerate(plan.stages):
         if stage.ranks not in ((), (s,)):
             raise PlanError(
@@ -357,7 +357,7 @@ def _state(plan: Plan) -> SolvedScenario:
     uses = with_ledgers(plan, stage_uses(problem, stage_of))
     objective = measure(problem, stage_of).objective
     bound = min(certificate.bound_seconds, objective)
-    optimal = objective - bound <= OPTIMAL * objective  # of an edited plan the status is not so
+    optimal = objective - bound <= OPTIMAL * objective  # an edited plan has another status
     return SolvedScenario(
         training=plan.training,
         cluster=Cluster.from_toml(plan.cluster, where="cluster"),

@@ -1,6 +1,7 @@
-"""Solution: what the planner says of a problem that came from a file of somebody else's.
+"""Solution: the planner's answer to an imported problem.
 
-One form for all of them, printed as one JSON object by ``pdcompile plan --import … --json``.
+All kinds of imported problems share this form, which ``pdcompile plan --import … --json`` prints
+as one JSON object.
 """
 
 from __future__ import annotations

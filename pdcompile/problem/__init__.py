@@ -94,7 +94,7 @@ class MemoryRule:
         return held, received, self.returned[stage] if self.returned else 0
 
 
-#: the text of the one wish that is nobody's: what makes the loss or output is pinned
+#: the text of the wish that coarsening adds: what makes the loss or output is pinned
 OUTPUT_WISH = "the loss or output on the last stage"
 
 

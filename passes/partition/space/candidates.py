@@ -51,7 +51,7 @@ def _holding(candidate: Candidate, s: int) -> Holding:
 
 
 def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> list[str]:
-    """What a candidate breaks, in words; empty when it is allowed."""
+    """Rules that a candidate breaks, in words; empty when it is allowed."""
     flat = [rank for ranks in candidate.ranks for rank in ranks]
     found = [
         f"{option.replicas} replicas on ranks {list(ranks)}"

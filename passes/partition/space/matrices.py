@@ -157,7 +157,7 @@ class Matrices:
         return np.where(self._allowed(seats, p, option, rows), load, np.inf)
 
     def bound(self, seats: Seats, p: int, option: StageOption, rows: slice, load: Matrix) -> Matrix:
-        """What the candidate's objective is at least, given such a stage and its `load`.
+        """A lower bound of the objective of candidates with such a stage, given its `load`.
 
         Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
         those that are in flight.  With one seconds of the minibatch: what runs before, a

@@ -145,7 +145,7 @@ class Pipelines:
         self.chains = Chains(matrices, seats, menu, stages, numbered, likely)
 
     def bound(self) -> float:
-        """What all candidates cost at least (if the ideals are all), infinite if there is none.
+        """A lower bound of all candidates (if the ideals are all), infinite if there is none.
 
         Seconds per microbatch without a flush, seconds of a minibatch with one.
         """
@@ -223,15 +223,15 @@ def timed(
         return seconds, True
     fits = not exceeds(forecast().ledgers, cluster)
     if fits and residents is not None:
-        told = simulated(found, candidate, cluster, residents(candidate))
-        fits = not exceeds(told.ledgers, cluster)
+        by_ops = simulated(found, candidate, cluster, residents(candidate))
+        fits = not exceeds(by_ops.ledgers, cluster)
     return seconds, fits
 
 
 def simulated(
     found: Evaluation, candidate: Candidate, cluster: Cluster, residents: Sequence[Resident] = ()
 ) -> Forecast:
-    """What the simulator says of a candidate: seconds of a step in steady state, ledgers.
+    """The simulator's forecast for a candidate: seconds of a step in steady state, ledgers.
 
     Values with the same stages are one edge where links have no latency: the same seconds in
     fewer instructions.

@@ -45,11 +45,11 @@ def no_plan(
     *,
     unproved: Sequence[str],
 ) -> InfeasibleError:
-    """The error when there is no plan: why there can be none, or that none was found.
+    """The error when there is no plan: what does not fit and what would help, or none was found.
 
     Args:
-        unproved: why the search says nothing of what it has not found; empty: it exhausted the
-            space.  What the formula alone rules out is proved without a search.
+        unproved: why the search proves nothing about plans that it has not found; empty: it
+            exhausted the space.  The formula alone may prove that nothing fits.
     """
     least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share

@@ -175,7 +175,7 @@ def undominated(dag: Dag, lattice: Lattice, *, memory: bool) -> list[int]:
         for v in np.flatnonzero(free):
             without = np.flatnonzero(lattice.add[:, v] >= 0)
             having = lattice.add[without, v]
-            # The empty set stays the start of every chain: it is no cut, and has no image.
+            # The empty set stays: every chain starts with it.
             some = alive[without] & (without != 0)
             if some.any() and _maps(alive, bytes_at, without[some], having[some]):
                 alive[without[some]] = False

@@ -193,7 +193,7 @@ def device_seconds(problem: MenuProblem) -> float:
         return math.inf
     best = needs(1.0, 1.0) / fit
     for weight in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
-        # Twice the bound so far, until it is no bound; then halve the interval.
+        # Double the threshold until the devices suffice; then halve the interval.
         low, high = best, best
         while high > 0 and needs(weight, high) > fit and high < 1e300:
             low, high = high, 2 * high

@@ -101,7 +101,7 @@ def _answer(
     devices = devices_of(problem, groups, found.placement)
     if broken := violations(problem, devices):
         raise PlanError(
-            f"the placement found is none: {broken[0]}",
+            f"internal error: the placement found is not valid: {broken[0]}",
             remedy="report this file: the search and the check disagree",
         )
     loads = device_loads(problem, devices)

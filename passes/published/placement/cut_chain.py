@@ -3,7 +3,7 @@
 A chain of cuts c_0, c_1, …, c_m is a list of down-closed sets of groups, in an order in which no
 set comes before one that it contains; the prefixes of a linear order are one.  The stage from c_i
 to c_j is the difference of the two.  With n_e(c) pins of a value e inside a cut and
-A_t(c) = [n_e(c) ≥ t], a stage touches e when it is not so that n_e(c_i) = n_e(c_j), and holds all
+A_t(c) = [n_e(c) ≥ t], a stage touches e when n_e(c_i) ≠ n_e(c_j), and holds all
 of e when n_e(c_i) = 0 and n_e(c_j) = |e|:
 
     paid = Σ_{t<|e|} A_t(c_i)·A_{t+1}(c_j) − Σ_{t≥1} A_t(c_i) − A_{|e|}(c_j)·(1 − A_1(c_i))
@@ -104,7 +104,7 @@ def speeds(a: Arrays) -> Floats:
 
 NEVER = 1 << 40
 TOLERANCE = 1e-9
-MANY = 64  # combinations of devices of the smaller classes that are told apart
+MANY = 64  # combinations of devices of the smaller classes that are searched
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def simple_bound(problem: LoadProblem) -> float:
-    """No placement is better; inf when a group runs nowhere, or there is no device."""
+    """A lower bound of all placements; inf when a group runs nowhere, or there is no device."""
     kinds = [c for c, kind in enumerate(problem.classes) if kind.count]
     if not kinds:
         return math.inf

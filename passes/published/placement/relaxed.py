@@ -33,7 +33,13 @@ from pdcompile.passes.published.placement.cut_chain import (
     spans,
     speeds,
 )
-from pdcompile.passes.published.placement.series import Segment, Unlisted, block_of, steps_of_series
+from pdcompile.passes.published.placement.series import (
+    Segment,
+    Unlisted,
+    block_of,
+    put_block,
+    steps_of_series,
+)
 
 UNITS = 2.0**40  # integer capacities: of the sum of everything
 MOST_LINES = 24
@@ -270,7 +276,7 @@ def relaxed_chain(
         if s in wide:
             _inside_wide(moved, grown, begin, end, wide[s].stages)
         elif part.inside.shape[1]:
-            _inside_exact(moved, begin, block_of(exact, part, inner_values.get(s, [])))
+            put_block(moved, begin, block_of(exact, part, inner_values.get(s, [])))
     loads = []
     for c, kind in enumerate(a.classes):
         if not kind.count:
@@ -360,10 +366,3 @@ def _inside_wide(moved: Floats, grown: Floats, begin: int, end: int, known: Line
             if slope >= 0:  # more work, more cost: the least work counts
                 np.maximum(cost, offset + slope * work, out=cost)
         moved[i, :span] = cost
-
-
-def _inside_exact(moved: Floats, begin: int, block: Floats) -> None:
-    rows, columns = np.triu_indices(len(block), 1)
-    near = columns - rows <= moved.shape[1]
-    rows, columns = rows[near], columns[near]
-    moved[rows + begin, columns - rows - 1] = block[rows, columns]

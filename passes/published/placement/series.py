@@ -86,9 +86,7 @@ def segments(a: Arrays, most: int = MOST_IN_SEGMENT) -> list[Segment | Unlisted]
     found: list[Segment | Unlisted] = []
     budget = MOST_CUTS
     marks = anchors(a).tolist()
-    before: list[list[int]] = [[] for _ in range(a.groups)]
-    for source, target in zip(a.source.tolist(), a.target.tolist(), strict=True):
-        before[target].append(source)
+    before, _ = lattice.neighbours(a.groups, zip(a.source.tolist(), a.target.tolist(), strict=True))
     bounds = zip([0, *marks], [*marks, a.groups], strict=True)
     for number, (begin, end) in enumerate(bounds):
         interior = begin + (number > 0)
@@ -355,14 +353,18 @@ def block_of(a: Arrays, part: Segment, values: list[int]) -> Floats:
 
 def _overwrite(made: Series, keep: Ints, moved: Floats) -> None:
     """Put the costs of stages inside one segment into the band."""
-    width = moved.shape[1]
     bounds = np.searchsorted(keep, made.first)
     for s, block in made.blocks.items():
         low, high = int(bounds[s]), int(bounds[s + 1])
         if high - low < 2:
             continue
         chosen = keep[low:high] - int(made.first[s])
-        rows, columns = np.triu_indices(high - low, 1)
-        near = columns - rows <= width
-        rows, columns = rows[near], columns[near]
-        moved[rows + low, columns - rows - 1] = block[chosen[rows], chosen[columns]]
+        put_block(moved, low, block[np.ix_(chosen, chosen)])
+
+
+def put_block(moved: Floats, begin: int, block: Floats) -> None:
+    """Put the costs of stages between the cuts from `begin` on into the band."""
+    rows, columns = np.triu_indices(len(block), 1)
+    near = columns - rows <= moved.shape[1]
+    rows, columns = rows[near], columns[near]
+    moved[rows + begin, columns - rows - 1] = block[rows, columns]
