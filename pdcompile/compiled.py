@@ -55,9 +55,9 @@ class Compiled:
         return make_stream(self.plan)
 
     @property
-    def num_versions(self) -> int:
-        """Versions of its weights that every stage holds."""
-        return self.stream.spec.kind.versions
+    def overlaps(self) -> bool:
+        """Whether minibatches are in flight between calls, on weights of several versions."""
+        return self.stream.spec.kind.stream
 
     @property
     def stages_of_rank(self) -> dict[int, tuple[int, ...]]:

@@ -201,8 +201,11 @@ def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> An
             choices = ", ".join(f'"{choice}"' for choice in args)
             raise _mismatch(data, f"one of {choices}", where, error)
         return data
-    if origin in (Union, types.UnionType):  # only "something or None" occurs
-        return None if data is None else _decode(args[0], data, where, error)
+    if origin in (Union, types.UnionType):  # "something or None", "one or a tuple of them"
+        if data is None and type(None) in args:
+            return None
+        listed = isinstance(data, list) and any(get_origin(one) is tuple for one in args)
+        return _decode(args[-1] if listed else args[0], data, where, error)
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:

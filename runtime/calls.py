@@ -64,7 +64,7 @@ def begin_call(
     for stage in session.stages:
         wiring = session.wirings[stage, training]
         leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
-        if training and session.versions > 1:
+        if training and compiled.overlaps:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
             leaves = {p: x.clone() if isinstance(x, Tensor) else x for p, x in leaves.items()}
         feed = Feed(number, split(leaves, layout, count), sizes, [], wiring, with_loss)

@@ -24,6 +24,7 @@ from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase
+from pdcompile.schedule.spec import spec_of
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
 Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch
@@ -88,7 +89,7 @@ class Worker:
         self.losses: dict[int, Loss] = {}
         self.base = self._call = 0
         self._compute = compute
-        self._tied = plan.tied
+        self._tied, self._reach = plan.tied, spec_of(plan).reach
         self._loss_dtype = loss_dtype
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
@@ -129,17 +130,17 @@ class Worker:
             self.feeds[feed.minibatch] = feed
 
     def settle(self, call: int | None = None) -> None:
-        """Call number `call` begins (None: the last one ended): finish what is two calls old.
+        """Call `call` begins (None: the last one ended): finish what no program reaches back to.
 
         The loss comes first: its sender waits in its own `settle` until it was received, also
         when the user never asks for it.
         """
         for minibatch, loss in list(self.losses.items()):
-            if call is None or loss.call <= call - 2:
+            if call is None or loss.call <= call - self._reach:
                 self.losses.pop(minibatch).wait()
         self.transport.settle(call)
         self._call = self._call if call is None else call
-        for minibatch in [t for t in self.feeds if t < max(self.base - 2, 0)]:
+        for minibatch in [t for t in self.feeds if t < max(self.base - self._reach, 0)]:
             del self.feeds[minibatch]
 
     def abandon(self) -> None:

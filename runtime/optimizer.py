@@ -22,15 +22,16 @@ class Updater:
     """The optimizer of one process, applied stage by stage and minibatch by minibatch.
 
     Learning rates and the like are those of the moment when the minibatch's `step` was called
-    (`snapshot`), however much later the update runs.
+    (`snapshot`), however much later the update runs: at most `reach` calls.
 
     In one process an update is one `optimizer.step()` a stage.  What the optimizer itself counts,
     in attributes or in its param_groups, is kept for each stage, as if each had an optimizer of
     its own (as under torchrun); only values that are replaced are noticed, not written ones.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, reach: int) -> None:
         self.optimizer = optimizer
+        self._reach = reach
         self._snapshots: dict[int, list[dict[str, Any]]] = {}
         self._before: dict[_Place, Any] = {}  # what was there before any stage's first update
         self._made: dict[int, dict[_Place, Any]] = {}  # by stage: what its updates left
@@ -52,7 +53,7 @@ class Updater:
         """Remember every param_group value for the update of this minibatch."""
         # Learning-rate schedulers warn unless the optimizer stepped before them; it will.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._snapshots.pop(minibatch - 3, None)  # no schedule updates that late
+        self._snapshots.pop(minibatch - self._reach - 1, None)
         self._snapshots[minibatch] = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups

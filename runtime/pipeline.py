@@ -72,7 +72,7 @@ class Pipeline(PipelineState):
             compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
         plan = compiled.plan
         check_supported(plan)
-        if compiled.num_versions > 1:
+        if compiled.overlaps:
             updates = self._options.optimizer is not None
             check_older_weights(plan.training.schedule, updates=updates)
         if self._options.keep_model:
@@ -128,7 +128,7 @@ class Pipeline(PipelineState):
         flat = self._flatten(args, kwargs, target)
         session = self._running
         compiled = session.compiled
-        if session.versions > 1:
+        if compiled.overlaps:
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
         graph, number = compiled.capture.train, self._num_minibatches

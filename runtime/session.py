@@ -64,12 +64,13 @@ class Session(Guarded):
         self.agreement: Agreement | None = None
         wires: Wires = defaultdict(deque)
         streams = Streams(plan.training.seed)
+        spec = compiled.stream.spec
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges)
         for rank in self.ranks:
             transport: Transport = (
                 LocalTransport(rank, wires) if world is None
-                else GroupTransport(world.group, rank, int(plan.hash()[:15], 16))
+                else GroupTransport(world.group, rank, int(plan.hash()[:15], 16), spec.reach)
             )  # fmt: skip
             norms = Norms(transport, self.state.owned, self.state.dtypes)
             held = {
@@ -89,7 +90,7 @@ class Session(Guarded):
             options.optimizer, self.state.optimized(alone=world is None)
         )
         if self.optimizer is not None:
-            self.updater = Updater(self.optimizer)
+            self.updater = Updater(self.optimizer, spec.reach)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:
@@ -114,7 +115,8 @@ class Session(Guarded):
             interface,
             tensor,
             copies=frozenset(tied.fqn for tied in self.plan.tied if stage in tied.stages[1:]),
-            versions=compiled.num_versions,
+            versions=compiled.stream.spec.versions(stage),
+            apart=compiled.overlaps,
             model=self.model,
         )
         for module in weights.modules:
@@ -125,10 +127,6 @@ class Session(Guarded):
         """Tied parameters, with the stages of this process that hold them."""
         mine = set(self.stages)
         return [(one.fqn, [s for s in one.stages if s in mine]) for one in self.plan.tied]
-
-    @property
-    def versions(self) -> int:
-        return self.workers[0].weights.versions
 
     # -- running -----------------------------------------------------------------------------
 
@@ -160,12 +158,12 @@ class Session(Guarded):
                 self.updater.warn_of_hooks()
             self.updater.snapshot(minibatch)
         self._stale_copies = bool(self.plan.tied) and not updates
-        for worker in self.workers if self.versions == 1 else ():
+        for worker in () if self.compiled.overlaps else self.workers:
             worker.weights.open_gradients(keep=not updates)
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
-        self.in_flight = self.versions > 1
+        self.in_flight = self.compiled.overlaps
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
@@ -284,7 +282,7 @@ def _watched(session: Session) -> ModelWatch:
         read=compiled.capture.numbers,
         tied=[one.fqn for one in session.plan.tied if not alone and stages & set(one.stages)],
         several=not alone,
-        versions=session.versions,
+        overlaps=compiled.overlaps,
     )
 
 

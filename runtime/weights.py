@@ -1,6 +1,6 @@
 """The weights of one stage: every live version, their gradients, and the update.
 
-Single-version schedules run on the model's own Parameters.  With more versions there is one
+Schedules with a flush run on the model's own Parameters.  Where minibatches overlap there is one
 module instance a version, with Parameters of its own that share everything else (buffers, frozen
 parameters); weights W_v live in instance v mod versions, and the model's Parameter always shows
 the newest.  An update copies the newest into the instance whose version nobody needs any more and
@@ -29,7 +29,8 @@ class StageWeights:
 
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
     `copies` are tied parameters that another stage owns: they take part in backward here, but
-    their updates arrive by message.  `model` has the opaque modules.
+    their updates arrive by message.  `apart`: minibatches overlap, so that versions, or the only
+    one, have Parameters of their own.  `model` has the opaque modules.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class StageWeights:
         *,
         copies: frozenset[str],
         versions: int,
+        apart: bool,
         model: nn.Module | None = None,
     ) -> None:
-        self.versions = versions
+        self.versions, self.apart = versions, apart
         self.newest = 0
         self.gradients: dict[int, Gradients] = {}  # complete minibatches, not yet applied
         self._hooks: list[Any] = []  # that slots have, and their handles
@@ -53,7 +55,8 @@ class StageWeights:
             assert isinstance(master, nn.Parameter)
             if master.requires_grad:
                 self._masters[fqn] = master
-                self._slots[fqn] = _slots(master, versions, hooked=fqn not in copies)
+                own = fqn not in copies and not apart
+                self._slots[fqn] = [master] if own else _slots(master, versions)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
         self._modules = [_instance(stage_class, interface, model) for _ in range(versions)]
         self._homes = [home for module in self._modules for home in module.modules()]
@@ -126,14 +129,14 @@ class StageWeights:
         return self.gradients.setdefault(minibatch, {})
 
     def present_gradients(self) -> Gradients:
-        """What is in .grad of the owned parameters now (single-version schedules)."""
+        """What is in .grad of the owned parameters now (where nothing is `apart`)."""
         found = {fqn: self._masters[fqn].grad for fqn in self.owned}
         return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
 
     def open_gradients(self, *, keep: bool) -> None:
         """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
 
-        For single-version schedules: elsewhere .grad is not what backward adds to.
+        Where nothing is `apart`: else .grad is not what backward adds to.
         """
         self._accumulating = None
         for fqn in () if keep else self.owned:
@@ -172,7 +175,7 @@ class StageWeights:
 
     def adopt(self) -> None:
         """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
-        for fqn in self.owned if self.versions > 1 else ():
+        for fqn in self.owned if self.apart else ():
             newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
             if newest.data_ptr() != master.data_ptr():
                 newest.data = master.data
@@ -187,10 +190,10 @@ class StageWeights:
     def adopt_hooks(self) -> None:
         """Have every version run the hooks that the user's Parameters have on their gradients.
 
-        With one version they are on the Parameter that backward works on.  A tied copy runs none:
+        Unless `apart` they are on the Parameter that backward works on.  A tied copy runs none:
         what it sends is a part of the gradient, and its owner runs them on the whole.
         """
-        if self.versions == 1:
+        if not self.apart:
             return
         wanted = [(fqn, hook) for fqn in self.owned for hook in gradient_hooks(self._masters[fqn])]
         if wanted == [pair for pair, _ in self._hooks]:
@@ -244,9 +247,7 @@ class StageWeights:
         return fqn in self._slots
 
 
-def _slots(master: nn.Parameter, versions: int, *, hooked: bool) -> list[nn.Parameter]:
-    if versions == 1 and hooked:
-        return [master]
+def _slots(master: nn.Parameter, versions: int) -> list[nn.Parameter]:
     first = nn.Parameter(master.data)
     return [first, *(nn.Parameter(master.data.clone()) for _ in range(versions - 1))]
 

@@ -74,6 +74,8 @@ def test_memory_limit_too_small_for_the_largest_layer() -> None:
         ({"microbatches": 2.0}, "microbatches=2.0 is not a whole number", "'auto'"),
         ({"schedule": "1f2b"}, "schedule", "'1f1b'"),
         ({"schedule": "stash", "max_grad_norm": 1.0}, "stash", "2bw"),
+        ({"schedule": "stash"}, "microbatches=2 under schedule='stash'", "microbatches=1"),
+        ({"schedule": "vsync"}, "microbatches=2 under schedule='vsync'", "microbatches=1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm", "1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm", "1.0"),
         ({"memory": "16 potatoes"}, "potatoes", "GB"),

@@ -17,7 +17,17 @@ from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Phase, Schedule
 from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import KINDS
-from tests.helpers.schedules import Broken, Meaning, chain, make_plan, mutated, plans
+from pdcompile.schedule.spec import spec_of
+from tests.helpers.schedules import (
+    Broken,
+    Meaning,
+    chain,
+    make_plan,
+    microbatches,
+    mutated,
+    plans,
+    rich,
+)
 
 PHASES = (POST_RECV, WAIT_RECV, SEND, WAIT_SEND)
 
@@ -80,8 +90,14 @@ RICH: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_no_instruction_may_be_dropped_or_doubled(name: str, kind: str) -> None:
-    plan = make_plan(name, 3, 4, **RICH[kind])
-    programs = programs_of(plan, (4, 4, 4))
+    options = rich(name, RICH[kind])
+    if options is None:
+        with pytest.raises(ScheduleError):
+            check(make_plan(name, 3, 1, **RICH[kind]))
+        return
+    count = microbatches(name, 4)
+    plan = make_plan(name, 3, count, **options)
+    programs = programs_of(plan, (count,) * 3)
     for number in range(len(programs) - 1, -1, -1):
         for rank, column in enumerate(programs[number].columns):
             for index in range(0, len(column), 1 if number == 2 else 3):
@@ -107,7 +123,7 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
         others_of = [table[kind] for table in PHASES if table[kind] is not one.action]
         choices.append(one._replace(action=pick.choice(others_of)))
     if one.action in (Action.FORWARD, Action.BACKWARD):
-        choices.append(one._replace(lag=1 - one.lag))
+        choices.append(one._replace(lag=abs(one.lag - 1)))
     choices.append(one._replace(stage=one.stage + 1))
     return pick.choice(choices)
 
@@ -152,8 +168,8 @@ def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) ->
 
 
 def meaning(plan: Plan, programs: list[Schedule]) -> object:
-    kind = KINDS[plan.training.schedule]
-    reader = Meaning(plan, kind.versions, kind.lag)
+    spec = spec_of(plan)
+    reader = Meaning(plan, [spec.versions(stage.index) for stage in plan.stages])
     for program in programs:
         reader.run(program)
     return reader.result()

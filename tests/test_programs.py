@@ -25,7 +25,7 @@ from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
 from pdcompile.schedule.registry import KINDS
 from pdcompile.schedule.spec import Broadcast, spec_of
-from tests.helpers.schedules import chain, make_plan, mutated, plans
+from tests.helpers.schedules import chain, make_plan, microbatches, mutated, plans, rich
 from tests.test_imports import modules
 from tests.test_stages_per_rank import on_ranks
 
@@ -91,11 +91,12 @@ RICH = {
 }
 
 
-@pytest.mark.parametrize("rich", RICH)
+@pytest.mark.parametrize("chosen", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, rich: str) -> None:
-    plan = make_plan(name, 3, 3, **RICH[rich])
-    for case in cases(plan, 3):
+def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, chosen: str) -> None:
+    count, options = microbatches(name, 3), rich(name, RICH[chosen])
+    plan = make_plan(name, 3, count, **(options or {}))
+    for case in cases(plan, count):
         for rank, column in enumerate(case[0].columns):
             for index, one in enumerate(column):
                 for kept in (0, 2):

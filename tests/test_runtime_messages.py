@@ -161,7 +161,7 @@ class _Wire:
 def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> None:
     """A copy that lives until the receiver has read the header would be one a microbatch."""
     wire = _Wire()
-    transport = GroupTransport(wire, rank=0, plan=7)
+    transport = GroupTransport(wire, rank=0, plan=7, reach=2)
     transport.settle(1)
     tensors = [torch.randn(3, 4), torch.randn(3, 4)]
     sends = [transport.send(Channel(Kind.VALUE, 0, 1), tensor, 0) for tensor in tensors]

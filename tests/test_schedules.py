@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,17 @@ from pdcompile.passes.schedules import (
     make_stream,
     memory_rule,
     one_f_one_b,
+    stash,
     two_bw,
+    vsync,
     warmup,
 )
-from pdcompile.passes.simulate import simulate
+from pdcompile.passes.simulate import TimelineEvent, drained, simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.registry import KINDS, StageWork
-from tests.helpers.schedules import chain, make_plan, plans
+from pdcompile.schedule.spec import spec_of
+from tests.helpers.schedules import chain, make_plan, microbatches, plans, rich
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -39,13 +43,18 @@ def words(name: str, microbatches: int, depth: int) -> str:
 
 def picture(plan: Plan) -> list[str]:
     """One line a stage, one cell a second: what the docstrings of the schedules show."""
-    found = simulate(plan)
-    end = round(found.ends_seconds[-1])
-    lines = [[".."] * end for _ in plan.stages]
-    for event in found.timeline:
+    return drawn(simulate(plan).timeline, len(plan.stages), lambda event: event.microbatch)
+
+
+def drawn(
+    timeline: Sequence[TimelineEvent], num_stages: int, number: Callable[[TimelineEvent], int]
+) -> list[str]:
+    end = round(max(event.end_seconds for event in timeline))
+    lines = [[".."] * end for _ in range(num_stages)]
+    for event in timeline:
         if event.action in (Action.FORWARD, Action.BACKWARD):
             for second in range(round(event.start_seconds), round(event.end_seconds)):
-                lines[event.stage][second] = f"{event.action.value}{event.microbatch}"
+                lines[event.stage][second] = f"{event.action.value}{number(event)}"
     return [" ".join(line).strip(". ") for line in lines]
 
 
@@ -73,7 +82,7 @@ def test_2bw_is_its_picture() -> None:
         text = ""
         for call in range(4):
             microbatches = range(2) if call < 3 else ()
-            work = StageWork(0, microbatches, depth, tuple(pending), flush=call == 3)
+            work = StageWork(0, microbatches, depth, tuple(pending), lag=1, flush=call == 3)
             for _, action, minibatch, microbatch in two_bw.order((work,)):
                 letter = "abc"[call + minibatch]
                 text += "^" if action is Action.STEP else f" {action.value}{letter}{microbatch}"
@@ -88,6 +97,15 @@ def test_2bw_is_its_picture() -> None:
         )
 
 
+@pytest.mark.parametrize(("module", "num_stages"), [(stash, 4), (vsync, 3)])
+def test_a_schedule_that_updates_each_is_its_picture(module: object, num_stages: int) -> None:
+    """Six minibatches of one microbatch and the flush."""
+    name = str(module.__name__).rpartition(".")[2]  # type: ignore[attr-defined]
+    found = drained(make_plan(name, num_stages, 1), 6)
+    lines = drawn(found, num_stages, lambda event: event.minibatch)
+    assert lines == drawn_in(module)
+
+
 def test_warm_up_without_replicas() -> None:
     assert warmup("1f1b", 4, 8) == (3, 2, 1, 0)
     assert warmup("1f1b", 4, 8, extra=1) == (6, 4, 2, 0)
@@ -96,6 +114,7 @@ def test_warm_up_without_replicas() -> None:
     assert warmup("gpipe", 4, 8) == (7, 7, 7, 7)
     assert warmup("2bw", 4, 8) == (3, 2, 1, 0)
     assert warmup("2bw", 1, 1) == (0,)
+    assert warmup("stash", 4, 1, extra=2) == warmup("vsync", 4, 1, extra=2) == (9, 6, 3, 0)
 
 
 def test_2bw_depths_are_capped_together() -> None:
@@ -152,19 +171,25 @@ def test_memory_rule() -> None:
     assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (2, 2, (4, 3, 2, 1))
     assert rule.optimizer_factor == 1.0
     assert memory_rule("2bw", (1, 0), 4).gradient_buffers == 1
+    rule = memory_rule("stash", (4, 2, 0), 1)
+    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == ((5, 3, 1), 1, (5, 3, 1))
+    rule = memory_rule("vsync", (4, 2, 0), 1, clipping=True)
+    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (5, (1, 3, 5), (5, 3, 1))
     with pytest.raises(ScheduleError):
-        memory_rule("stash", (1, 0), 4)
+        memory_rule("pipedream", (1, 0), 4)
 
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_steady_state_is_one_object(name: str) -> None:
-    stream = make_stream(make_plan(name, 4, 8, tied=(TiedParameter("w", (0, 3), 1),)))
+    count, options = microbatches(name, 8), rich(name, {"tied": (TiedParameter("w", (0, 3), 1),)})
+    plan = make_plan(name, 4, count, **(options or {}))
+    stream = make_stream(plan)
     programs = []
-    for _ in range(6):
-        program, stream = stream.step(8)
+    for _ in range(2 * spec_of(plan).reach + 3):
+        program, stream = stream.step(count)
         programs.append(program)
-    assert programs[3] is programs[4] is programs[5]
-    assert stream.step(8)[1] == stream
+    assert programs[-3] is programs[-2] is programs[-1]
+    assert stream.step(count)[1] == stream
 
 
 @settings(max_examples=40, deadline=None)
@@ -190,13 +215,25 @@ def test_a_stream_takes_no_more_microbatches_than_planned() -> None:
 
 def test_unusable_plans_are_refused() -> None:
     with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, 2bw"):
-        make_stream(make_plan("stash", 2, 2, depths=(1, 0)))
+        make_stream(make_plan("pipedream", 2, 2, depths=(1, 0)))
     with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
         make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
     with pytest.raises(ScheduleError, match="goes from stage 1 to stage 0"):
         make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (0,), 1, True),)))
     with pytest.raises(ScheduleError, match="there is no stage 2"):
         make_stream(make_plan("1f1b", 2, 2, edges=(Edge("x", 1, (2,), 1, True),)))
+    tied = (TiedParameter("w", (0, 1), 1),)
+    for options, message, remedy in (
+        (("stash", 2, 2), "2 microbatches under 'stash'", "one microbatch"),
+        (("vsync", 2, 2), "2 microbatches under 'vsync'", "one microbatch"),
+        (("stash", 2, 1, {"clip": 1.0}), "unlike age", "use schedule '2bw' or 'vsync'"),
+        (("stash", 2, 1, {"tied": tied}), r"'w' is on stages \[0, 1\]", "Together"),
+        (("vsync", 2, 1, {"replicas": (1, 2)}), "2 replicas under 'vsync'", "one replica"),
+    ):
+        name, stages, count, *more = options
+        with pytest.raises(ScheduleError, match=message) as caught:
+            make_stream(make_plan(name, stages, count, **(more[0] if more else {})))
+        assert remedy in str(caught.value.remedy)
     with pytest.raises(ScheduleError, match="replicated"):
         make_stream(make_plan("1f1b", 2, 2, replicas=(1, 2), tied=(TiedParameter("w", (0, 1), 1),)))
 
@@ -229,15 +266,18 @@ GOLDEN_PLANS = {
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
+    "stash": make_plan("stash", 3, 1),
+    "vsync": make_plan("vsync", 3, 1, clip=1.0, tied=(TiedParameter("w", (0, 2), 1),)),
 }
 
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
 def test_golden_programs(name: str) -> None:
-    """The third call and the flush; write the file anew by deleting it and reading the diff."""
+    """A call in mid-stream and the flush; write the file anew by deleting it and reading the
+    diff."""
     plan, texts = GOLDEN_PLANS[name], []
     stream = make_stream(plan)
-    for _ in range(3):
+    for _ in range(2 * spec_of(plan).reach - 1):
         program, stream = stream.step(plan.training.num_microbatches)
     texts = [str(program), str(stream.flush()[0])]
     text = "\n".join("\n".join(map(str.rstrip, one.splitlines())) for one in texts) + "\n"

@@ -16,7 +16,8 @@ from pdcompile.passes.simulate import Links, simulate, simulate_programs
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.makespan import Timing, makespan
 from pdcompile.schedule import Action
-from tests.helpers.schedules import chain, make_plan
+from pdcompile.schedule.registry import KINDS
+from tests.helpers.schedules import chain, make_plan, microbatches
 
 
 def links(seconds_per_byte: float, latency: float = 0.0, *, full_duplex: bool = True) -> Links:
@@ -189,16 +190,33 @@ def test_only_the_owner_has_optimizer_state_of_a_tied_parameter() -> None:
     assert simulate(plan).forecast.sent_bytes == (2 + 60, 2 * 2, 2 + 2 * 60)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_the_memory_rule_is_what_the_walk_finds(name: str, clip: float | None) -> None:
-    plan = make_plan(name, 4, 6, clip=clip, trainable_bytes=1, parameter_bytes=1, saved_bytes=1)
-    rule = memory_rule(name, plan.training.warmup, 6, clipping=clip is not None)
-    for ledger, in_flight in zip(simulate(plan).forecast.ledgers, rule.in_flight, strict=True):
-        assert ledger.weights_bytes == rule.versions
-        assert ledger.activations_bytes == in_flight
-        assert ledger.gradients_bytes <= rule.gradient_buffers
-    assert simulate(plan).forecast.ledgers[-1].gradients_bytes == rule.gradient_buffers
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "clip"), [(name, c) for name in KINDS for c in (None, 1.0)[: 1 + KINDS[name].one_age]]
+)
+def test_the_memory_rule_is_what_the_walk_finds(name: str, clip: float | None, extra: int) -> None:
+    count, one = microbatches(name, 6), {"trainable_bytes": 1, "parameter_bytes": 1}
+    edges = chain(4, 0)  # what is sent may decide when a rank holds the most
+    plan = make_plan(name, 4, count, edges=edges, extra=extra, clip=clip, saved_bytes=1, **one)
+    rule = memory_rule(name, plan.training.warmup, count, clipping=clip is not None)
+    for s, ledger in enumerate(simulate(plan).forecast.ledgers):
+        assert ledger.weights_bytes == rule.versions_of(s)
+        assert ledger.activations_bytes == rule.in_flight[s]
+        assert ledger.gradients_bytes <= rule.buffers_of(s)
+    assert ledger.gradients_bytes == rule.buffers_of(s)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+def test_updates_after_every_microbatch_leave_no_bubble(num_stages: int) -> None:
+    """Balanced stages, also where the update waits for a norm of all or for a tied parameter."""
+    tied = (TiedParameter("w", (0, num_stages - 1), 1),) if num_stages > 1 else ()
+    for plan in (
+        make_plan("stash", num_stages, 1),
+        make_plan("vsync", num_stages, 1),
+        make_plan("vsync", num_stages, 1, clip=1.0, tied=tied),
+    ):
+        found = simulate(plan).forecast
+        assert (found.step_seconds, found.bubble) == (3.0, 0.0)
 
 
 def test_given_programs() -> None:

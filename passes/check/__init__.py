@@ -19,7 +19,7 @@ from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
 __all__ = ["ChannelModel", "Proof", "check", "check_programs"]
 
 MAX_LISTED = 16
-MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled
+MAX_CALLS = 64  # a stream of ours repeats after its deepest warm-up has been filled: beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ def check_programs(
 def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
     """Walk equal calls until stream and tokens repeat; the stream and the call from which."""
     calls, before = 0, None
-    while calls < MAX_CALLS:
+    most = MAX_CALLS + 2 * max(stream.spec.warmup)
+    while calls < most:
         program, after = stream.step(count)
         walk.run(program)
         state = walk.state()
@@ -135,7 +136,7 @@ def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
         if after == stream and not stream.spec.kind.stream:
             return stream, calls  # complete in itself: the state before was the fresh one
         stream, before, calls = after, state, calls + 1
-    raise ScheduleError(f"the programs do not repeat within {MAX_CALLS} calls of {count}")
+    raise ScheduleError(f"the programs do not repeat within {most} calls of {count}")
 
 
 def _flushed(walk: Walk, stream: Stream, fresh: tuple[object, ...]) -> Walk:
@@ -162,7 +163,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     planned = [spec.in_flight(stage) for stage in range(num_stages)]
     pools = max(one.peak_slots for walk in walks for _, one in walk.each())
     forward_only = walks[0].forward_only
-    lag = f"W_max(t-{spec.kind.lag},0)" if spec.kind.lag else "W_t"
+    lags = [spec.lag(stage) for stage in range(num_stages)]
+    versions = [spec.versions(stage) for stage in range(num_stages)]
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
@@ -173,11 +175,11 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     ]
     if not forward_only:
         statements += [
-            f"weights: {directions} of minibatch t on {lag}, {spec.kind.versions} live "
-            f"version{'s' if spec.kind.versions > 1 else ''}, "
+            f"weights: {directions} of minibatch t on {_weights(lags)}, {_listed(versions)} live "
+            f"version{'s' if max(versions) > 1 else ''}, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
-            f"in flight: at most {_listed(peaks)} microbatches per stage, "
-            f"planned {_listed(planned)}",
+            f"in flight: at most {_by_stage(peaks)} microbatches per stage, "
+            f"planned {_by_stage(planned)}",
         ]
     statements += [
         f"slots: no receive into a live slot; at most {pools} live for one edge",
@@ -192,7 +194,16 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     )
 
 
+def _weights(lags: list[int]) -> str:
+    return f"W_max(t-{_listed(lags)},0)" if any(lags) else "W_t"
+
+
 def _listed(counts: list[int]) -> str:
+    """By stage, or the number of all stages."""
+    return _by_stage(counts) if len(set(counts)) > 1 else str(counts[0])
+
+
+def _by_stage(counts: list[int]) -> str:
     if len(counts) <= MAX_LISTED:
         return str(counts)
     return f"[{counts[0]}, {counts[1]}, …, {counts[-1]}]"

@@ -21,8 +21,8 @@ class Tokens(Transfers):
     def __init__(self, spec: PipelineSpec, stage: int, *, forward_only: bool = False):
         super().__init__(spec, stage, forward_only=forward_only)
         self.forward_only = forward_only
-        self.lag = 0 if forward_only else spec.kind.lag
-        self.versions = spec.kind.versions
+        self.lag = 0 if forward_only else spec.lag(stage)
+        self.versions = spec.versions(stage)
         replicated = len(spec.ranks[stage]) > 1
         self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
         self.depth = 1 if forward_only else spec.in_flight(stage)

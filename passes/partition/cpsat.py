@@ -89,7 +89,7 @@ class Loads:
             for v in range(model.num_groups):
                 if not self.x.can(v, s):
                     continue
-                own = math.floor(model.fixed_bytes[v]) + count * model.saved_bytes[v]
+                own = math.floor(model.fixed_bytes(v, s)) + count * model.saved_bytes[v]
                 total = total + own // unit * self.x.at(v, s)
                 if size := model.workspace_bytes[v] // unit:
                     self.cp.add(workspace >= size * self.x.at(v, s))
@@ -101,8 +101,8 @@ class Loads:
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
                 held = self.x.implied(f"held{c}_{s}", absent)
-                total = total + math.floor(copy.held_bytes) // unit * held
-                if size := math.floor(copy.updated_bytes) // unit:
+                total = total + model.held_bytes(copy, s) // unit * held
+                if size := math.floor(model.updated_bytes(copy, s)) // unit:
                     earlier = [negated(self.x.from_stage(v, s)) for v in copy.ends]
                     cases = [[*one, *earlier] for one in absent]
                     total = total + size * self.x.implied(f"updated{c}_{s}", cases)
@@ -114,9 +114,9 @@ class Loads:
         most = max(max(model.problem.memory.counts(s)) for s in range(model.num_stages))
         kept = sum(model.saved_bytes)
         kept += sum(flow.received_bytes + math.ceil(flow.backward_bytes) for flow in model.flows)
-        copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
         largest = max(model.workspace_bytes, default=0)
-        return math.ceil(sum(model.fixed_bytes) + copies) + most * kept + largest
+        fixed = max(map(model.all_fixed_bytes, range(model.num_stages)))
+        return fixed + most * kept + largest
 
     def _work(self, stage: int, seconds: tuple[float, ...]) -> Linear:
         speed = self.stages[stage].speed

@@ -131,12 +131,13 @@ def _too_many_stages(model: Model) -> InfeasibleError | None:
 def _alone(model: Model, group: int, stage: int) -> int:
     """Bytes that a group needs on a stage, alone."""
     copies = sum(
-        copy.held_bytes + (copy.updated_bytes if copy.ends == (group,) else 0)
+        model.held_bytes(copy, stage)
+        + (model.updated_bytes(copy, stage) if copy.ends == (group,) else 0)
         for copy in model.copies
         if group in copy.ends
     )
     return (
-        math.ceil(model.fixed_bytes[group] + copies)
+        math.ceil(model.fixed_bytes(group, stage) + copies)
         + model.in_flight(stage) * model.saved_bytes[group]
         + model.workspace_bytes[group]
     )
@@ -170,9 +171,9 @@ def _sum_too_large(model: Model) -> InfeasibleError | None:
     if any(limit is None for limit in limits):
         return None
     total = sum(limit for limit in limits if limit is not None)
-    copies = sum(copy.held_bytes + copy.updated_bytes for copy in model.copies)
-    least = min(model.in_flight(s) for s in range(model.num_stages))
-    need = math.ceil(sum(model.fixed_bytes) + copies) + least * sum(model.saved_bytes)
+    stages = range(model.num_stages)
+    least = min(model.in_flight(s) for s in stages)
+    need = min(map(model.all_fixed_bytes, stages)) + least * sum(model.saved_bytes)
     if need <= total:
         return None
     return InfeasibleError(
@@ -197,10 +198,17 @@ def _in_words(model: Model, found: Conflict) -> str:
 
 def _rule(model: Model) -> str:
     rule = model.problem.memory
-    versions = "1 weight version" if rule.versions == 1 else f"{rule.versions} weight versions"
-    buffers = "1 gradient" if rule.gradient_buffers == 1 else f"{rule.gradient_buffers} gradients"
+    versions = _counted(rule.versions, "weight version")
+    buffers = _counted(rule.gradient_buffers, "gradient")
     optimizer = f"optimizer {rule.optimizer_factor:g} times the weights"
     return f"by the planner's formula: {versions}, {buffers}, {optimizer}"
+
+
+def _counted(count: int | tuple[int, ...], what: str) -> str:
+    """``1 gradient``, ``2 gradients``, ``3, 2, 1 gradients`` by stage."""
+    if isinstance(count, tuple):
+        return f"{', '.join(map(str, count))} {what}s by stage"
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 NAMED = 3  # stages for which memory alone is tried
@@ -233,7 +241,7 @@ def cheaper(problem: PartitionProblem, oracle: Oracle) -> list[str]:
     """Ways to train that need less memory: those that are enough alone, else all together."""
     rule = problem.memory
     changes: list[tuple[str, Callable[[PartitionProblem], PartitionProblem]]] = []
-    if rule.versions > 1:
+    if any(rule.versions_of(s) > 1 for s in range(len(problem.stages))):
         changes.append(
             (f'a schedule with one weight version ("{DEFAULT}")', lambda p: _ruled(p, versions=1))
         )

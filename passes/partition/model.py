@@ -9,6 +9,7 @@ for very large problems, is not exact.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,14 +48,11 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A shared parameter: bytes on every stage that holds one of its groups, and on the first of
-    these, which updates it, further ones."""
+    """A shared parameter, on every stage that holds one of its groups; the first updates it."""
 
     ends: tuple[int, ...]
     bytes: int
     trainable: bool
-    held_bytes: float
-    updated_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,8 @@ class Model:
     members: tuple[tuple[int, ...], ...]  # items of each group
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    fixed_bytes: tuple[float, ...]
+    trainable_bytes: tuple[int, ...]
+    frozen_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     flows: tuple[Flow, ...]
@@ -101,6 +100,29 @@ class Model:
     def in_flight(self, stage: int) -> int:
         given = self.problem.memory.in_flight
         return given[stage] if given else 1
+
+    def fixed_bytes(self, group: int, stage: int) -> float:
+        """What a group's own parameters take on a stage, with gradients and optimizer state."""
+        times = self.problem.memory.versions_of(stage) + self._updated(stage)
+        return self.trainable_bytes[group] * times + self.frozen_bytes[group]
+
+    def held_bytes(self, copy: Copy, stage: int) -> int:
+        """What a shared parameter takes on a stage that holds it."""
+        return copy.bytes * (self.problem.memory.versions_of(stage) if copy.trainable else 1)
+
+    def updated_bytes(self, copy: Copy, stage: int) -> float:
+        """What it takes besides on the stage that updates it."""
+        return copy.bytes * self._updated(stage) if copy.trainable else 0.0
+
+    def all_fixed_bytes(self, stage: int) -> int:
+        """All parameters, if every stage were as this one."""
+        copies = (self.held_bytes(c, stage) + self.updated_bytes(c, stage) for c in self.copies)
+        groups = (self.fixed_bytes(v, stage) for v in range(self.num_groups))
+        return math.ceil(sum(groups) + sum(copies))
+
+    def _updated(self, stage: int) -> float:
+        rule = self.problem.memory
+        return rule.buffers_of(stage) + rule.optimizer_factor
 
     def items_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The stage of every item, given that of every group."""
@@ -135,8 +157,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
                 f"{names} must share a stage, and are asked to be apart",
                 remedy="drop one of the constraints",
             )
-    rule, items = problem.memory, problem.items
-    updated = rule.gradient_buffers + rule.optimizer_factor
+    items = problem.items
 
     def total(value: Callable[[int], float]) -> tuple[float, ...]:
         return tuple(sum(map(value, group)) for group in members)
@@ -146,20 +167,16 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         members=tuple(map(tuple, members)),
         forward=total(lambda i: items[i].forward_seconds),
         backward=total(lambda i: items[i].backward_seconds),
-        fixed_bytes=total(
-            lambda i: (
-                items[i].trainable_bytes * (rule.versions + updated)
-                + items[i].parameter_bytes
-                - items[i].trainable_bytes
-            )
+        trainable_bytes=tuple(sum(items[i].trainable_bytes for i in group) for group in members),
+        frozen_bytes=tuple(
+            sum(items[i].parameter_bytes - items[i].trainable_bytes for i in group)
+            for group in members
         ),
         saved_bytes=tuple(sum(items[i].saved_bytes for i in group) for group in members),
         workspace_bytes=tuple(max(items[i].workspace_bytes for i in g) for g in members),
         flows=_flows(problem, group_of),
         copies=tuple(
-            Copy(ends, p.bytes, True, p.bytes * rule.versions, p.bytes * updated)
-            if p.trainable
-            else Copy(ends, p.bytes, False, p.bytes)
+            Copy(ends, p.bytes, p.trainable)
             for p in problem.shared
             if len(ends := _unique(group_of[i] for i in p.items)) > 0
         ),

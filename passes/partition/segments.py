@@ -84,9 +84,8 @@ class Segments:
     def memory(self, stage: int) -> Matrix:
         """Bytes by `MemoryRule`'s formula."""
         rule = self.model.problem.memory
-        return self.bytes(
-            rule.versions, rule.gradient_buffers + rule.optimizer_factor, *rule.counts(stage)
-        )
+        updated = rule.buffers_of(stage) + rule.optimizer_factor
+        return self.bytes(rule.versions_of(stage), updated, *rule.counts(stage))
 
     def bytes(
         self,

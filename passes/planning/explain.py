@@ -106,13 +106,16 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
     """The schedule's memory rule with one more microbatch in flight a boundary, where it can."""
     try:
         depths = warmup(training.schedule, len(problem.stages), problem.num_microbatches, extra=1)
-        rule = memory_rule(training.schedule, depths, problem.num_microbatches)
+        rule = memory_rule(
+            training.schedule,
+            depths,
+            problem.num_microbatches,
+            clipping=training.max_grad_norm is not None,
+            optimizer_factor=problem.memory.optimizer_factor,
+        )
     except PdcompileError:
         return None  # a schedule that has no deeper form
-    deeper = replace(
-        problem.memory, in_flight=rule.in_flight, received=rule.received, returned=rule.returned
-    )
-    return deeper if sum(rule.in_flight) > sum(problem.memory.in_flight) else None
+    return rule if sum(rule.in_flight) > sum(problem.memory.in_flight) else None
 
 
 def _too_long(one: Relaxation, seconds: float) -> Relaxation:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pdcompile.passes.costs import Resident
 
 NOT_CERTIFIED = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
-CALLS = 3  # of a stream, until every rank holds the most
 MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
 
 
@@ -113,7 +112,7 @@ def ledgers_of(plan: Plan) -> tuple[MemoryLedger, ...]:
     """The ledger of each rank, from the programs of the plan's schedule; no clock is run."""
     stream = make_stream(plan)
     programs = []
-    for _ in range(CALLS if stream.spec.kind.stream else 1):
+    for _ in range(1 + stream.spec.reach if stream.spec.kind.stream else 1):  # then it is full
         program, stream = stream.step(plan.training.num_microbatches)
         programs.append(program)
     return ledgers(plan, (*programs, stream.flush()[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from pdcompile.errors import ScheduleError
@@ -90,12 +91,19 @@ def memory_rule(
     kind, counts = kind_of(name), replicas or (1,) * len(warmup)
     shares = [-(-num_microbatches // count) for count in counts]
     in_flight = tuple(map(kind.in_flight, warmup, shares))
+    late = clipping or max(counts) > 1
     return MemoryRule(
-        kind.versions,
-        kind.gradient_buffers(late=clipping or max(counts) > 1),
+        _alike(kind.versions(depth, warmup[0]) for depth in warmup),
+        _alike(kind.gradient_buffers(depth, warmup[0], late=late) for depth in warmup),
         optimizer_factor,
         in_flight,
         tuple(map(kind.slots, warmup, shares)),
         tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
         name,
     )
+
+
+def _alike(counts: Iterable[int]) -> int | tuple[int, ...]:
+    """One number where all stages have the same."""
+    listed = tuple(counts)
+    return listed if len(set(listed)) > 1 else listed[0]

@@ -52,7 +52,7 @@ class Column:
         self.out: list[Instruction] = []
         self.sends: dict[tuple[Kind, int, int, int], deque[Instruction]] = {}
         self.lanes = {stage: StagePart(self, stage, state) for stage, state in states.items()}
-        self.awaited = -3  # the newest minibatch whose norms are known
+        self.awaited = -spec.reach - 1  # the newest minibatch whose norms are known
         self.with_loss = False
 
     def begin(self, num_microbatches: int, *, with_loss: bool = True) -> None:
@@ -119,7 +119,7 @@ class StagePart:
         self.column, self.stage = column, stage
         self.spec = column.spec
         self.hops = hops(self.spec, stage)
-        self.lag = self.spec.kind.lag
+        self.lag = self.spec.lag(stage)
         self.replicated = len(self.spec.ranks[stage]) > 1
         self.waiting = deque(state.pending)
         self.unstepped = deque(state.unstepped)
@@ -185,7 +185,7 @@ class StagePart:
         """Without a backward to come, the microbatch is done after it."""
         trains = self.column.upto != "forward"
         if trains:
-            self.receive_weights(before=minibatch - 1)
+            self.receive_weights(before=minibatch - self.lag)
         for hop in self.hops.before_forward:
             self.wait(hop, minibatch, microbatch)
         self.put(Action.FORWARD, minibatch, microbatch, self.lag if trains else 0)
@@ -229,9 +229,9 @@ class StagePart:
         if self.spec.clipping and self.column.awaited < minibatch:
             self.put(Action.WAIT_NORMS, minibatch)
             self.column.awaited = minibatch
-        for hop in self.hops.after_step:  # the last weights sent must be out before new ones
+        for hop in self.hops.after_step:  # what the update overwrites must be out
             for channel in self._channels(hop):
-                while channel:
+                while len(channel) >= hop.window:
                     self.column.wait_send(channel.popleft())
         self.put(Action.STEP, minibatch)
         self.unstepped.remove(minibatch)

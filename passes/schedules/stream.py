@@ -2,8 +2,8 @@
 
 A schedule with a flush leaves nothing behind: every call has the same program.  A stream leaves
 microbatches in flight, so that a call's program depends on what the calls before it left.
-Only that remainder is the state, relative to the call; after two calls it repeats, and so does
-the program, as the same object.
+Only that remainder is the state, relative to the call; once the warm-up is filled it repeats, and
+so does the program, as the same object.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ def _tasks(
                 spec.warmup[stage],
                 state.pending,
                 state.unstepped,
+                spec.lag(stage),
                 spec.late(stage),
+                spec.gradient_buffers(stage),
                 limits,
                 flush=num_microbatches is None,
             )

@@ -15,6 +15,8 @@ that backward and the transfer is hidden.
 The forward of minibatch t needs the weights that the update of t − 2 makes, hence all of its
 backwards.  With at least `warmup` microbatches a minibatch this is so anyway; after a shorter
 one the stage drains as far as necessary.
+
+Other streams are this order with another lag.
 """
 
 from __future__ import annotations
@@ -30,24 +32,22 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     """The tasks of one rank in one call; without replicas and with depths that do not grow the
     limits never bind."""
     (own,) = stages
-    waiting = deque(own.pending)
-    while waiting and (own.flush or waiting[0][0] <= -2):
-        yield from _backward(own, waiting)
+    waiting, late = deque(own.pending), deque(own.unstepped if own.late else ())
+    while waiting and (own.flush or waiting[0][0] < -own.lag):
+        yield from _backward(own, waiting, late)
     # Only what comes before every forward of the call on all ranks may come before an update
     # that waits for other ranks.
     has_first = bool(own.microbatches) and own.microbatches[0] == 0
     while (has_first and len(waiting) > own.warmup) or _is_due(own, waiting, 0):
-        yield from _backward(own, waiting)
-    for minibatch in own.unstepped if own.late else ():
-        if own.flush or minibatch <= -2:
-            yield Task(own.stage, Action.STEP, minibatch, -1)
+        yield from _backward(own, waiting, late)
+    yield from _updates(own, late, before=0 if own.flush else -own.lag)
     for microbatch in own.microbatches:
         while len(waiting) > own.warmup or _is_due(own, waiting, microbatch):
-            yield from _backward(own, waiting)
+            yield from _backward(own, waiting, late)
         yield Task(own.stage, Action.FORWARD, 0, microbatch)
         waiting.append((0, microbatch))
     while any(one in own.limits for one in waiting):
-        yield from _backward(own, waiting)
+        yield from _backward(own, waiting, late)
 
 
 def _is_due(own: StageWork, waiting: deque[tuple[int, int]], forward: int) -> bool:
@@ -56,10 +56,17 @@ def _is_due(own: StageWork, waiting: deque[tuple[int, int]], forward: int) -> bo
     return bool(limits) and any(limits.get(one, forward) < forward for one in waiting)
 
 
-def _backward(own: StageWork, waiting: deque[tuple[int, int]]) -> Iterator[Task]:
+def _backward(own: StageWork, waiting: deque[tuple[int, int]], late: deque[int]) -> Iterator[Task]:
     minibatch, microbatch = waiting.popleft()
+    yield from _updates(own, late, before=minibatch + 1 - own.buffers)  # frees a gradient buffer
     yield Task(own.stage, Action.BACKWARD, minibatch, microbatch)
     # A minibatch of this call (0) is not complete: its last forward ends the call.
     is_last = minibatch < 0 and (not waiting or waiting[0][0] != minibatch)
     if is_last and not own.late:
         yield Task(own.stage, Action.STEP, minibatch, -1)
+
+
+def _updates(own: StageWork, late: deque[int], before: int) -> Iterator[Task]:
+    """Updates that were put off, of the minibatches before this one."""
+    while late and late[0] < before:
+        yield Task(own.stage, Action.STEP, late.popleft(), -1)

@@ -12,11 +12,11 @@ from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
 from pdcompile.schedule import Action, Phase, Schedule
-from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.spec import spec_of
 
 __all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
 
-STREAM_STEPS = 10  # calls of a stream; the first half fills it
+STREAM_STEPS = 5  # calls of a stream for each that its programs reach back; half of them fill it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def simulate(
     1 − busy / (ranks · time), where busy counts forward, backward and update.
 
     Args:
-        steps: calls to simulate (1 with a flush, 10 for a stream); at least 1.
+        steps: calls to simulate (1 with a flush, 10 or more for a stream); at least 1.
         links: what joins two ranks; None reads plan.cluster (empty: infinitely fast).
         step_seconds: one optimizer step of one stage.
         timeline: False for those who want the forecast alone: no event is kept.
@@ -51,8 +51,9 @@ def simulate(
     Raises:
         ClusterError, ScheduleError: the plan's cluster or schedule is unusable.
     """
-    stream = kind_of(plan.training.schedule).stream
-    *programs, flush = _calls(plan, max(1, steps or (STREAM_STEPS if stream else 1)))
+    spec = spec_of(plan)
+    stream = spec.kind.stream
+    *programs, flush = _calls(plan, max(1, steps or (STREAM_STEPS * spec.reach if stream else 1)))
     clock = Clock(plan, programs, links or links_of(plan), step_seconds, timeline=timeline)
     ends = clock.run()
     half = len(ends) // 2

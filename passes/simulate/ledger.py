@@ -87,7 +87,8 @@ class _StageLedger:
         copies = sum(one.bytes for one in self.plan.tied if self.index in one.stages[1:])
         self.stage = stage
         self.owned = max(0, stage.trainable_bytes - copies)
-        self.weights = stage.parameter_bytes + (self.spec.kind.versions - 1) * stage.trainable_bytes
+        older = self.spec.versions(self.index) - 1
+        self.weights = stage.parameter_bytes + older * stage.trainable_bytes
         self.state = math.floor(training.optimizer_factor * self.owned)
         ranks = self.spec.ranks[self.index]
         of_rank = self.spec.share(self.index, ranks.index(self.rank), self.spec.num_microbatches)
@@ -98,7 +99,7 @@ class _StageLedger:
 
     def begin(self, minibatch: int, *, trains: bool) -> None:
         """A call begins: its inputs are copied if the next one's may come before its backward."""
-        if trains and self.spec.kind.versions > 1 and self.share:
+        if trains and self.spec.kind.stream and self.share:
             self.inputs[minibatch] = self.share
         self.outputs = Counter({t: n for t, n in self.outputs.items() if t >= minibatch - 1})
         self._note()

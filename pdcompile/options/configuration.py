@@ -13,7 +13,7 @@ from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
-from pdcompile.schedule.registry import DEFAULT, KINDS, allowed
+from pdcompile.schedule.registry import DEFAULT, KINDS, ScheduleKind, allowed, one_age_streams
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -63,7 +63,7 @@ def configure(
     reduction = options.loss_reduction
     training = Training(
         schedule=schedule,
-        num_microbatches=_num_microbatches(options.microbatches, stages, batch_size, splits),
+        num_microbatches=_num_microbatches(options, stages, batch_size, splits),
         batch_size=batch_size,
         loss_reduction=reduction if isinstance(reduction, str) else "callable",
         autocast=autocast_text(options.autocast, device),
@@ -100,7 +100,32 @@ def chosen_schedule(options: Options) -> str:
         raise ConfigError(
             f"schedule={options.schedule!r} is not available", remedy=f"one of {known}"
         )
+    if KINDS[options.schedule].updates_each:
+        _refuse_several(options, KINDS[options.schedule])
     return options.schedule
+
+
+def _refuse_several(options: Options, kind: ScheduleKind) -> None:
+    """Raise ConfigError for what needs several microbatches, replicas or stages in one update."""
+    asked = f"under schedule={kind.name!r}"
+    if options.max_grad_norm is not None and not kind.one_age:
+        raise ConfigError(
+            f"max_grad_norm {asked} needs the gradients of all stages at one time, and they are "
+            "of weights of unlike age",
+            remedy=f"use schedule={one_age_streams()}, or clip per stage in the optimizer",
+        )
+    if options.microbatches not in ("auto", 1) or set(options.microbatch_counts or ()) - {1}:
+        several = options.microbatch_counts or options.microbatches
+        raise ConfigError(
+            f"microbatches={several!r} {asked}, where every microbatch is a minibatch with an "
+            "update of its own",
+            remedy="microbatches=1, and smaller minibatches",
+        )
+    if options.replicas not in (None, "1", 1):
+        raise ConfigError(
+            f"replicas={options.replicas!r} {asked}, where replicas would update in turn",
+            remedy="one replica a stage, or another schedule",
+        )
 
 
 def _num_stages(options: Options, num_ranks: int | None) -> int:
@@ -170,8 +195,9 @@ def _auto(num_ranks: int) -> Cluster:
     return Cluster.auto({"WORLD_SIZE": str(num_ranks)})
 
 
-def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) -> int:
-    if not splits:
+def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
+    given = options.microbatches
+    if not splits or _updates_each(options):
         return 1
     if given == "auto":
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
@@ -184,6 +210,11 @@ def _num_microbatches(given: Any, stages: int, batch_size: int, splits: bool) ->
             remedy=f"microbatches={batch_size} or fewer, or a larger minibatch",
         )
     return int(given)
+
+
+def _updates_each(options: Options) -> bool:
+    """Is every microbatch a minibatch with an update of its own?"""
+    return options.schedule in KINDS and KINDS[options.schedule].updates_each
 
 
 def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
@@ -212,7 +243,9 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace("1", (False,), schedules, counts, stages=stages, in_order=True)
     if options.schedule == "auto":
-        schedules = allowed(options.max_staleness)
+        # A minibatch in one piece is another training: it is chosen by name.
+        every = allowed(options.max_staleness)
+        schedules = tuple(name for name in every if not KINDS[name].updates_each)
     return SearchSpace(
         replicas=options.replicas or "1",
         recompute=(False, True) if options.recompute is None else (options.recompute,),
@@ -235,6 +268,8 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
                 )
         return tuple(dict.fromkeys(given))
     usual = configuration.training.num_microbatches
+    if _updates_each(options):
+        return (1,)
     if options.microbatches != "auto" or options.costs not in ("measured", "estimated"):
         return (usual,)  # a saved profile is of one size
     near = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -267,7 +267,7 @@ def _stages(
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     """The closed formula, with what the plan says that a stage saves and with what its ops do."""
     training = plan.training
-    versions = kind_of(training.schedule).versions
+    kind, warmup = kind_of(training.schedule), _warmup(plan)
     costs = {op.name: op.cost for op in graph.ops}
     ranks = ranks_of(plan.stages)
     on_rank: Counter[int] = Counter()
@@ -285,7 +285,7 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
         sets = 1 if stage.recompute else count
         needed = (
             stage.parameter_bytes
-            + stage.trainable_bytes * (versions - 1)
+            + stage.trainable_bytes * (kind.versions(warmup[s], warmup[0]) - 1)
             + (stage.trainable_bytes - copied)  # a gradient
             + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
             + count * received
@@ -370,13 +370,16 @@ def _replicated(plan: Plan) -> bool:
 
 def _in_flight(plan: Plan) -> list[int]:
     """Microbatches that one replica of each stage holds at most."""
-    last = len(plan.stages) - 1
-    warmup = plan.training.warmup or [last - s for s in range(last + 1)]
     kind, m = kind_of(plan.training.schedule), plan.training.num_microbatches
     return [
         kind.in_flight(depth, -(-m // stage.replicas))
-        for stage, depth in zip(plan.stages, warmup, strict=True)
+        for stage, depth in zip(plan.stages, _warmup(plan), strict=True)
     ]
+
+
+def _warmup(plan: Plan) -> Sequence[int]:
+    """Of each stage; where a plan names none, the least that keeps balanced stages busy."""
+    return plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
 
 
 def _seconds(ops: list[Op]) -> tuple[float, float]:

@@ -145,12 +145,16 @@ def inconsistencies(problem: PartitionProblem) -> Iterator[Finding]:
         yield "problem.max_stages", "max_stages is 0", "write 1 or more, or null"
     rule, in_flight = problem.memory, problem.memory.in_flight
     for name, what in (
+        ("versions", "weight versions"),
+        ("gradient_buffers", "gradients"),
         ("in_flight", "microbatches in flight"),
         ("received", "receive slots"),
         ("returned", "receive slots of gradients"),
     ):
         given = getattr(rule, name)
-        if given and (len(given) != len(problem.stages) or min(given) < 1):
+        if isinstance(given, int) or not given:
+            continue  # the same for all stages
+        if len(given) != len(problem.stages) or min(given) < 1:
             message = f"{list(given)} {what} on {len(problem.stages)} stages"
             yield f"problem.memory.{name}", message, "give each stage 1 or more"
     if any(a < b for a, b in pairwise(in_flight)):

@@ -80,7 +80,10 @@ class Deployment:
             problem.num_microbatches,
             [
                 Holding(
-                    rule.versions, rule.gradient_buffers, rule.optimizer_factor, *rule.counts(s)
+                    rule.versions_of(s),
+                    rule.buffers_of(s),
+                    rule.optimizer_factor,
+                    *rule.counts(s),
                 )
                 for s in range(len(stages))
             ],

@@ -12,7 +12,7 @@ from pdcompile.errors import ClusterError, PlanError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan import embedded
 from pdcompile.plan.embedded import Finding, unusable_numbers
-from pdcompile.schedule.registry import KINDS
+from pdcompile.schedule.registry import KINDS, one_age_streams
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -71,6 +71,7 @@ def _stages(plan: Plan) -> Iterator[Finding]:
 def pipeline(plan: Plan) -> Iterator[Finding]:
     """What no schedule could run, whatever the stages compute."""
     yield from _ranks(plan)
+    yield from _updates(plan)
     for i, edge in enumerate(plan.edges):
         path = f"edges[{i}].targets"
         if edge.source >= len(plan.stages):
@@ -119,6 +120,32 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
     if shared and any(stage.replicas > 1 for stage in plan.stages):
         message = f"rank {shared[0]} holds stages {held[shared[0]]}, and other stages have replicas"
         yield "stages", message, "one rank for each stage, or no replicas"
+
+
+def _updates(plan: Plan) -> Iterator[Finding]:
+    """What a schedule whose weights are as old as its warm-up is deep cannot do."""
+    kind, training = KINDS.get(plan.training.schedule), plan.training
+    if kind is None or not kind.updates_each:
+        return
+    under = f"under {kind.name!r}"
+    if training.num_microbatches > 1:
+        message = f"{training.num_microbatches} microbatches {under}, "
+        message += "where every microbatch is a minibatch with an update of its own"
+        yield "training.num_microbatches", message, "one microbatch, of a smaller minibatch"
+    for s, stage in enumerate(plan.stages):
+        if stage.replicas > 1:
+            message = f"{stage.replicas} replicas {under}, which would update in turn"
+            yield f"stages[{s}].replicas", message, "one replica a stage"
+    if kind.one_age:
+        return
+    instead = f"use schedule {one_age_streams()}"
+    if training.max_grad_norm is not None:
+        message = f"clipping by a norm of all stages {under}, whose stages hold weights of unlike "
+        yield "training.max_grad_norm", message + "age", f"{instead}, or no clipping"
+    for i, tied in enumerate(plan.tied):
+        message = f"{tied.fqn!r} is on stages {list(tied.stages)}, whose weights differ in age "
+        remedy = f"{instead}, or keep its users on one stage (constraints=[Together(…)])"
+        yield f"tied[{i}].stages", message + under, remedy
 
 
 def _edges(plan: Plan) -> Iterator[Finding]:

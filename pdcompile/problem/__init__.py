@@ -70,7 +70,7 @@ class StageLimits:
 class MemoryRule:
     """How many bytes a stage needs at least: filled in by the schedule functions.
 
-    bytes = trainable·versions + updated·(gradient_buffers + optimizer_factor) + frozen
+    bytes = trainable·versions[s] + updated·(gradient_buffers[s] + optimizer_factor) + frozen
             + in_flight[s]·saved + received[s]·what comes in + returned[s]·its gradients
             + workspace
 
@@ -79,13 +79,22 @@ class MemoryRule:
     step) is in the ledger of the schedule alone.
     """
 
-    versions: int = 1
-    gradient_buffers: int = 1
+    versions: int | tuple[int, ...] = 1  # one a stage where they differ, as the next one
+    gradient_buffers: int | tuple[int, ...] = 1
     optimizer_factor: float = 2.0  # optimizer state bytes per trainable parameter byte
     in_flight: tuple[int, ...] = ()  # per stage; empty: one
     received: tuple[int, ...] = ()  # receive slots of each value; empty: as many as in flight
     returned: tuple[int, ...] = ()  # receive slots of each gradient; empty: none
     schedule: str = DEFAULT  # whose order and slots these are
+
+    def versions_of(self, stage: int) -> int:
+        """Weight versions that a stage holds."""
+        return self.versions if isinstance(self.versions, int) else self.versions[stage]
+
+    def buffers_of(self, stage: int) -> int:
+        """Minibatches whose gradients a stage holds."""
+        found = self.gradient_buffers
+        return found if isinstance(found, int) else found[stage]
 
     def counts(self, stage: int) -> tuple[int, int, int]:
         """How often a stage holds what it saves, what it receives, and gradients that return."""

@@ -31,8 +31,8 @@ def reference(
 
     Arguments that say where something runs (cluster, stages, memory, costs, verify, …) are
     accepted and change nothing.  ``microbatches`` has to be a number: the planner's choice is
-    ``pipe.plan.training.num_microbatches``.  Schedules ``vsync`` and ``stash`` need ``plan=``
-    (vsync: or ``stages=``), because the age of their weights depends on it.
+    ``pipe.plan.training.num_microbatches``.  Schedules whose weights are as old as the warm-up is
+    deep (``stash``, ``vsync``) need ``plan=`` (vsync: or ``stages=``).
 
     Raises:
         ConfigError: an argument has no meaning, or none that one process can give it.

@@ -10,8 +10,7 @@ from torch import nn
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, option_checks
-from pdcompile.reference.versions import ONE_AGE, STASH, VSYNC
-from pdcompile.schedule.registry import DEFAULT
+from pdcompile.schedule.registry import DEFAULT, KINDS
 from pdcompile.weights import materialise, open_source
 
 
@@ -48,25 +47,14 @@ def check_model(model: nn.Module) -> None:
 
 def check_options(options: Options) -> int:
     """Refuse what has no meaning here; return the number of microbatches."""
-    option_checks.check_options(replace(options, schedule=DEFAULT))  # `weight_lags` knows more
+    known = options.schedule in KINDS  # else `weight_lags` says what is missing
+    option_checks.check_options(options if known else replace(options, schedule=DEFAULT))
     microbatches: int | Literal["auto"] = options.microbatches
-    if options.schedule in (STASH, VSYNC):
-        if microbatches not in ("auto", 1):
-            raise ConfigError(
-                f"microbatches={microbatches!r} under schedule={options.schedule!r}, where every "
-                "microbatch is a minibatch with an update of its own",
-                remedy="microbatches=1",
-            )
-        microbatches = 1
+    if known and KINDS[options.schedule].updates_each:
+        return 1
     if microbatches == "auto":
         raise ConfigError(
             "microbatches='auto' is the planner's choice, which a reference does not have",
             remedy="give the number: microbatches=pipe.plan.training.num_microbatches",
-        )
-    if options.schedule == STASH and options.max_grad_norm is not None:
-        raise ConfigError(
-            "max_grad_norm needs the gradients of all stages at one time, which schedule "
-            f"{STASH!r} never has",
-            remedy=f"use schedule={ONE_AGE}, or clip per stage in the optimizer",
         )
     return microbatches

@@ -8,7 +8,7 @@ with warm-up depths w_s, the schedules are
     vsync          lag w_0 on every stage
     stash          lag w_s on stage s
 
-The registry knows the lag of those that are built; vsync and stash are only meant here.
+The registry knows the lag of each.
 
 (PipeDream counts minibatches k = t + 1 and writes max(0, k − (w_s + 1)).)
 """
@@ -16,7 +16,7 @@ The registry knows the lag of those that are built; vsync and stash are only mea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,11 +25,7 @@ from torch import nn
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS
-
-STASH, VSYNC = "stash", "vsync"  # every microbatch is a minibatch of its own
-#: stale schedules in which all weights that a minibatch runs on are of one age
-ONE_AGE = " or ".join(repr(name) for name in (*(n for n in KINDS if KINDS[n].stream), VSYNC))
+from pdcompile.schedule.registry import KINDS, one_age_streams
 
 
 class Versions:
@@ -79,51 +75,51 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
         ConfigError: the schedule is not known, or needs a plan that is not there.
     """
     names = [name for name, _ in model.named_parameters()]
-    schedule = options.schedule
-    if schedule in KINDS:
-        return dict.fromkeys(names, KINDS[schedule].lag)
-    if schedule not in (STASH, VSYNC):
+    kind = KINDS.get(options.schedule)
+    if kind is None:
         raise ConfigError(
-            f"schedule={schedule!r} does not say which weights are used",
-            remedy=f"one of {', '.join((*KINDS, STASH, VSYNC))} (pipe.plan.training.schedule)",
+            f"schedule={options.schedule!r} does not say which weights are used",
+            remedy=f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
         )
+    if not kind.updates_each:
+        return dict.fromkeys(names, kind.lag_of(0, 0))
     plan = options.plan
     if plan is not None and not isinstance(plan, Plan):
         raise ConfigError(
             f"plan is of type {type(plan).__name__}", remedy="pass pipe.plan, or Plan.from_json"
         )
     if plan is None:
-        if schedule == VSYNC and options.stages is not None:
+        if kind.one_age and options.stages is not None:
             return dict.fromkeys(names, options.stages - 1)
         raise ConfigError(
-            f"schedule={schedule!r} computes on weights whose age depends on the plan",
+            f"schedule={kind.name!r} computes on weights whose age depends on the plan",
             remedy="give plan=pipe.plan"
-            + (", or stages= for the minimal warm-up" if schedule == VSYNC else ""),
+            + (", or stages= for the minimal warm-up" if kind.one_age else ""),
         )
     depths = plan.training.warmup or tuple(reversed(range(len(plan.stages))))
-    if schedule == VSYNC:
-        return dict.fromkeys(names, depths[0])
-    return _stash_lags(names, plan, depths)
+    if kind.one_age:
+        return dict.fromkeys(names, kind.lag_of(depths[0], depths[0]))
+    return _lags_by_stage(names, plan, [kind.lag_of(depth, depths[0]) for depth in depths])
 
 
-def _stash_lags(names: list[str], plan: Plan, depths: tuple[int, ...]) -> dict[str, int]:
-    lags: dict[str, int] = {}
-    for stage, depth in zip(plan.stages, depths, strict=True):
+def _lags_by_stage(names: list[str], plan: Plan, lag_of: Sequence[int]) -> dict[str, int]:
+    schedule, lags = plan.training.schedule, dict[str, int]()
+    for stage, lag in zip(plan.stages, lag_of, strict=True):
         if stage.replicas > 1:
             raise ConfigError(
-                f"stage {stage.index} has {stage.replicas} replicas: stash with replicas updates "
-                "stages at different times",
-                remedy=f"use a plan without replicas, or schedule={ONE_AGE}",
+                f"stage {stage.index} has {stage.replicas} replicas: {schedule} with replicas "
+                "updates stages at different times",
+                remedy=f"use a plan without replicas, or schedule={one_age_streams()}",
             )
         for name in stage.parameters:
             if name in lags:
                 raise ConfigError(
                     "a parameter is held by several stages, whose weights differ in age under "
-                    "stash",
+                    + schedule,
                     where=name,
-                    remedy=f"use schedule={ONE_AGE}, or keep its users in one stage",
+                    remedy=f"use schedule={one_age_streams()}, or keep its users in one stage",
                 )
-            lags[name] = depth
+            lags[name] = lag
     unknown = sorted(set(lags) - set(names))
     if unknown:
         raise ConfigError(

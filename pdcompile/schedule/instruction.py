@@ -17,7 +17,7 @@ class Phase(IntEnum):
     POST = auto()  # this rank's part of a collective
     WAIT = auto()
     LOCAL = auto()  # neither computes nor communicates
-    TELL = auto()  # send, and do not wait: the call after next does
+    TELL = auto()  # send, and do not wait: a later call does
     HEAR = auto()  # post the receive: whoever reads what comes waits for it
 
 

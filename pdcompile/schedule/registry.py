@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +14,10 @@ from pdcompile.schedule.instruction import Action
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
 GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
+
+#: how many minibatches old weights are; in words where it follows from the plan, and every
+#: microbatch is then a minibatch with an update of its own
+Lag = int | Literal["own warm-up", "first warm-up"]
 
 
 class Task(NamedTuple):
@@ -33,7 +38,9 @@ class StageWork:
         warmup: forwards before the first backward, beyond one.
         pending: (minibatch, microbatch) that went forward in earlier calls but not backward.
         unstepped: earlier minibatches whose update has not run.
+        lag: a forward of this call needs the updates of all minibatches before −lag.
         late: the update waits for other ranks; a stream places it as late as legal.
+        buffers: minibatches whose gradients may be held at one time.
         limits: of each microbatch whose backward the stage before runs in this call, the last
             forward of this call that may come before its backward here (−1: none).  A stage
             that waits for no forward which the stage before holds back cannot deadlock.
@@ -45,7 +52,9 @@ class StageWork:
     warmup: int = 0
     pending: Sequence[tuple[int, int]] = ()
     unstepped: Sequence[int] = ()
+    lag: int = 0
     late: bool = False
+    buffers: int = 1
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)
     flush: bool = False
 
@@ -59,7 +68,8 @@ class ScheduleKind:
 
     Args:
         lag: minibatch t runs on the weights W_max(t − lag, 0); its update makes W_{t+1}.  Without
-            lag every call drains the pipeline (a flush), with one it never does (a stream).
+            lag every call drains the pipeline (a flush), with one it never does (a stream).  In
+            words: the warm-up depth of the stage, or of the first one for all stages.
         warmup: "all": every microbatch goes forward before the first goes backward;
             "alternate": to a depth that the planner chooses, then one forward, one backward.
         stages_per_rank: how many stages a rank can hold; None: any number.
@@ -73,19 +83,37 @@ class ScheduleKind:
     update: str
     source: str
     module: str
-    lag: int = 0
+    lag: Lag = 0
     warmup: Literal["all", "alternate"] = "alternate"
     stages_per_rank: int | None = 1
 
     @property
     def stream(self) -> bool:
         """Are microbatches in flight between calls?"""
-        return self.lag > 0
+        return self.lag != 0
 
     @property
-    def versions(self) -> int:
-        """Weight versions that a stage holds."""
-        return self.lag + 1
+    def updates_each(self) -> bool:
+        """Is every microbatch a minibatch with an update of its own?"""
+        return isinstance(self.lag, str)
+
+    @property
+    def one_age(self) -> bool:
+        """Are all weights that a minibatch runs on equally old?
+
+        Else nothing can be summed over stages: neither a norm nor a tied parameter's gradients.
+        """
+        return self.lag != "own warm-up"
+
+    def lag_of(self, warmup: int, first: int) -> int:
+        """Of a stage, by its warm-up depth and that of the first stage."""
+        if isinstance(self.lag, int):
+            return self.lag
+        return first if self.one_age else warmup
+
+    def versions(self, warmup: int, first: int) -> int:
+        """Weight versions that a stage holds: after a flush the next minibatches name all."""
+        return self.lag_of(warmup, first) + 1
 
     @property
     def objective(self) -> Literal["bottleneck", "flush"]:
@@ -100,10 +128,13 @@ class ScheduleKind:
     def most_warmup(self, num_microbatches: int, replicas: int) -> int:
         """The deepest warm-up of a replica: all its microbatches, with one left to go backward.
 
-        A forward of a stream needs all backwards of the minibatch before the last `lag`.
+        A forward of a stream needs all backwards of the minibatch before the last `lag`, which
+        grows with the warm-up where it follows from that.
         """
+        if self.updates_each:
+            return sys.maxsize
         if self.stream:
-            return self.lag * num_microbatches // replicas
+            return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
 
     def in_flight(self, warmup: int, share: int) -> int:
@@ -120,9 +151,14 @@ class ScheduleKind:
         most = self.in_flight(warmup, share) + LOOKAHEAD
         return most if self.stream else min(most, share)
 
-    def gradient_buffers(self, *, late: bool) -> int:
-        """Two where updates of a stream wait for other ranks: the next minibatch's is summed."""
-        return 2 if self.stream and late else 1
+    def gradient_buffers(self, warmup: int, first: int, *, late: bool) -> int:
+        """Minibatches whose gradients a stage holds, by its warm-up and the first stage's.
+
+        More than one where updates of a stream wait for other ranks, and later backwards do not.
+        """
+        if not (self.stream and late):
+            return 1
+        return self.lag_of(warmup, first) + 1 - (warmup if self.updates_each else 0)
 
 
 def window(first: tuple[int, int], last: tuple[int, int]) -> int:
@@ -159,6 +195,22 @@ _ROWS = (
         module="pdcompile.passes.schedules.two_bw",
         lag=1,
     ),
+    ScheduleKind(
+        "stash",
+        update="never drains, updates after every microbatch, and takes gradients of weights that "
+        "are as many minibatches old as the stage's warm-up is deep, another age on every stage",
+        source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
+        module="pdcompile.passes.schedules.stash",
+        lag="own warm-up",
+    ),
+    ScheduleKind(
+        "vsync",
+        update="never drains, updates after every microbatch, and takes gradients of weights that "
+        "are as many minibatches old as the first stage's warm-up is deep, on every stage",
+        source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
+        module="pdcompile.passes.schedules.vsync",
+        lag="first warm-up",
+    ),
 )
 KINDS = {kind.name: kind for kind in _ROWS}
 
@@ -179,13 +231,19 @@ def allowed(max_staleness: int | str) -> tuple[str, ...]:
     return tuple(
         name
         for name, kind in KINDS.items()
-        if isinstance(max_staleness, str) or kind.lag <= max_staleness
+        if isinstance(max_staleness, str)
+        or (isinstance(kind.lag, int) and kind.lag <= max_staleness)
     )
 
 
 def flush_schedules() -> str:
     """Their names, as error messages list them."""
     return ", ".join(allowed(0))
+
+
+def one_age_streams() -> str:
+    """Streams that sum over stages, as remedies list them."""
+    return " or ".join(repr(k.name) for k in KINDS.values() if k.stream and k.one_age)
 
 
 def described() -> str:

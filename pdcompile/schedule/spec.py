@@ -100,9 +100,32 @@ class PipelineSpec:
     def others(self, rank: int) -> tuple[int, ...]:
         return tuple(one for one in range(self.num_ranks) if one != rank)
 
+    def lag(self, stage: int) -> int:
+        """How many minibatches old the weights are that the stage runs on."""
+        return self.kind.lag_of(self.warmup[stage], self.warmup[0])
+
+    def versions(self, stage: int) -> int:
+        """Weight versions that the stage holds."""
+        return self.kind.versions(self.warmup[stage], self.warmup[0])
+
+    def gradient_buffers(self, stage: int) -> int:
+        """Minibatches whose gradients the stage holds at one time."""
+        late = self.late(stage)
+        return self.kind.gradient_buffers(self.warmup[stage], self.warmup[0], late=late)
+
+    @property
+    def reach(self) -> int:
+        """How many calls back a program may still deal with a minibatch."""
+        return 1 + max(1, *(self.lag(stage) for stage in range(len(self.ranks))))
+
     def late(self, stage: int) -> bool:
-        """Does STEP wait for other ranks?  Then a stream places it as late as legal."""
-        return self.clipping or len(self.ranks[stage]) > 1
+        """Does STEP wait for other ranks?  Then a stream places it as late as legal.
+
+        New weights of a tied parameter come in the call of a minibatch's update where that is the
+        same on all stages; with an update each, stages make theirs in different calls.
+        """
+        tied = self.kind.updates_each and any(stage in one.stages for one in self.tied)
+        return self.clipping or tied or len(self.ranks[stage]) > 1
 
     def in_flight(self, stage: int) -> int:
         """The most microbatches of one replica between forward and backward."""
@@ -122,8 +145,13 @@ class PipelineSpec:
         return not others and sum(rank in ranks for ranks in self.ranks) > 1
 
     def hop(self, kind: Kind, edge: int, stage: int, other: int) -> Hop:
-        """An end at `stage`, the other end at `other`."""
-        window = 1 if kind is Kind.WEIGHT else self.window(*sorted((stage, other)))
+        """An end at `stage`, the other end at `other`.
+
+        New weights are sent from where they live, and updates write the oldest version there is.
+        """
+        window = self.window(*sorted((stage, other)))
+        if kind is Kind.WEIGHT:
+            window = max(1, self.versions(stage) - 1)
         local = self.ranks[stage] == self.ranks[other]
         return Hop(kind, edge, other, window, local, self.shares_rank(other))
 

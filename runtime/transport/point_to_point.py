@@ -6,7 +6,7 @@ apart.  Every Work is kept and waited for, and the memory of a message belongs t
 
 The header of a channel's first message (see `contract`) makes the receiver post its first
 payloads only when it waits for them.  Schedules are proved for that (`passes.check.exchange`): a
-sender may wait for its sends as usual.  The header itself is awaited two calls later (`settle`).
+sender may wait for its sends as usual.  The header itself is awaited some calls later (`settle`).
 """
 
 from __future__ import annotations
@@ -91,12 +91,15 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """One rank's messages in a gloo process group that is used for nothing else."""
+    """One rank's messages in a gloo process group that is used for nothing else.
+
+    `plan` is a number that all ranks have to have; `reach`: calls that ranks may be apart.
+    """
 
     blocking = True
 
-    def __init__(self, group: Any, rank: int, plan: int) -> None:
-        self.rank = rank
+    def __init__(self, group: Any, rank: int, plan: int, reach: int) -> None:
+        self.rank, self._reach = rank, reach
         self._group = group
         self._plan = plan
         self._call = 0
@@ -128,7 +131,7 @@ class GroupTransport:
     def settle(self, call: int | None = None) -> None:
         if call is not None:
             self._call = call
-        while self._deferred and (call is None or self._deferred[0][0] <= call - 2):
+        while self._deferred and (call is None or self._deferred[0][0] <= call - self._reach):
             self._deferred.popleft()[1].wait()
 
     def abandon(self) -> None:

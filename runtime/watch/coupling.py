@@ -95,7 +95,7 @@ def _after_steps(
     if not held <= {id(p) for p in copies.values()}:
         warn(f"{_UNTRIED}, because it has other parameters than it was given")
         return None
-    updater = Updater(optimizer)
+    updater = Updater(optimizer, reach=0)
     torch.manual_seed(seed)
     for t, scale in enumerate(_SCALES):
         updater.snapshot(t)

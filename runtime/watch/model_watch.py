@@ -66,7 +66,7 @@ class ModelWatch:
         read: Collection[str],
         tied: Collection[str],
         several: bool,
-        versions: int,
+        overlaps: bool,
     ) -> None:
         self._model = model
         self._tied = frozenset(tied)
@@ -81,7 +81,7 @@ class ModelWatch:
         self._traits = [_traits(tensor) for *_, tensor in self._parameters]
         self._hooks = self._gradient_hooks()
         self._attributes = AttributeWatch(model, loss_fn, attributes, opaque)
-        if several or versions > 1:
+        if several or overlaps:
             self._attributes.refuse_aliases(
                 {name: t for *_, name, t in self._parameters if t.requires_grad}
             )

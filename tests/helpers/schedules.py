@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,29 +61,46 @@ def make_plan(
 def plans(
     draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8, replicated: bool = True
 ) -> Plan:
-    """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets."""
-    n, m = draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches))
+    """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets, as
+    far as the schedule has them."""
+    kind = draw(st.sampled_from(list(KINDS.values())))
+    n = draw(st.integers(1, max_stages))
+    m = 1 if kind.updates_each else draw(st.integers(1, max_microbatches))
     replicas: tuple[int, ...] = ()
-    if replicated and draw(st.booleans()):
+    if replicated and not kind.updates_each and draw(st.booleans()):
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
     edges, tied = [], []
     for index in range(draw(st.integers(0, 4)) if n > 1 else 0):
         source = draw(st.integers(0, n - 2))
         targets = tuple(sorted(draw(st.sets(st.integers(source + 1, n - 1), min_size=1))))
         edges.append(Edge(f"v{index}", source, targets, 1, draw(st.booleans())))
-    for index in range(draw(st.integers(0, 2)) if n > 1 and not replicas else 0):
+    ties = n > 1 and not replicas and kind.one_age
+    for index in range(draw(st.integers(0, 2)) if ties else 0):
         holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
         tied.append(TiedParameter(f"w{index}", holders, 1))
     return make_plan(
-        draw(st.sampled_from(list(KINDS))),
+        kind.name,
         n,
         m,
         edges=tuple(edges),
         tied=tuple(tied),
-        clip=draw(st.sampled_from([None, 1.0])),
+        clip=draw(st.sampled_from([None, 1.0])) if kind.one_age else None,
         replicas=replicas,
         extra=draw(st.integers(0, 2)),
     )
+
+
+def rich(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Options of `make_plan` as a schedule can have them: None where it cannot."""
+    kind = KINDS[name]
+    if ("replicas" in options and kind.updates_each) or ("tied" in options and not kind.one_age):
+        return None
+    return {**options, "clip": options.get("clip") if kind.one_age else None}
+
+
+def microbatches(name: str, most: int) -> int:
+    """As many as a schedule can have."""
+    return 1 if KINDS[name].updates_each else most
 
 
 def mutated(program: Schedule, rank: int, column: Sequence[Instruction]) -> Schedule:
@@ -114,8 +131,9 @@ class Meaning:
     Two sequences of programs with the same `result` train the same model.
     """
 
-    def __init__(self, plan: Plan, versions: int, lag: int):
-        self.plan, self.versions, self.lag = plan, versions, lag
+    def __init__(self, plan: Plan, versions: Sequence[int]):
+        """`versions`: of each stage, how many it holds."""
+        self.plan, self.versions = plan, versions
         self.ranks = [_Rank() for _ in range(plan.num_ranks)]
         self.replicas: list[list[int]] = []
         for stage in plan.stages:
@@ -155,12 +173,13 @@ class Meaning:
         kind, _, family = one.action.partition("_RECV")
         if one.action is Action.FORWARD:
             arrived = self._inputs(me, rank, label, forward=True)
-            value = hash(("F", one.stage, label, self._weights(me, minibatch, one.lag), arrived))
+            weights = self._weights(me, minibatch, one)
+            value = hash(("F", one.stage, label, weights, arrived))
             me.values["own", label] = value
             me.forwards[minibatch] = (*me.forwards.get(minibatch, ()), value)
         elif one.action is Action.BACKWARD:
             arrived = self._inputs(me, rank, label, forward=False)
-            weights = self._weights(me, minibatch, one.lag)
+            weights = self._weights(me, minibatch, one)
             forward = me.values.pop(("own", label), None)
             if forward is None:
                 raise Broken("no forward")
@@ -170,7 +189,7 @@ class Meaning:
         elif one.action is Action.STEP:
             new = hash(
                 (
-                    me.weights[me.steps % self.versions],
+                    me.weights[me.steps % self.versions[one.stage]],
                     minibatch,
                     me.gradients.pop(minibatch, ()),
                     me.contributions.pop(("REDUCE", minibatch), None),
@@ -178,7 +197,7 @@ class Meaning:
                 )
             )
             me.steps += 1
-            me.weights[me.steps % self.versions] = new
+            me.weights[me.steps % self.versions[one.stage]] = new
             self.updates.append((rank, minibatch, new))
         elif one.action is Action.FREE:
             me.values = {
@@ -200,9 +219,10 @@ class Meaning:
             return self._send(me, rank, one, label)
         return True
 
-    def _weights(self, me: _Rank, minibatch: int, lag: int) -> Any:
+    def _weights(self, me: _Rank, minibatch: int, one: Instruction) -> Any:
         tied = tuple(sorted((k, v) for k, v in me.values.items() if k[0] == "tied"))
-        return me.weights.get(max(minibatch - lag, 0) % self.versions), str(tied)
+        version = max(minibatch - one.lag, 0) % self.versions[one.stage]
+        return me.weights.get(version), str(tied)
 
     def _inputs(self, me: _Rank, rank: int, label: Any, *, forward: bool) -> Any:
         """What must have arrived, read from the plan: a missing value is None in the result."""
@@ -243,7 +263,7 @@ class Meaning:
         slot, value = posts.popleft(), sent[count]
         if family == "_WEIGHT":
             me.values.pop(slot, None)
-            me.values["tied", one.edge, label[0] % self.versions] = value
+            me.values["tied", one.edge, label[0] % self.versions[one.stage]] = value
         elif slot in me.values:  # else freed before it arrived
             me.values[slot] = value
         return True
@@ -260,7 +280,7 @@ class Meaning:
             self.acknowledged[channel] = count + 1
             return True
         if family == "_WEIGHT":
-            value = me.weights[me.steps % self.versions]
+            value = me.weights[me.steps % self.versions[one.stage]]
         else:
             value = me.values.get(("gradient" if family else "own", label))
         if value is None:

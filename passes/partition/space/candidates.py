@@ -40,9 +40,10 @@ def _holding(candidate: Candidate, s: int) -> Holding:
     kind, depth = kind_of(setting.schedule), candidate.warmup[s]
     share = -(-setting.num_microbatches // option.replicas)
     in_flight = kind.in_flight(depth, share)
+    late = setting.clipping or option.replicas > 1
     return Holding(
-        kind.versions,
-        kind.gradient_buffers(late=setting.clipping or option.replicas > 1),
+        kind.versions(depth, candidate.warmup[0]),
+        kind.gradient_buffers(depth, candidate.warmup[0], late=late),
         setting.optimizer_factor,
         1 if option.recompute else in_flight,
         kind.slots(depth, share),

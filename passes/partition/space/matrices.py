@@ -112,7 +112,7 @@ def least_depth(
     if not kind.stream:
         return min(depth, cap)
     most = apart * (ranks - 1) if straight else (1 + apart) * ranks
-    if m >= most:
+    if m >= most or kind.updates_each:
         return depth
     return 0 if guess is None else min(depth, cap)
 
@@ -256,11 +256,11 @@ class Matrices:
         """Memory of one rank of such a stage, at least."""
         setting, m, r = self.setting, self.setting.num_microbatches, option.replicas
         kind = kind_of(setting.schedule)
-        buffers = kind.gradient_buffers(late=setting.clipping or r > 1)
-        depth, share = self.depth(seats, p, r), -(-m // r)
+        depth, first, share = self.depth(seats, p, r), self.depth(seats, 0, 1), -(-m // r)
+        buffers = kind.gradient_buffers(depth, first, late=setting.clipping or r > 1)
         in_flight = kind.in_flight(depth, share)
         return self.segments.bytes(
-            kind.versions,
+            kind.versions(depth, first),
             buffers + setting.optimizer_factor,
             1 if option.recompute else in_flight,
             kind.slots(depth, share),
