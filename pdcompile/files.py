@@ -1,4 +1,4 @@
-"""Files that are complete or not there."""
+"""Writes files that are complete or absent, never half written."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file beside its place and renames it into it.  Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        temporary.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

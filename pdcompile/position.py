@@ -39,7 +39,7 @@ def as_position(given: Any) -> Position | None:
     if type(given) is int and given >= 0:
         return Position(given)
     raise InputError(
-        f"position={given!r} is not a position",
+        f"position={given!r} is neither a number of minibatches nor a Position",
         where="load_state_dict",
         remedy="the number of minibatches trained on (pipe.position.minibatches), or pipe.position",
     )
@@ -59,7 +59,7 @@ def position_of(state: Any) -> Position | None:
     """The position that a state was saved at; None for one that has none.
 
     Raises:
-        InputError: it is not a position.
+        InputError: the state's position is malformed.
     """
     metadata = getattr(state, "_metadata", None)
     numbers = metadata.get("", {}).get(_KEY) if isinstance(metadata, Mapping) else None
@@ -68,7 +68,7 @@ def position_of(state: Any) -> Position | None:
     counts = [numbers.get(name) for name in ("minibatches", "evaluations")]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise InputError(
-            f"the state says that it was saved at {numbers}, not at two counts",
+            f"the position of the state is {numbers}; expected two counts from 0 on",
             where="load_state_dict: _metadata",
             remedy="load what state_dict() or full_state_dict() returned",
         )

@@ -1,4 +1,4 @@
-"""Steps: what happens around every pass — timing, progress, and the numbered dumps.
+"""Runs the passes one by one, with timing, progress and numbered dumps.
 
 Under ``PDCOMPILE_DUMP=dir`` each form that a pass returns is written to a numbered file
 (``dir/03_problem.txt``, or ``.json`` where the form has ``to_json``), so that two
@@ -19,8 +19,8 @@ from pdcompile.errors import ConfigError
 
 Form = TypeVar("Form")
 #: passes that run no real tensors, or few
-ON_PAPER = frozenset(("graph", "problem", "plan", "proof", "forecast", "sources"))
-ALLOCATIONS = 50_000  # objects made and still there, after which the newest are looked through
+WITHOUT_TENSORS = frozenset(("graph", "problem", "plan", "proof", "forecast", "sources"))
+ALLOCATIONS = 50_000  # net of deallocations, between two collections of the youngest objects
 
 
 class Listener:
@@ -55,7 +55,7 @@ class Steps:
     def __call__(self, name: str, run: Callable[[], Form]) -> Form:
         self.listener.starts(name)
         began = time.perf_counter()
-        with collecting_seldom() if name in ON_PAPER else nullcontext():
+        with collecting_seldom() if name in WITHOUT_TENSORS else nullcontext():
             form = run()
         self.seconds[name] = time.perf_counter() - began
         self.listener.ended(name, self.seconds[name])
@@ -81,11 +81,11 @@ class Steps:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Look for garbage less often than Python does by itself; afterwards as before.
+    """Makes Python's garbage collector run less often; afterwards as before.
 
-    Graphs, schedules and plans are a million small objects that stay: looking through them
-    every 700 took a fifth of the time of planning a large model.  Not for passes that run real
-    tensors, of which a circle of references may hold many bytes.
+    Graphs, schedules and plans are a million small objects that stay alive: collecting every 700
+    took a fifth of the time of planning a large model.  Not for passes that run real tensors, as a
+    circle of references may keep many bytes alive.
     """
     first, *later = gc.get_threshold()
     if 0 < first < ALLOCATIONS:

@@ -1,4 +1,4 @@
-"""Workload: what a command-line target hands over — a model and what it is trained on."""
+"""The workload that a command-line target returns: a model and what it is trained on."""
 
 from __future__ import annotations
 

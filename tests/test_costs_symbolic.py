@@ -18,7 +18,7 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.cli.costs import sizes_of
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.passes.costs import CostedOp, GraphIndex, forward_flops
-from pdcompile.passes.costs.closed_forms import fit
+from pdcompile.passes.costs.closed_forms import polynomial_through
 from pdcompile.passes.costs.kept_storages import kept_storages
 from pdcompile.passes.costs.symbolic import SymbolicCosts, symbolic
 from pdcompile.passes.trace import capture
@@ -34,21 +34,22 @@ def test_a_polynomial_is_found_from_its_values(c: tuple[int, ...]) -> None:
     def value(b: Any, s: Any) -> Any:
         return c[0] + c[1] * b + c[2] * s + c[3] * b * s + c[4] * s * s + c[5] * b * s * s
 
-    found = fit({(b, s): value(b, s) for b in (2, 3, 7) for s in (4, 9, 10, 17)})
+    found = polynomial_through({(b, s): value(b, s) for b in (2, 3, 7) for s in (4, 9, 10, 17)})
     assert sympy.expand(found - value(B, S)) == 0
 
 
 def test_what_is_no_polynomial_of_low_degree_has_none() -> None:
     grid = [(b, s) for b in (2, 3, 5) for s in (4, 7, 9, 12)]
-    assert fit({(b, s): b * b * s for b, s in grid}) is None
-    assert fit({(b, s): b * s**3 for b, s in grid}) is None
-    assert fit({(b, s): -(-s // 4) for b, s in grid}) is None
+    assert polynomial_through({(b, s): b * b * s for b, s in grid}) is None
+    assert polynomial_through({(b, s): b * s**3 for b, s in grid}) is None
+    assert polynomial_through({(b, s): -(-s // 4) for b, s in grid}) is None
     assert (
-        sympy.expand(fit({(b, s): b * s * (s + 1) // 2 for b, s in grid}) * 2) == B * S**2 + B * S
+        sympy.expand(polynomial_through({(b, s): b * s * (s + 1) // 2 for b, s in grid}) * 2)
+        == B * S**2 + B * S
     )
-    assert fit({(b,): 7 * b + 1 for b in (1, 2, 9)}) == 7 * B + 1
+    assert polynomial_through({(b,): 7 * b + 1 for b in (1, 2, 9)}) == 7 * B + 1
     with pytest.raises(ValueError, match="needs 3 sizes"):
-        fit({(b,): b for b in (1, 2)})
+        polynomial_through({(b,): b for b in (1, 2)})
 
 
 Numbers = list[tuple[tuple[Any, ...], Any, Any, Any]]

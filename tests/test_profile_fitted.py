@@ -12,7 +12,7 @@ from pdcompile.passes.costs import Machine
 from pdcompile.passes.costs.timing import _timed_by_events
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 from pdcompile.passes.profile import fitted_sizes as module
-from pdcompile.passes.profile.fitted_sizes import FittedLine, fit_line, fitted, measured_sizes
+from pdcompile.passes.profile.fitted_sizes import FittedLine, fit_line, interpolated, measured_sizes
 from tests.helpers.graphs import GraphBuilder
 
 positive = st.floats(1e-6, 1e-1)
@@ -79,7 +79,7 @@ def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
     profiles = [Profile("2", "cpu", size, entries(size)) for size in (2, 8)]
     for size in (4, 16):
-        found = fitted(graph, profiles, size)
+        found = interpolated(graph, profiles, size)
         assert found.microbatch_size == size
         assert {entry.key for entry in found.entries} == set(distinct_calls(graph, size))
         for entry, expected in zip(found.entries, entries(size), strict=True):
@@ -87,9 +87,9 @@ def test_a_profile_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert entry.forward_seconds == pytest.approx(expected.forward_seconds)
                 assert entry.backward_seconds == pytest.approx(expected.backward_seconds)
     # What could be measured at one size only is taken to grow with its work.
-    alone = fitted(graph, [profiles[0], replace(profiles[1], entries=())], 4)
+    alone = interpolated(graph, [profiles[0], replace(profiles[1], entries=())], 4)
     assert alone.entries[1].forward_seconds == pytest.approx(2 * truth("torch.relu", 2)[0])
-    assert fitted(graph, [replace(one, entries=()) for one in profiles], 4).entries == ()
+    assert interpolated(graph, [replace(one, entries=()) for one in profiles], 4).entries == ()
 
 
 def test_events_stamp_begin_and_end_on_the_device() -> None:

@@ -107,24 +107,24 @@ def _candidates(
 
     Second those that are here in part.
     """
-    whole: dict[str, int] = defaultdict(int)
+    missing: dict[str, int] = defaultdict(int)  # ops that are on other stages
     for graph, ops in ((capture.train, train_ops), (capture.eval, eval_ops)):
         for op in graph.ops:
             if op.region == "forward":
                 for path in ancestors(scope_of(op)):
-                    whole[path] += 1
+                    missing[path] += 1
         for op in ops:
             for path in ancestors(scope_of(op)):
-                whole[path] -= 1
+                missing[path] -= 1
     classes = {**capture.eval.classes, **capture.train.classes}
     # What takes a leaf's result apart stands in the leaf's scope without being a part of it.
     leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
     here = {path for op in (*train_ops, *eval_ops) for path in ancestors(scope_of(op))}
     return {
         path
-        for path, missing in whole.items()
-        if missing == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
-    }, frozenset(path for path in here if whole[path] > 0)
+        for path, count in missing.items()
+        if count == 0 and path not in leaves and not is_container(classes.get(path, ("", ""))[0])
+    }, frozenset(path for path in here if missing[path] > 0)
 
 
 @dataclass(slots=True)

@@ -166,7 +166,7 @@ class Body:
         done = []
         if draws(op) or (twin is not None and draws(twin)):
             done.append(Line(f"draw({self._where(op)}, {op.draw})"))
-        scope = self._scope(copied=copied_buffers(op, self.graph))
+        scope = self._scope(cloned=cloned_buffers(op, self.graph))
         name = self.variables.names.get(op.name, "")
         comment = self._shape_of(op.name)
         target = op.target.removeprefix("operator.") if op.target.startswith("operator.") else ""
@@ -233,10 +233,10 @@ class Body:
     def _shape_of(self, name: str) -> str:
         return value_text(self.graph.values.get(name), self.shapes.get(name))
 
-    def _scope(self, copied: frozenset[str] = frozenset()) -> Scope:
+    def _scope(self, cloned: frozenset[str] = frozenset()) -> Scope:
         return Scope(
             value=self._value,
-            tensor=lambda fqn: self._tensor(fqn) + (".clone()" if fqn in copied else ""),
+            tensor=lambda fqn: self._tensor(fqn) + (".clone()" if fqn in cloned else ""),
             size=self._size,
             device=self._device,
             module=self._module,
@@ -331,7 +331,7 @@ def _in_place_on(piece: Piece) -> str | None:
     return None
 
 
-def copied_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
+def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
     """Buffers that an op has to read as a copy, by FQN.
 
     Autograd may keep what the op reads until the microbatch's backward, and in a pipeline the

@@ -1,4 +1,4 @@
-"""Sources in a folder: written whole or not at all, read back, and loaded as classes that run.
+"""Writes sources to a folder, each file whole or not at all, reads and loads them as classes.
 
 Loading a file of a folder runs it: it is the user's program then, like any module that they
 import.  What `generate` wrote is recognised by its text; anything else counts as edited.

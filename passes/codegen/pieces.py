@@ -1,6 +1,6 @@
-"""What a body writes: an op or call, a loop over equal blocks, or a tuple taken apart.
+"""The pieces of a body: an op or call, a loop over equal blocks, or a tuple taken apart.
 
-And what decides how it is written: the region that it runs in, and the variables that are free.
+Also the region that a piece runs in, and the variables that it may bind.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ def _items(op: Op, takers: Sequence[Op], graph: OpGraph) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Region:
+    """Grad mode and autocast of ops."""
+
     grad_enabled: bool = True
     autocast: str | None = None
     enables_grad: bool = False
@@ -234,7 +236,7 @@ class Variables:
     spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def fix(self, value: str, name: str, span: tuple[int, int]) -> None:
-        """The value has this name, come what may (arguments)."""
+        """Gives the value this name without asking whether it is free (arguments)."""
         self.names[value] = name
         self.spans.setdefault(name, []).append(span)
 

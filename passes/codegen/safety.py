@@ -1,4 +1,4 @@
-"""What a generated file imports, and the last look at its text: only what a stage needs.
+"""The imports of a generated file, and the safety check of its text.
 
 Names of a model can hold anything, so the writer never uses them as code; here the result is
 parsed and every node held against an allow-list, so that a mistake in the writer cannot become

@@ -62,7 +62,7 @@ def _cost(call: CostedOp, saved_bytes: int, microbatch_size: int, machine: Machi
         forward_seconds=forward,
         backward_seconds=backward,
         flops=flops,
-        parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.held),
+        parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.of_model),
         saved_bytes=saved_bytes,
         output_bytes=call.output_bytes,
         workspace_bytes=workspace_bytes(call),

@@ -86,10 +86,10 @@ def _asked(tensors: Mapping[str, Tensor], asked: Mapping[Any, Any]) -> Dims:
 
 
 def probe_lengths(own: int, taken: Collection[int]) -> tuple[int, ...]:
-    """The length of the example and three others, shorter ones where there are enough.
+    """The length of the example and three others, shorter ones where there are several.
 
-    A model may have a longest length, seldom a shortest one.  Other sizes of the call are
-    avoided, so that equal numbers mean the same thing, and so are multiples of two.
+    A model may have a longest length, seldom a shortest one.  Even numbers and other sizes of the
+    call are avoided, so that a size tells which dimension it is.
     """
     odd = [n for n in range(max(3, own // 4), own) if n % 2 and n not in taken]
     if len(odd) < COUNT - 1:
@@ -130,8 +130,8 @@ def symbols(count: int) -> tuple[Any, ...]:
     return tuple(sympy.Symbol(name, positive=True, integer=True) for name in ("b", "s")[:count])
 
 
-def fit(samples: Mapping[Point, int]) -> Any | None:
-    """The sympy polynomial that goes through all samples; None where none of low degree does.
+def polynomial_through(samples: Mapping[Point, int]) -> Any | None:
+    """The sympy polynomial through all samples; None where no polynomial of low degree fits.
 
     Args:
         samples: integers on a grid; at least one more value of each symbol than its degree

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,21 +52,21 @@ def words(text: str) -> frozenset[str]:
 class Operand:
     """A tensor that an op reads or makes.
 
-    `name` is the value's name, or the FQN of a tensor of the model (then `held`: it is there
-    anyway, and never counts as saved).
+    `name` is the value's name, or the FQN of a tensor of the model (`of_model`), which never
+    counts as saved.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    held: bool = False
+    of_model: bool = False
     storage: int = -1
     stride_order: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
-        return product(self.shape)
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -75,7 +75,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class GraphIndex:
-    """What the rules look up again and again in one graph; made once a graph."""
+    """The tensors of one graph and the items of its containers, looked up by the rules."""
 
     graph: OpGraph
     b: int
@@ -113,7 +113,7 @@ class GraphIndex:
         if info is None:
             return None
         trainable = info.requires_grad and info.kind == "parameter"
-        return Operand(info.fqn, info.shape, info.dtype, trainable, held=True)
+        return Operand(info.fqn, info.shape, info.dtype, trainable, of_model=True)
 
     def leaves(self, name: str) -> tuple[Operand, ...]:
         """The tensors that a value consists of: itself, or the items of a container."""
@@ -204,14 +204,14 @@ class CostedOp:
 
     @cached_property
     def out(self) -> Operand:
-        """The (first) tensor made; a container that nobody takes apart counts as its input."""
+        """The (first) tensor made; the input where a container is made and never taken apart."""
         return self.outputs[0] if self.outputs else self.first
 
     @cached_property
     def is_view(self) -> bool:
         """Whether the op moves no data: its results share storage with something it reads.
 
-        Where storages are unknown (−1), by name.
+        Decided by name where storages are unknown (−1).
         """
         if self.in_place or self.op.opaque:
             return False
@@ -220,11 +220,11 @@ class CostedOp:
             return True
         known = [output.storage for output in self.outputs]
         if known and all(storage >= 0 for storage in known):
-            read = {operand.storage for operand in self.inputs if not operand.held}
+            read = {operand.storage for operand in self.inputs if not operand.of_model}
             if all(storage in read for storage in known):
                 return True
             # A view of a parameter has a storage of its own in the graph.
-            return self.name in VIEWS and not read and any(o.held for o in self.inputs)
+            return self.name in VIEWS and not read and any(o.of_model for o in self.inputs)
         return self.name in VIEWS
 
 
@@ -254,15 +254,11 @@ def plain_name(op: Op) -> str:
     return _OPERATORS.get(word, word)
 
 
-def product(sizes: Iterator[int] | tuple[int, ...]) -> int:
-    return math.prod(sizes)
-
-
 def structural_key(call: CostedOp) -> str:
     """A short digest of what the op is and of the shape, dtype and layout of all it reads.
 
     Names of values, parameters and modules are not in it: the layers of a deep model share
-    their keys.  Opaque modules do not, since nothing is known of their insides.
+    their keys.  Opaque modules have keys of their own: what they compute is unknown.
     """
     op, index = call.op, call.index
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
-from pdcompile.passes.costs.costed_op import CostedOp, Operand, product, words
+from pdcompile.passes.costs.costed_op import CostedOp, Operand, words
 
 Formula = Callable[[CostedOp], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one op costs: operations of its forward, and how its backward and its reading differ.
+    """The cost of one kind of op: operations of its forward, and how backward and reads differ.
 
     `product`: of the matmul family, whose backward is a product of the same size for each factor.
     `backward`: operations of the backward for each of the forward, where it is neither that nor as
@@ -79,7 +80,7 @@ def _bilinear(call: CostedOp) -> int:
     weight = call.tensor(2, "weight")
     if weight is None:
         return call.out.elements
-    rows = product(call.out.shape[:-1])
+    rows = prod(call.out.shape[:-1])
     return 2 * rows * weight.elements
 
 
@@ -93,12 +94,12 @@ def _convolution(call: CostedOp) -> int:
     rows = call.out.shape[0] if batched else 1
     # A transposed convolution walks over its input instead of its output.
     walked = call.first if "transpose" in call.name else call.out
-    return 2 * rows * product(walked.shape[-spatial:]) * weight.elements
+    return 2 * rows * prod(walked.shape[-spatial:]) * weight.elements
 
 
 def attention_flops(query: Operand, key: Operand, value: Operand) -> int:
     """Scores and their product with the values: two batched matrix products, mask or not."""
-    heads = product(query.shape[:-2])
+    heads = prod(query.shape[:-2])
     length, size = query.shape[-2:]
     return 2 * heads * length * key.shape[-2] * (size + value.shape[-1])
 
@@ -131,8 +132,8 @@ def _multihead(call: CostedOp) -> int:
 
 def _recurrent(call: CostedOp) -> int:
     """Every weight matrix meets every time step of every sequence once."""
-    steps = product(call.first.shape[:-1])
-    matrices = [o for o in call.inputs if o.held and len(o.shape) == 2]
+    steps = prod(call.first.shape[:-1])
+    matrices = [o for o in call.inputs if o.of_model and len(o.shape) == 2]
     return 2 * steps * sum(matrix.elements for matrix in matrices)
 
 
@@ -148,7 +149,7 @@ def _einsum(call: CostedOp) -> int:
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         sizes.update(zip(term, operand.shape, strict=False))
-    return 2 * (len(terms) - 1) * product(tuple(sizes.values()))
+    return 2 * (len(terms) - 1) * prod(tuple(sizes.values()))
 
 
 def _interpolate(call: CostedOp) -> int:
@@ -157,11 +158,11 @@ def _interpolate(call: CostedOp) -> int:
 
 
 def _opaque(call: CostedOp) -> int:
-    """What was counted, or the parameters as matrices that meet every row of the first input."""
+    """The counted operations, or a product of each parameter with all rows of the first input."""
     if call.op.flops is not None:
         return call.index.size(call.op.flops)
-    rows = product(call.first.shape[:-1])
-    weights = [o for o in call.inputs if o.held]
+    rows = prod(call.first.shape[:-1])
+    weights = [o for o in call.inputs if o.of_model]
     return 2 * rows * sum(weight.elements for weight in weights) + call.out.elements
 
 

@@ -1,6 +1,6 @@
-"""What one microbatch keeps on each stage of a cut, and the transient peak of its backward.
+"""Forecasts what one microbatch keeps on each stage of a cut, and the peak of its backward.
 
-`forecast` knows it to the byte: each distinct stage is rehearsed once, and stages of equal layers
+`forecast` is exact to the byte: each distinct stage is rehearsed once, and stages of equal layers
 are equal, so that a deep model costs little more than one of its stages.  `rough_forecast` is
 quick enough for every candidate of a search: it adds up what autograd keeps of the ops of a stage
 when the whole graph runs once.
@@ -18,8 +18,8 @@ from pdcompile.passes.costs.stage_ports import Ports, Resident, ports_of
 from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 
 _LOG = logging.getLogger(__name__)
-_KEPT = 512
-_known: dict[str, Resident | None] = {}  # by structure; None: cannot be rehearsed
+_CACHED_STAGES = 512
+_cache: dict[str, Resident | None] = {}  # by structure; None: cannot be rehearsed
 
 
 def forecast(
@@ -45,7 +45,7 @@ def forecast(
 def rough_forecast(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, b: int
 ) -> tuple[Resident, ...]:
-    """Adds up what each stage holds: a storage counts once, one that is received never.
+    """Adds up what each stage holds: a storage counts once, received ones do not count.
 
     A received tensor lies in a receive slot; results are kept as roots of the stage's backward.
     """
@@ -71,7 +71,7 @@ def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
             for output in call.outputs:
                 gradients.setdefault(output.name, int(output.bytes))
             gradients.setdefault(call.op.name, 0)
-            new = {o.name: int(o.bytes) for o in call.inputs if o.requires_grad and not o.held}
+            new = {o.name: int(o.bytes) for o in call.inputs if o.requires_grad and not o.of_model}
             if call.is_view and len(new) == 1:
                 # The gradient of a view is a view, or a zero-filled tensor of the base's size.
                 (name,) = new
@@ -80,7 +80,7 @@ def _backward_peak(calls: list[CostedOp], kept: list[int]) -> int:
                 gradients.pop(call.op.name, None)
                 peak = max(peak, sum(gradients.values()) - released)
                 continue
-            weights = sum(int(o.bytes) for o in call.inputs if o.requires_grad and o.held)
+            weights = sum(int(o.bytes) for o in call.inputs if o.requires_grad and o.of_model)
             live = sum(gradients.values()) - released
             passes_through = call.name in ("add", "sub") and not call.in_place
             added = 0 if passes_through else sum(new.values())
@@ -110,16 +110,16 @@ def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) ->
         return None
     steps = lifetimes.steps([call.op for call in calls], set(ports.results))
     key, index = _key(calls, steps, ports), calls[0].index
-    if key not in _known:
+    if key not in _cache:
         try:
             found = rehearse(index, steps, ports)
         except Exception as error:  # ops are anyone's: whatever they raise, the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None
-        if len(_known) >= _KEPT:
-            _known.clear()
-        _known[key] = found
-    return _known[key]
+        if len(_cache) >= _CACHED_STAGES:
+            _cache.clear()
+        _cache[key] = found
+    return _cache[key]
 
 
 def _key(calls: Sequence[CostedOp], steps: Sequence[Step], ports: Ports) -> str:

@@ -230,7 +230,7 @@ def _effect(op: Op, index: GraphIndex, reads: Mapping[str, _Nested]) -> _Effect:
             try:
                 result = _Nested.of(stage.checked(op, stage.result(op, env)), number)
             except Exception:  # ops are anyone's
-                result = _Nested.of(stage.played(op, env), number)
+                result = _Nested.of(stage.imitated(op, env), number)
         kept = tuple(n for n in map(number, saved.values()) if n >= 0)
         after = tuple(_Nested.of(env[name], number) for name in reads)
     return _Effect(result, kept, tuple(new_bytes), after)

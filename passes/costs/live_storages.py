@@ -36,11 +36,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             self._given[storage._cdata] = storage
 
-    @property
-    def given(self) -> frozenset[int]:
-        """Addresses of the storages that are not counted."""
-        return frozenset(self._given)
-
     def reset_peak(self) -> None:
         """Forgets what was alive before; the peak begins at what is alive now."""
         self.peak_bytes = self.now_bytes

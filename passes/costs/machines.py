@@ -148,7 +148,7 @@ KINDS: dict[str, Machine] = {
 
 
 def machine_of(kind: str) -> Machine | None:
-    """The machine of a device kind, None for a kind that is in no table."""
+    """The machine of a device kind, None for an unknown kind."""
     return KINDS.get(kind.strip().lower())
 
 

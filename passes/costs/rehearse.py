@@ -3,8 +3,8 @@
 Rules for single ops cannot know in which order autograd frees and sums, nor what kernels are made
 of.  So the ops of a stage run once on fake tensors, with torch's own autograd, as the runtime
 runs them, and what is alive is counted.  Kernels that choose otherwise on fake tensors than on
-real ones (recurrent layers) and opaque modules are played by functions of
-a measured or estimated size.
+real ones (recurrent layers) and opaque modules are imitated by functions of a measured or
+estimated size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.imitated_ops import RECURRENT, Footprint, by_running, guessed, imitate
 from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
-from pdcompile.passes.costs.played_ops import RECURRENT, Role, by_running, guessed, play
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.form.lifetimes import Step
 from pdcompile.warn import quiet_shape_errors
@@ -84,7 +84,7 @@ def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Resident
     """Runs the steps of a stage, forward and backward, at the index's microbatch size.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
-    runs on fake tensors nor can be played.
+    runs on fake tensors nor can be imitated.
     """
     with quiet_shape_errors(), staged(index, steps, ports) as stage:
         return stage.run()
@@ -95,20 +95,20 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
     """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
     fakes = Fakes(index.graph, index.b, index.tensors)
-    roles: dict[str, Role] = {}
+    footprints: dict[str, Footprint] = {}
     for op in ops:
         call = CostedOp(op, index)
         if op.kind == "opaque" or op.target.endswith(".apply"):
             # Code of the user's, which may do more than compute, does not run here.
-            roles[op.name] = guessed(call)
+            footprints[op.name] = guessed(call)
         elif op.kind == "module":
             try:
                 if op.module_path not in fakes.modules:
                     fakes.modules[op.module_path] = fakes.build(op)
                 if call.name in RECURRENT:
-                    roles[op.name] = _recurrent(call, fakes)
+                    footprints[op.name] = _recurrent(call, fakes)
             except Exception:  # constructors are anyone's
-                roles[op.name] = guessed(call)
+                footprints[op.name] = guessed(call)
     with FakeTensorMode(), torch.enable_grad():
         for op in ops:
             for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
@@ -118,10 +118,10 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
             fakes.tensor(fqn).grad = None
         given = list(fakes.tensors.values())
         given += [t.grad for t in fakes.tensors.values() if t.grad is not None]
-        yield Stage(index, steps, ports, fakes, _Meter(given), roles)
+        yield Stage(index, steps, ports, fakes, _Meter(given), footprints)
 
 
-def _recurrent(call: CostedOp, fakes: Fakes) -> Role:
+def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
     def real() -> nn.Module:
         module = fakes.build(call.op).to_empty(device="cpu")
         for tensor in (*module.parameters(), *module.buffers()):
@@ -168,7 +168,7 @@ class Stage:
     ports: Ports
     fakes: Fakes
     meter: _Meter
-    roles: Mapping[str, Role]
+    footprints: Mapping[str, Footprint]
 
     def run(self) -> Resident:
         names = (*outside([step.op for step in self.steps]), *self.ports.received)
@@ -179,7 +179,7 @@ class Stage:
             results = self._forward(arguments, entered)
         resident = self.meter.now_bytes
         self._backward(entered, results)
-        # What is still held here is alive until the end, as it is for whoever calls a stage.
+        # A stage's caller keeps these until the end, too.
         del entered, results
         peak, first = self.meter.peak_bytes, self.meter.first_peak_bytes
         return Resident(resident, max(0, peak - resident), first, rehearsed=True)
@@ -207,22 +207,22 @@ class Stage:
 
     def result(self, op: Op, env: Mapping[str, Any]) -> Any:
         lookup: Any = self.fakes
-        if op.name not in self.roles:
+        if op.name not in self.footprints:
             try:
                 return run_op(op, env, lookup)
             except Exception:
                 if op.mutates or op.buffers_written:
                     raise  # what plays an op writes nothing
-        return self.played(op, env)
+        return self.imitated(op, env)
 
-    def played(self, op: Op, env: Mapping[str, Any]) -> Any:
+    def imitated(self, op: Op, env: Mapping[str, Any]) -> Any:
         call = CostedOp(op, self.index)
         tensors = [self._operand(one, env) for one in call.inputs]
         with torch.set_grad_enabled(op.grad_enabled):
-            return play(call, self.roles.get(op.name) or guessed(call), tensors)
+            return imitate(call, self.footprints.get(op.name) or guessed(call), tensors)
 
     def _operand(self, one: Operand, env: Mapping[str, Any]) -> Tensor:
-        if one.held:
+        if one.of_model:
             return self.fakes.tensor(one.name)
         # A part of a container may be taken out of it later.
         known = env.get(one.name)

@@ -22,7 +22,7 @@ from pdcompile.ir.graph import OpGraph, size_at
 from pdcompile.passes.costs.closed_forms import (
     Dims,
     Point,
-    fit,
+    polynomial_through,
     probe_lengths,
     sequence_dims,
     symbols,
@@ -321,7 +321,7 @@ def _op(samples: Mapping[Point, _Sized], example: Point) -> SymbolicOp:
         values = {point: number(op, paged or none) for point, (op, paged) in samples.items()}
         if len(set(values.values())) == 1:
             return values[example]
-        found = fit(values)
+        found = polynomial_through(values)
         known = known and found is not None
         return values[example] if found is None else found
 

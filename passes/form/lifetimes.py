@@ -23,8 +23,8 @@ from pdcompile.passes.form.module_tree import (
 )
 from pdcompile.passes.stages.naming import scope_of, wishes
 
-INSIDE = 52  # columns of an expression that goes into another one
-WHOLE = 84  # columns of a statement's expression
+INLINE_COLUMNS = 52  # columns of an expression that goes into another one
+STATEMENT_COLUMNS = 84  # columns of a statement's expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def nameless(
         where = statement.place
         used = stack.take(statement)
         text = statement.text({name: stack.texts[name] for name in used}) if statement.text else ""
-        if statement.text and used and len(text) > WHOLE:
+        if statement.text and used and len(text) > STATEMENT_COLUMNS:
             stack.waiting, used = [], []
             text = statement.text({})
         found.update(used)
@@ -84,7 +84,7 @@ def nameless(
             and readers[op.name] == 1
             and op.name not in outputs
             and not wished[op.name][1]
-            and len(text) <= INSIDE
+            and len(text) <= INLINE_COLUMNS
             and _may_wait(op)
         ):
             stack.push(op, text, used)
@@ -178,9 +178,9 @@ def spans(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An op of a stage, and the values that nobody holds any more once it has run.
+    """An op of a stage, and the values that are released once it has run.
 
-    What autograd keeps of them is another matter.
+    Autograd may still keep them.
     """
 
     op: Op

@@ -2,8 +2,8 @@
 
 A file is found by the digest of what it depends on (the graph's structural keys, torch, the
 processor, the number of threads, the microbatch size) and says it again inside.  What does not
-agree, or cannot be read, is measured anew: nothing in the folder is trusted, and nothing that
-goes wrong with it stops a compilation.
+agree, or cannot be read, is measured again: nothing in the folder is trusted, and no error in it
+stops a compilation.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lasting(op: Op) -> bool:
 
 
 def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
-    """What was measured for these keys in this environment; None without a sound file."""
+    """Reads what was measured for these keys in this environment; None without a valid file."""
     wanted = set(keys)
     path = _path(environment, wanted)
     if path is None or not path.is_file():
@@ -102,11 +102,13 @@ def load(environment: Environment, keys: Iterable[str]) -> Cached | None:
         found = jsonio.decode(Cached, data, where=str(path), error=CostError)
         validate(found.entries, str(path))
     except (CostError, OSError) as error:
-        _LOG.warning("a cached profile is ignored and measured anew: %s", error)
+        _LOG.warning("a cached profile is unreadable; measuring again: %s", error)
         return None
     theirs, ours = (found.schema, found.environment), (SCHEMA, environment)
     if theirs != ours or {entry.key for entry in found.entries} - wanted:
-        _LOG.warning("a cached profile is of something else, and is measured anew: %s", path)
+        _LOG.warning(
+            "a cached profile has another environment or other ops; measuring again: %s", path
+        )
         return None
     return found
 

@@ -47,13 +47,13 @@ class Profile:
         found = jsonio.decode(Profile, data, where=where, error=CostError)
         if found.schema != SCHEMA:
             raise CostError(
-                f"schema {found.schema!r} is not known",
+                f"schema {found.schema!r} is not supported",
                 where=where,
                 remedy=f"this version reads {SCHEMA!r}: measure again",
             )
         if found.microbatch_size < 1:
             raise CostError(
-                f"microbatch_size is {found.microbatch_size}, and has to be positive", where=where
+                f"microbatch_size is {found.microbatch_size}; expected at least 1", where=where
             )
         validate(found.entries, where)
         return found
@@ -96,7 +96,7 @@ class Profile:
 
 
 def validate(entries: Sequence[Entry], where: str) -> None:
-    """Raises CostError for what no measuring gives: negative numbers, repeated keys."""
+    """Raises CostError for negative numbers and repeated keys."""
     seen: set[str] = set()
     for i, entry in enumerate(entries):
         place = f"{where}: entries[{i}] ({entry.target})"

@@ -62,7 +62,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> FittedLine:
     return constant if beta < 0 else FittedLine(alpha, beta)
 
 
-def fitted(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) -> Profile:
+def interpolated(graph: OpGraph, profiles: Sequence[Profile], microbatch_size: int) -> Profile:
     """A profile of a size that was not measured, from profiles of the same graph at others.
 
     Ops that no profile lists are left out, as in a measured one.
@@ -167,4 +167,4 @@ class Sizes:
         for known in self._profiles:
             if known.microbatch_size == size:
                 return apply(self._graph, known)
-        return apply(self._graph, fitted(self._graph, self._profiles, size))
+        return apply(self._graph, interpolated(self._graph, self._profiles, size))

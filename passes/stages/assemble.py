@@ -70,12 +70,12 @@ def assemble(
         training=training,
         cluster=cluster.to_toml(),
         certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
-        notes=(*graph.notes, *_written(graph)),
+        notes=(*graph.notes, *_notes_on_written_inputs(graph)),
     )
 
 
-def _written(graph: OpGraph) -> list[str]:
-    """Notes on inputs that forward writes: the caller's tensors stay as they are."""
+def _notes_on_written_inputs(graph: OpGraph) -> list[str]:
+    """A note for each input that forward writes: the caller's tensors stay as they are."""
     return [
         f"forward writes its input {path!r} in place ({op.source}); stages write copies, so that "
         "the caller's tensor keeps its values, unlike in eager"
@@ -110,10 +110,10 @@ def _stage_of_ops(
         for item, stage in zip(problem.items, partition.stage_of, strict=True)
         for name in item.ops
     }
-    strange = placed.keys() ^ {op.name for op in graph.ops}
-    if strange or sum(len(item.ops) for item in problem.items) != len(graph.ops):
+    misplaced = placed.keys() ^ {op.name for op in graph.ops}
+    if misplaced or sum(len(item.ops) for item in problem.items) != len(graph.ops):
         raise PlanError(
-            f"the problem's items do not hold each op of the graph once: {sorted(strange)[:5]}",
+            f"the problem's items do not hold each op of the graph once: {sorted(misplaced)[:5]}",
             where="assemble",
             remedy="coarsen this graph again",
         )
@@ -146,9 +146,9 @@ def _stage(
         b: the size of a microbatch on the last stage, which has the outputs; 0 on others.
     """
     costs = [op.cost or OpCost() for op in ops]
-    held = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
-    parameters = {info.fqn: info for info in held if info.kind == "parameter"}
-    trained = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
+    tensors = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
+    parameters = {info.fqn: info for info in tensors if info.kind == "parameter"}
+    trainable = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
     input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)
     return StagePlan(
         index=index,
@@ -157,12 +157,16 @@ def _stage(
         ranks=(index,),
         forward_seconds=sum(cost.forward_seconds for cost in costs) / limits.speed,
         backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
-        parameter_bytes=sum(info.bytes for info in held),
-        trainable_bytes=sum(info.bytes for info in trained.values()),
+        parameter_bytes=sum(info.bytes for info in tensors),
+        trainable_bytes=sum(info.bytes for info in trainable.values()),
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
         step_bytes=training.step_bytes(  # in the order in which the optimizer gets them
-            [trained[fqn].bytes for fqn in graph.tensors if fqn in trained and fqn not in copies]
+            [
+                trainable[fqn].bytes
+                for fqn in graph.tensors
+                if fqn in trainable and fqn not in copies
+            ]
         ),
         input_bytes=input_bytes,
         output_bytes=output_bytes,

@@ -95,10 +95,10 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
 
 
 def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
-    """What a cut would make stale in evaluation, on the last of its stages, and its readers after.
+    """Moves ops of evaluation that have to share a stage to the last of their stages.
 
-    The planner knows the spans of training only; in-place writes, and numbers that are read off
-    tensors, may be in evaluation alone.
+    Ops that read from them follow.  The planner keeps such ops of training together; in-place
+    writes, and numbers that are read off tensors, may be in evaluation alone.
     """
     spans = [
         (value.producer, *value.consumers)
@@ -121,8 +121,8 @@ _Write = tuple[str | None, str, list[str], list[str], bool]
 
 
 def _writes(graph: OpGraph) -> Iterator[_Write]:
-    """For each value and op that writes into its memory later: who makes the value, the op, who
-    reads the value before and who afterwards, and whether the model returns it."""
+    """Yields each value and each op that writes into its memory later: the value's producer, the
+    op, readers before and after it, and whether the model returns the value."""
     returned = {ref.name for ref in walk(graph.output, Ref)}
     position = {op.name: i for i, op in enumerate(graph.ops)}
     writers: dict[int, list[str]] = {}  # storage -> ops, in order
@@ -141,7 +141,7 @@ def _writes(graph: OpGraph) -> Iterator[_Write]:
 
 
 def _stale(writes: list[_Write], placed: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Ops that would read what they should not.
+    """Yields groups of ops that have to share a stage because one of them writes in place.
 
     A stage sends a value as it is at its end.  So readers after a write may be anywhere if the
     stage that makes the value writes it, and readers before it may not.  Inputs of the model each
@@ -273,8 +273,11 @@ def staged(capture: Capture, plan: Plan) -> Staged:
 
 
 def _keys(graph: OpGraph) -> list[tuple[Hashable, int]]:
-    """What tells an op in both modes: indices among all ops of a module would not, where one
-    mode has a few more of them."""
+    """A key of each op that is the same in both modes.
+
+    It counts ops that are alike: an index among all ops of a module would differ where one mode
+    has more of them.
+    """
     seen: Counter[Hashable] = Counter()
     found: list[tuple[Hashable, int]] = []
     for op in graph.ops:

@@ -1,8 +1,8 @@
-"""The stages one after the other in one process, cut from each other as on several machines.
+"""Runs the stages one after the other in one process, cut from each other as on several machines.
 
-What verify runs, and what stages are timed on.  It is written apart from the runtime on purpose,
-and moves no messages: the values of one microbatch in a dict, gradients handed back along the
-edges in the plan's order.
+Used to verify and to time stages.  It shares nothing with the runtime on purpose and sends no
+messages: the values of one microbatch are in a dict, and gradients go back along the edges in
+the plan's order.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Tied:
     """
 
     owned: nn.Parameter
-    held: dict[int, nn.Parameter]  # by stage
+    by_stage: dict[int, nn.Parameter]
 
     @classmethod
     def of(cls, tied: TiedParameter, parameters: Mapping[str, nn.Parameter]) -> _Tied:
@@ -117,8 +117,8 @@ class _Tied:
         return cls(owned, {tied.stages[0]: owned, **copies})
 
     def refresh(self) -> None:
-        """The parameter may have been given other data."""
-        for copy in self.held.values():
+        """Points the copies at the owner's data, which may have been replaced."""
+        for copy in self.by_stage.values():
             if copy is not self.owned:
                 copy.data = self.owned.data
 
@@ -143,7 +143,9 @@ class Chain:
         by_value = {edge.value: edge for edge in edges}
 
         def tensors_of(stage: int) -> dict[str, Tensor]:
-            copies = {id(one.owned): one.held[stage] for one in self._tied if stage in one.held}
+            copies = {
+                id(one.owned): one.by_stage[stage] for one in self._tied if stage in one.by_stage
+            }
             every = tensors_by_name(model, sources)
             return {name: copies.get(id(tensor), tensor) for name, tensor in every.items()}
 
@@ -180,7 +182,7 @@ class Chain:
         passed: dict[int, Tensor] = {}  # gradients of tied parameters, by place in the list
         for k, stage in reversed(list(enumerate(self._stages))):
             self.running = k
-            here = {i: one.held[k] for i, one in enumerate(self._tied) if k in one.held}
+            here = {i: one.by_stage[k] for i, one in enumerate(self._tied) if k in one.by_stage}
             stage.backward(sums, {copy: passed[i] for i, copy in here.items() if i in passed})
             for i, copy in here.items():
                 if copy is not self._tied[i].owned:  # where there is none, a copy sends zeros

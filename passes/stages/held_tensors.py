@@ -44,7 +44,7 @@ def held_tensors(
     train = _users(capture.train, train_stage_of)
     evaluation = _users(capture.eval, eval_stage_of)
     written = {fqn for op in capture.train.ops for fqn in op.buffers_written}
-    held: list[set[str]] = [set() for _ in plan.stages]
+    on_stage: list[set[str]] = [set() for _ in plan.stages]
     for fqn, info in tensors.items():
         changes = info.requires_grad or fqn in written
         strays = evaluation.get(fqn, set()) - train.get(fqn, set())
@@ -56,14 +56,14 @@ def held_tensors(
                 remedy=f"keep the ops that read {fqn!r} on one stage",
             )
         for k in train.get(fqn, set()) | evaluation.get(fqn, set()):
-            held[k].add(fqn)
+            on_stage[k].add(fqn)
     for stage in plan.stages:
-        held[stage.index].update(fqn for fqn in stage.parameters if fqn in tensors)
-    somewhere = set().union(*held)
+        on_stage[stage.index].update(fqn for fqn in stage.parameters if fqn in tensors)
+    placed = set().union(*on_stage)
     for fqn in tensors:
-        if fqn not in somewhere:
-            held[_home(fqn, capture.train, train_stage_of)].add(fqn)
-    return tuple(tuple(fqn for fqn in tensors if fqn in of) for of in held)
+        if fqn not in placed:
+            on_stage[_home(fqn, capture.train, train_stage_of)].add(fqn)
+    return tuple(tuple(fqn for fqn in tensors if fqn in fqns) for fqns in on_stage)
 
 
 def stage_names(

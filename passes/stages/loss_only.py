@@ -1,4 +1,4 @@
-"""Training of which only the loss is wanted: other outputs are neither made nor sent.
+"""Removes the outputs of training that the loss does not need: they are neither made nor sent.
 
 Caches of keys and values, hidden states and logits that a model returns beside its loss would
 otherwise be sent to the last stage in every step.
@@ -39,11 +39,11 @@ def _smaller(graph: OpGraph, output: Argument, loss: Ref) -> OpGraph:
     ops = prune(graph.ops, (output, loss))
     kept = {op.name for op in ops} | {entry.name for entry in graph.inputs}
     values = {name: value for name, value in graph.values.items() if name in kept}
-    said = returned(graph.values, graph.output, graph.loss)
+    output_notes = returned(graph.values, graph.output, graph.loss)
     return replace(
         graph,
         ops=ops,
         values=with_consumers(ops, values),
         output=output,
-        notes=tuple(note for note in graph.notes if note not in said),
+        notes=tuple(note for note in graph.notes if note not in output_notes),
     )

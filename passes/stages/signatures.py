@@ -93,7 +93,7 @@ def _received(mode: Mode, ops: list[Op], results: list[str]) -> list[str]:
 
 
 def _size_carrier(graph: OpGraph, ops: list[Op], received: list[str]) -> list[str]:
-    """One input to learn the microbatch size from, when ops need it and nothing else tells."""
+    """One input that has the microbatch size, if ops need it and nothing received has it."""
 
     def tells(name: str) -> bool:
         return any(isinstance(size, Affine) for size in graph.values[name].shape)

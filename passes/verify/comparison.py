@@ -15,7 +15,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.codegen.body import copied_buffers
+from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
 from pdcompile.passes.trace.comparison.fidelity import compare
@@ -191,7 +191,7 @@ def _unseen_write(graph: OpGraph) -> VerifyError | None:
         for fqn in op.attributes
     }  # fmt: skip
     for i, op in enumerate(graph.ops):
-        for fqn in sorted(copied_buffers(op, graph) & aliased):
+        for fqn in sorted(cloned_buffers(op, graph) & aliased):
             later = (other for other in graph.ops[i + 1 :] if fqn in other.buffers_written)
             write = next(later, None)
             if write is not None:

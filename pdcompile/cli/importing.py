@@ -229,10 +229,10 @@ KINDS = {
 
 
 def check_options(kind: str | None, context: typer.Context) -> None:
-    """Refuse by name what was given without a meaning, and name what is missing.
+    """Refuse options that this kind of file does not take, and name those that are missing.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: an option is refused or missing, or there is no such kind.
     """
     names = {
         parameter.name: parameter.opts[0]
@@ -281,7 +281,7 @@ def parse_levels(cluster: str, bandwidth: str) -> tuple[tuple[int, float], ...]:
     counts = cluster.split("x")
     if not all(re.fullmatch("[0-9]{1,9}", count) and int(count) for count in counts):
         raise ConfigError(
-            f"{cluster!r} is not a cluster of an imported problem",
+            f"--cluster {cluster!r} does not give the sizes of its levels",
             where="--cluster",
             remedy="write the sizes of its levels, outermost first: 4x4 (hosts x devices), or 16",
         )
@@ -348,7 +348,7 @@ def parse_batch(count: int) -> int:
 def _count(count: int, what: str, where: str) -> int:
     if not 1 <= count <= MOST:
         raise ConfigError(
-            f"{count} is not a number of {what}",
+            f"got {count} {what}",
             where=where,
             remedy=f"give a whole number from 1 to {MOST:,}",
         )
@@ -363,7 +363,7 @@ def check_seed(seed: int) -> int:
     """
     if not 0 <= seed < 2**31:
         raise ConfigError(
-            f"{seed} is not a seed of a search", where="--seed", remedy="from 0 to 2147483647"
+            f"seed {seed} is out of range", where="--seed", remedy="from 0 to 2147483647"
         )
     return seed
 
@@ -373,7 +373,7 @@ def parse_time_limit(seconds: float | None) -> float | None:
         return None
     if not seconds >= 0:
         raise ConfigError(
-            f"{seconds} is not a time limit",
+            f"the time limit is {seconds} seconds",
             where="--time-limit",
             remedy="give seconds from 0 on, or leave it out",
         )

@@ -133,7 +133,7 @@ class Flags:
         """Checks the values before the target is imported, which takes seconds.
 
         Raises:
-            ConfigError: an option has a value that means nothing.
+            ConfigError: an option has an invalid value.
         """
         if self.memory is not None:
             parse_bytes(self.memory, what="--memory", where="--memory")

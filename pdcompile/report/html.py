@@ -1,4 +1,4 @@
-"""The whole of a plan as one HTML file: no script, nothing loaded from elsewhere."""
+"""A plan as one HTML file: no script, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 

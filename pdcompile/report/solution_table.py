@@ -141,11 +141,8 @@ def _cell(name: str, value: Any, unit: str) -> str:
         return str(value)
     if name.endswith("_bytes"):
         return format_bytes(value)
-    return _number(value, "s" if name.endswith("seconds") else unit if name == "load" else "")
-
-
-def _number(value: float, unit: str) -> str:
-    return format_seconds(value) if unit == "s" else f"{value:.8g}"
+    in_seconds = name.endswith("seconds") or (name == "load" and unit == "s")
+    return format_seconds(value) if in_seconds else f"{value:.8g}"
 
 
 def solution_of(plan: Plan) -> Solution:

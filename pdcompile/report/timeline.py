@@ -140,11 +140,9 @@ def _bands(shown: Sequence[Bar], columns: int, most: int) -> int:
     return 1
 
 
-def _line(
-    row: Sequence[Bar], total: float, columns: int, window: tuple[int, int] | None = None
-) -> Text:
+def _line(row: Sequence[Bar], total: float, columns: int, window: tuple[int, int]) -> Text:
     """The characters of one rank that lie in the window of all columns."""
-    first, last = window or (0, columns)
+    first, last = window
     line = Text(no_wrap=True)
     at = first
     for bar in row:

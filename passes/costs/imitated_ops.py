@@ -1,7 +1,7 @@
 """Autograd functions that take as much memory as an op, and compute nothing.
 
-They play what cannot run on fake tensors: ops without a shape rule, opaque modules, and recurrent
-layers, whose kernels choose another way on fake tensors than on real ones.
+They imitate what cannot run on fake tensors: ops without a shape rule, opaque modules, and
+recurrent layers, whose kernels choose another way on fake tensors than on real ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REAL_BYTES = 1 << 28  # of one run on real tensors; larger ones are extrapolated
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Footprint:
     """What an op takes and keeps, by position among its operands and its results.
 
     `extra_bytes` are kept until backward beside those; `workspace_bytes` are alive in backward
@@ -36,24 +36,24 @@ class Role:
     workspace_bytes: int = 0
 
 
-def guessed(call: CostedOp) -> Role:
-    """The role of an op that does not run, on the safe side: it keeps what it computes with."""
+def guessed(call: CostedOp) -> Footprint:
+    """A safe footprint of an op that does not run: it keeps what it computes with."""
     inputs = range(len(call.inputs))
     if not call.requires_grad:
-        return Role((), (), 0)
+        return Footprint((), (), 0)
     if call.op.saved_bytes is not None:  # measured when the model was captured
-        return Role(tuple(inputs), (), call.index.size(call.op.saved_bytes))
+        return Footprint(tuple(inputs), (), call.index.size(call.op.saved_bytes))
     if call.op.opaque:
         twice = sum(output.bytes for output in call.outputs)
-        return Role(tuple(inputs), tuple(range(len(call.outputs))), twice)
+        return Footprint(tuple(inputs), tuple(range(len(call.outputs))), twice)
     floating = ("float", "bfloat", "complex")
-    return Role(tuple(i for i in inputs if call.inputs[i].dtype.startswith(floating)), (), 0)
+    return Footprint(tuple(i for i in inputs if call.inputs[i].dtype.startswith(floating)), (), 0)
 
 
 def by_running(
     call: CostedOp, build: Callable[[], nn.Module], at: Callable[[int], CostedOp]
-) -> Role:
-    """The role of a recurrent layer, from real runs on zeros; bytes are affine in the batch.
+) -> Footprint:
+    """The footprint of a recurrent layer, from real runs on zeros; bytes are affine in the batch.
 
     Args:
         build: makes the module on real tensors.
@@ -70,7 +70,7 @@ def by_running(
     def line(first: int, second: int) -> int:
         return max(0, first + (second - first) * (b - 2))
 
-    return Role(
+    return Footprint(
         high.kept_inputs,
         high.kept_outputs,
         line(low.extra_bytes - in_pages[0], high.extra_bytes - in_pages[1]) + in_pages[2],
@@ -83,9 +83,9 @@ def _paged(call: CostedOp) -> int:
     return int(found.bytes) if found else 0
 
 
-def _run(call: CostedOp, module: nn.Module) -> Role:
-    given = [_zeros(one) for one in call.inputs if not one.held]
-    names = [one.name for one in call.inputs if not one.held]
+def _run(call: CostedOp, module: nn.Module) -> Footprint:
+    given = [_zeros(one) for one in call.inputs if not one.of_model]
+    names = [one.name for one in call.inputs if not one.of_model]
     weights = list(module.parameters())
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -110,7 +110,7 @@ def _run(call: CostedOp, module: nn.Module) -> Role:
     made = [t for t in (*given, *weights) if t.requires_grad]
     workspace = live.peak_bytes - before - sum(t.numel() * t.element_size() for t in made)
     places = {one.name: i for i, one in enumerate(call.inputs)}
-    return Role(
+    return Footprint(
         tuple(
             places[n]
             for n, t in zip(names, given, strict=True)
@@ -132,27 +132,27 @@ def _nested(states: Sequence[Tensor]) -> tuple[Any, ...]:
     return (tuple(states),) if len(states) == 2 else tuple(states)
 
 
-class _Play(torch.autograd.Function):
-    """(role, operands of the results, tensors) -> results of the right sizes."""
+class _Imitation(torch.autograd.Function):
+    """(footprint, operands of the results, tensors) -> results of the right sizes."""
 
     @staticmethod
-    def forward(ctx: Any, role: Role, shown: Sequence[Operand], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, footprint: Footprint, shown: Sequence[Operand], *tensors: Tensor) -> Any:
         results = tuple(_empty(one) for one in shown)
         ctx.mark_non_differentiable(
             *(r for r, one in zip(results, shown, strict=True) if not one.requires_grad)
         )
-        extra = torch.empty(role.extra_bytes, dtype=torch.uint8)
-        kept = [tensors[i] for i in role.kept_inputs if i < len(tensors)]
-        kept += [results[i] for i in role.kept_outputs if i < len(results)]
+        extra = torch.empty(footprint.extra_bytes, dtype=torch.uint8)
+        kept = [tensors[i] for i in footprint.kept_inputs if i < len(tensors)]
+        kept += [results[i] for i in footprint.kept_outputs if i < len(results)]
         ctx.save_for_backward(extra, *kept)
-        ctx.role = role
+        ctx.footprint = footprint
         ctx.like = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         extra, *_ = ctx.saved_tensors
-        workspace = extra.new_empty(ctx.role.workspace_bytes)
+        workspace = extra.new_empty(ctx.footprint.workspace_bytes)
         found = [
             torch.empty(shape, dtype=dtype) if wanted else None for shape, dtype, wanted in ctx.like
         ]
@@ -165,13 +165,13 @@ def _empty(operand: Operand) -> Tensor:
     return laid_out(operand.shape, operand.stride_order, make)
 
 
-def play(call: CostedOp, role: Role, tensors: Sequence[Tensor]) -> Any:
+def imitate(call: CostedOp, footprint: Footprint, tensors: Sequence[Tensor]) -> Any:
     """What the op returns: a tensor, or a dict in a container's place, by key.
 
     Args:
         tensors: what the op reads, in the order of `call.inputs`.
     """
-    results = iter(_Play.apply(role, call.outputs, *tensors))  # type: ignore[no-untyped-call]
+    results = iter(_Imitation.apply(footprint, call.outputs, *tensors))  # type: ignore[no-untyped-call]
     return _arranged(call, call.op.name, results)
 
 
