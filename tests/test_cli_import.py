@@ -153,7 +153,10 @@ PIPER = ("--import", "piper", "f.json")
         ((*PIPEDREAM, "--cluster", "4", "--bandwidth", "0GB/s"), "is below 1 B/s"),
         ((*PIPEDREAM, "--cluster", "0", "--bandwidth", "1GB/s"), "--cluster '0' does not give"),
         ((*PIPEDREAM, "--cluster", "4x", "--bandwidth", "1GB/s"), "--cluster '4x' does not give"),
-        ((*PIPEDREAM, "--cluster", "auto", "--bandwidth", "1GB/s"), "'auto' does not give the sizes"),
+        (
+            (*PIPEDREAM, "--cluster", "auto", "--bandwidth", "1GB/s"),
+            "'auto' does not give the sizes",
+        ),
         ((*PIPEDREAM, "--cluster", "-4", "--bandwidth", "1GB/s"), "--cluster '-4' does not give"),
         ((*PIPEDREAM, "--cluster", "9999999", "--bandwidth", "1GB/s"), "got 9999999 devices"),
         (

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.ir.execution import CPU, materialise, run_op
-from pdcompile.ir.graph import Op, OpGraph, TensorInfo, size_at
+from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
 from pdcompile.passes.costs.imitated_ops import RECURRENT, Footprint, by_running, guessed, imitate
 from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
@@ -38,15 +38,17 @@ _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "s
 class Fakes:
     """The tensors of the model, as fakes, and leaf modules that hold them: a `Lookup`."""
 
-    graph: OpGraph
-    b: int
-    infos: Mapping[str, TensorInfo]  # by every name
+    index: GraphIndex
     device: torch.device = CPU
     tensors: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
+    @property
+    def b(self) -> int:
+        return self.index.b
+
     def tensor(self, fqn: str) -> Tensor:
-        info = self.infos[fqn]
+        info = self.index.tensors[fqn]
         if info.fqn not in self.tensors:
             made = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
             if info.kind == "parameter":
@@ -67,7 +69,7 @@ class Fakes:
         given.pop("device", None)
         with torch.device("meta"):
             module: nn.Module = cls(**given)
-        return module.train(self.graph.training)
+        return module.train(self.index.graph.training)
 
     def fill(self) -> None:
         """Puts the tensors into the modules."""
@@ -94,7 +96,7 @@ def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Resident
 def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[Stage]:
     """The stage on fake tensors, in the fake mode in which it runs."""
     ops = [step.op for step in steps]
-    fakes = Fakes(index.graph, index.b, index.tensors)
+    fakes = Fakes(index)
     footprints: dict[str, Footprint] = {}
     for op in ops:
         call = CostedOp(op, index)
@@ -129,7 +131,7 @@ def _recurrent(call: CostedOp, fakes: Fakes) -> Footprint:
         return module
 
     def at(b: int) -> CostedOp:
-        return CostedOp(call.op, GraphIndex.of(fakes.graph, b))
+        return CostedOp(call.op, GraphIndex.of(call.index.graph, b))
 
     with preserved_rng():
         return by_running(call, real, at)
@@ -200,7 +202,7 @@ class Stage:
     def checked(self, op: Op, result: Any) -> Any:
         """Raises ValueError where the op gives something else than the graph says."""
         value = self.index.graph.values[op.name]
-        shape = tuple(size_at(size, self.fakes.b) for size in value.shape)
+        shape = tuple(size_at(size, self.index.b) for size in value.shape)
         if value.is_tensor and tuple(result.shape) != shape:
             raise ValueError(f"{op.name} gives {tuple(result.shape)} instead of {shape}")
         return result
@@ -226,7 +228,7 @@ class Stage:
             return self.fakes.tensor(one.name)
         # A part of a container may be taken out of it later.
         known = env.get(one.name)
-        return from_outside(self.index.graph, one.name, self.fakes.b) if known is None else known
+        return from_outside(self.index.graph, one.name, self.index.b) if known is None else known
 
     def _written(self, arguments: Sequence[str]) -> list[str]:
         """Arguments that ops of the stage write into: it works on copies of them."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -26,8 +26,6 @@ MOST = 65_536  # devices, microbatches
 COMMON = {"imported", "target", "output", "as_json", "time_limit", "seed"}
 Limits = Callable[[], dict[str, Any]]  # time limit, seed and progress, asked for when search starts
 Solved = tuple[Solution, float | None]  # and the memory limit of a device, in the file's unit
-Raw = TypeVar("Raw")
-Read = TypeVar("Read")
 _option = partial(typer.Option, rich_help_panel="Imported problems")
 
 Target = Annotated[
@@ -156,10 +154,6 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
     return replace(answer, seconds=time.monotonic() - begin), limit
 
 
-def _given(read: Callable[[Raw], Read], value: Raw | None) -> Read | None:
-    return None if value is None else read(value)
-
-
 def _device_placement(options: dict[str, Any], limits: Limits) -> Solved:
     from pdcompile.passes.published import placement_model
     from pdcompile.passes.published.placement import place
@@ -171,7 +165,7 @@ def _device_placement(options: dict[str, Any], limits: Limits) -> Solved:
 def _pipedream(options: dict[str, Any], limits: Limits) -> Solved:
     levels = parse_levels(options["cluster"], options["bandwidth"])
     compression = parse_compression(options["activation_compression"])
-    limit = _given(parse_memory, options["memory"])
+    limit = _memory(options["memory"])
 
     from pdcompile.passes.published import pipedream, pipedream_model
     from pdcompile.passes.published.pipedream_model import HierarchyProblem
@@ -188,19 +182,16 @@ def _pipedream(options: dict[str, Any], limits: Limits) -> Solved:
 
 
 def _piper(options: dict[str, Any], limits: Limits) -> Solved:
-    devices = _given(parse_devices, options["devices"])
-    memory = _given(parse_memory, options["memory"])
-    batch = _given(parse_batch, options["batch"])
-    bandwidth = _given(parse_bandwidth, options["bandwidth"])
+    bandwidth = options["bandwidth"]
 
     from pdcompile.passes.published import piper, piper_model
 
     problem = piper_model.read(
         Path(options["target"]),
-        devices=devices,
-        memory_bytes=memory,
-        batch=batch,
-        bytes_per_second=bandwidth,
+        devices=_count(options["devices"], "devices", "--devices"),
+        memory_bytes=_memory(options["memory"]),
+        batch=_count(options["batch"], "microbatches", "--batch"),
+        bytes_per_second=None if bandwidth is None else parse_bandwidth(bandwidth),
     )
     return piper.solve(problem, **limits()), problem.memory_bytes
 
@@ -333,20 +324,12 @@ def parse_bandwidth(text: str) -> float:
     return rate
 
 
-def parse_memory(text: str) -> int:
-    return parse_limit(text, what="memory", where="--memory")
+def _memory(text: str | None) -> int | None:
+    return None if text is None else parse_limit(text, what="memory", where="--memory")
 
 
-def parse_devices(count: int) -> int:
-    return _count(count, "devices", "--devices")
-
-
-def parse_batch(count: int) -> int:
-    return _count(count, "microbatches", "--batch")
-
-
-def _count(count: int, what: str, where: str) -> int:
-    if not 1 <= count <= MOST:
+def _count(count: int | None, what: str, where: str) -> int | None:
+    if count is not None and not 1 <= count <= MOST:
         raise ConfigError(
             f"got {count} {what}",
             where=where,
