@@ -97,6 +97,7 @@ class Case:
     schedule: str
     clip: bool = False
     outputs: str = "none"
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ def measure(case: Case) -> RankRow:
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer], stages=RANKS,
             microbatches=MICROBATCHES, schedule=case.schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
+            recompute=case.recompute,
         )  # fmt: skip
         with pipe:
             pipe.prepare(inputs, target=target)

@@ -153,6 +153,7 @@ def compile(
     cluster: Any = "auto",
     stages: int | None = None,
     schedule: str = DEFAULT,
+    recompute: bool | Literal["auto"] | Sequence[bool] = False,
     microbatches: int | Literal["auto"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
@@ -198,6 +199,10 @@ def compile(
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
             drains and uses gradients of weights one minibatch old; "auto": the planner
             decides schedule, microbatches and warm-up, as ``pdcompile plan`` does.
+        recompute: stages that keep nothing of a microbatch but their inputs, and run forward
+            again just before its backward: less memory for more time, and the same results to
+            the last bit.  True: all; a bool for each stage; "auto": the planner decides, and
+            lets those recompute that would not fit into their memory.
         microbatches: pieces that a minibatch is split into.
         memory: limit of every device in bytes, or as "16 GB".
         constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.

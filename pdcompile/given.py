@@ -13,7 +13,7 @@ from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
-from pdcompile.options.configuration import Configuration, machines
+from pdcompile.options.configuration import Configuration, machines, recomputation
 from pdcompile.passes import codegen
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.plan import Plan, check
@@ -77,7 +77,11 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     plan = _plan_of(options)
     if plan is None:
         return None
-    compared = [("stages", len(plan.stages), chosen.num_stages)]
+    compared: list[tuple[str, object, object]] = [("stages", len(plan.stages), chosen.num_stages)]
+    asked_again = recomputation(options, chosen.num_stages)
+    if asked_again is not None and options.recompute is not False:
+        again = tuple(stage.recompute for stage in plan.stages)
+        compared.append(("recompute", again, asked_again))
     for field, name in COMPARED:
         compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
     for name, planned, asked in compared:

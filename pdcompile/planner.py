@@ -103,7 +103,10 @@ class Planner:
 
     def of_cut(self, plan: Plan) -> Planner:
         """A planner of the cut alone; all else is as in this plan."""
-        options = replace(self.options, schedule=plan.training.schedule, replicas=None)
+        again = tuple(stage.recompute for stage in plan.stages)
+        options = replace(
+            self.options, schedule=plan.training.schedule, replicas=None, recompute=again
+        )
         stages = self.space.stages or len(self.cluster.devices)
         chosen = Configuration(self.cluster, stages, replace(plan.training, warmup=()))
         return Planner(self.model, self.captured, options, chosen, self.listener)

@@ -3,7 +3,7 @@
 Each value from another stage that needs a gradient comes in by an `Entrance`.  Backward is one
 call into autograd, with its roots in eager's order of summation: first what later stages have
 already summed for what came in here (chained edges, tied parameters), then the gradients of what
-went out, then the loss.
+went out, then the loss.  A stage that recomputes runs forward again for it (`SecondRun`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
@@ -22,10 +22,13 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.random_streams import Streams
+from pdcompile.runtime.second_run import Kept, SecondRun
 from pdcompile.runtime.transport.contract import check_tensor
 from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, expected
 from pdcompile.schedule import Kind
+
+Leaves = dict[str, Any]  # of the caller's, by path
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class Feed:
     """
 
     minibatch: int
-    leaves: list[dict[str, Any]]
+    leaves: list[Leaves]
     sizes: list[int]
     weights: list[float]
     wiring: Wiring
@@ -55,6 +58,7 @@ class _Flight:
     left: dict[int, GradientEdge | None] = field(default_factory=dict)  # edge: where it was made
     loss: Tensor | None = None
     draws: DrawScope | None = None  # of opaque modules, which may run again
+    kept: Kept | None = None  # of a stage that recomputes: it has no graph until its backward
 
 
 class Compute:
@@ -67,11 +71,14 @@ class Compute:
         weights: StageWeights,
         streams: Streams,
         autocast: Callable[[], AbstractContextManager[Any]],
+        second: SecondRun | None = None,
     ) -> None:
+        """`second`: of a stage that recomputes."""
         self._stage = stage
         self._weights = weights
         self._streams = streams
         self._autocast = autocast
+        self._second = second
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
         self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
         self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
@@ -86,11 +93,30 @@ class Compute:
         ConfigError when the loss is not a scalar.
         """
         wiring, leaves = feed.wiring, feed.leaves[microbatch]
-        flight = _Flight()
         module = self._weights.module(version, wiring.training)
+        given = [
+            leaves[port.path or ""] if edge is None else receive(edge)
+            for port, edge in wiring.inputs
+        ]
+        kept = None
+        if self._second is not None and wiring.training:
+            kept = self._second.before(module, given, leaves)
+        flight, values = self._run(feed, microbatch, module, given, leaves)
+        if flight.loss is not None:
+            feed.losses.append(flight.loss.detach())
+        if wiring.training:
+            self._flights[feed.minibatch, microbatch] = (
+                flight if kept is None else _Flight(kept=kept)
+            )
+        return values
+
+    def _run(
+        self, feed: Feed, microbatch: int, module: nn.Module, given: list[Any], leaves: Leaves
+    ) -> tuple[_Flight, dict[str, Tensor]]:
+        """The stage's part of autograd's graph, and its results, for what was given to it."""
+        wiring, flight = feed.wiring, _Flight()
         arguments = []
-        for port, edge in wiring.inputs:
-            value = leaves[port.path or ""] if edge is None else receive(edge)
+        for (port, edge), value in zip(wiring.inputs, given, strict=True):
             if edge in wiring.differentiable:
                 entrance = flight.entered[edge] = Entrance(value)
                 value = entrance.value
@@ -104,7 +130,6 @@ class Compute:
             if wiring.is_last and feed.with_loss:
                 loss = self._loss(module, wiring, values, leaves)
                 flight.loss = scaled_loss(loss, feed.weights[microbatch])
-                feed.losses.append(flight.loss.detach())
         for port, edge in wiring.outputs:
             value = values[port.value]
             what = f"result {port.name!r} of stage {self._stage}"
@@ -113,11 +138,18 @@ class Compute:
                 flight.left[edge] = get_gradient_edge(value) if value.requires_grad else None
         if wiring.training:
             flight.draws = self._streams.drawn(module)
-            self._flights[feed.minibatch, microbatch] = flight
-        return values
+        return flight, values
+
+    def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> _Flight:
+        """Run the stage a second time, for the graph that the first run did not keep."""
+        assert self._second is not None
+        module = self._weights.module(version, feed.wiring.training)
+        with self._second.around(module, kept.buffers):
+            flight, _ = self._run(feed, microbatch, module, kept.given, kept.leaves)
+        return flight
 
     def _loss(
-        self, module: Any, wiring: Wiring, values: dict[str, Tensor], leaves: dict[str, Any]
+        self, module: Any, wiring: Wiring, values: dict[str, Tensor], leaves: Leaves
     ) -> Tensor:
         signature = wiring.signature
         if not signature.loss_inputs:
@@ -138,6 +170,8 @@ class Compute:
         """
         wiring = feed.wiring
         flight = self._flights.pop((feed.minibatch, microbatch))
+        if flight.kept is not None:
+            flight = self._again(feed, microbatch, version, flight.kept)
         self._weights.begin_backward(feed.minibatch, version)
         roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [
             (entrance.value, receive(Kind.GRADIENT, edge))

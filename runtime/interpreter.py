@@ -97,7 +97,7 @@ class Worker:
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._slots: dict[tuple[int, int], list[Handle]] = {}
-        self._outgoing: dict[Key, Tensor] = {}
+        self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
         self._sending: dict[tuple[Key, int, int], Handle] = {}
         self._transfers: dict[Phase, Callable[[Instruction], None]] = {
             Phase.POST_RECV: self._post,
@@ -213,10 +213,10 @@ class Worker:
             tensor = self._box.tensors[ins.edge, ins.microbatch]
         elif kind is Kind.WEIGHT:
             tensor = self.weights.master(self._tied[ins.edge].fqn)
-        elif kind is Kind.VALUE:
-            tensor = self._outgoing[key]  # one value goes to every target; FREE forgets it
         else:
-            tensor = self._outgoing.pop(key)
+            tensor = self._outgoing[key].pop()
+            if not self._outgoing[key]:
+                del self._outgoing[key]
         if ins.peer == self.transport.rank:  # to another stage of this rank
             self.held[ins.target]._receiving[key] = Done(tensor.detach())
             return
@@ -227,11 +227,7 @@ class Worker:
         self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
 
     def _free(self, ins: Instruction) -> None:
-        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
-        wiring = self.feeds[minibatch].wiring
-        for edge in wiring.ports:
-            self._outgoing.pop((wiring.kind, edge, minibatch, microbatch), None)
-        for handle in self._slots.pop((minibatch, microbatch), ()):
+        for handle in self._slots.pop((self.base + ins.minibatch, ins.microbatch), ()):
             handle.free()
 
     # -- microbatches ------------------------------------------------------------------------
@@ -256,7 +252,8 @@ class Worker:
         }
         for port, edge in wiring.outputs:
             if edge is not None:
-                self._outgoing[wiring.kind, edge, minibatch, microbatch] = kept[port.value]
+                key = wiring.kind, edge, minibatch, microbatch
+                self._outgoing[key] = [kept[port.value]] * wiring.fan_out[edge]
         if feed.keep_outputs:
             feed.outputs.append(kept)
         feed.leaves[microbatch] = {}
@@ -270,7 +267,7 @@ class Worker:
             lambda kind, edge: self._arrived.pop((kind, edge, minibatch, microbatch)),
         )
         for kind, edge, gradient in sent:
-            self._outgoing[kind, edge, minibatch, microbatch] = gradient
+            self._outgoing[kind, edge, minibatch, microbatch] = [gradient]
 
     # -- minibatches -------------------------------------------------------------------------
 

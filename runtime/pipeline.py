@@ -71,7 +71,7 @@ class Pipeline(PipelineState):
         else:
             compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
         plan = compiled.plan
-        check_supported(plan)
+        check_supported(plan, compiled.capture.train)
         if compiled.overlaps:
             updates = self._options.optimizer is not None
             check_older_weights(plan.training.schedule, updates=updates)

@@ -23,6 +23,7 @@ from pdcompile.runtime.failure.guarded import Guarded
 from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.random_streams import Streams
+from pdcompile.runtime.second_run import SecondRun
 from pdcompile.runtime.state.initial import initial_state
 from pdcompile.runtime.state.model_state import dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wires
@@ -307,7 +308,9 @@ def _worker(
     transport: Transport,
 ) -> Worker:
     plan, train = compiled.plan, compiled.capture.train
-    compute = Compute(stage, plan.tied, weights, streams, _autocast(plan))
+    again = plan.stages[stage].recompute
+    second = SecondRun(weights.modules[0], compiled, stage) if again else None
+    compute = Compute(stage, plan.tied, weights, streams, _autocast(plan), second)
     dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
     return Worker(stage, compute, plan, weights, norms, transport, dtype)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import OpGraph
 from pdcompile.plan import Plan
 
 
-def check_supported(plan: Plan) -> None:
-    """Raise ConfigError for devices, replicas or recomputation, which do not run yet."""
+def check_supported(plan: Plan, graph: OpGraph) -> None:
+    """Raise ConfigError for devices and replicas, which do not run yet, and for what cannot be
+    recomputed; `graph` is what trains."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     others = sorted({device.kind for device in cluster.devices} - {"cpu"})
     if others:
@@ -19,14 +21,25 @@ def check_supported(plan: Plan) -> None:
             "`pdcompile plan`, `simulate` and `dump` work for any kind",
         )
     for stage in plan.stages:
-        for found, remedy in (
-            (stage.replicas > 1 and f"has {stage.replicas} replicas", "one replica a stage"),
-            (stage.recompute and "recomputes its forward", "stages that do not recompute"),
-        ):
-            if found:
-                raise ConfigError(
-                    f"stage {stage.index} {found}, which is planned, checked and simulated, but "
-                    "does not run yet",
-                    where=f"plan: stages[{stage.index}]",
-                    remedy=f"plan with {remedy}",
-                )
+        if stage.replicas > 1:
+            raise ConfigError(
+                f"stage {stage.index} has {stage.replicas} replicas, which is planned, checked and "
+                "simulated, but does not run yet",
+                where=f"plan: stages[{stage.index}]",
+                remedy="plan with one replica a stage",
+            )
+    _check_recomputation(plan, graph)
+
+
+def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
+    """Refuse hooks that would have to run twice, and are promised to run once."""
+    stage_of = {name: stage for stage in plan.stages if stage.recompute for name in stage.ops}
+    for op in graph.ops:
+        if op.hooks and op.name in stage_of:
+            raise ConfigError(
+                f"stage {stage_of[op.name].index} recomputes its forward, and the forward hook "
+                f"{op.hooks[0]} of the opaque module {op.module_path!r} does more than look: it "
+                "returns something, or writes tensors or the module",
+                where=op.module_path,
+                remedy="do that in the module's forward; or recompute=False for this stage",
+            )

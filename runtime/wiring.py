@@ -18,7 +18,8 @@ class Wiring:
     """Where a stage's inputs come from and where its outputs go.
 
     `inputs` and `outputs` pair each port with the index of its edge (None: a leaf of the call,
-    or an output that no other stage needs).  `differentiable` edges have a gradient; `chained`
+    or an output that no other stage needs).  `fan_out`: how many stages get the value of an edge
+    that leaves.  `differentiable` edges have a gradient; `chained`
     ones of them bring this stage the sum of later consumers.
     """
 
@@ -28,6 +29,7 @@ class Wiring:
     inputs: tuple[tuple[Port, int | None], ...]
     outputs: tuple[tuple[Port, int | None], ...]
     ports: dict[int, Port]
+    fan_out: dict[int, int]
     differentiable: frozenset[int]
     chained: frozenset[int]
 
@@ -60,6 +62,7 @@ def wire(
         inputs=inputs,
         outputs=outputs,
         ports={edge: port for port, edge in (*inputs, *outputs) if edge is not None},
+        fan_out={n: len(edges[n].targets) for n in leaving.values()},
         differentiable=frozenset(n for n in here if edges[n].gradient and training),
         chained=frozenset(
             n

@@ -100,7 +100,8 @@ class PlanSearch:
             many = self.tried >= MAX_TRIED and self.found  # without a plan, time alone ends it
             begun = self.seen or self.budget.stopped
             over = begun and (many or self._spent(SEARCHING))  # one is tried at least
-            if over and not self.space.in_order:  # the search for a cut ends by itself, with a plan
+            # The search for a cut alone ends by itself, with a plan.
+            if over and not self.space.cut_alone:
                 why = f"{MAX_TRIED} plans were tried" if many else "time was over"
                 self._unfinished(heap[0][0], why)
                 return
@@ -132,7 +133,7 @@ class PlanSearch:
             prepared = self._prepared(best.setting.num_microbatches)
             ranks = tuple(rank for ranks in best.ranks for rank in ranks)
             branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, prepared)
-            decide = len(set(self.space.recompute)) > 1
+            decide = self.space.decides_recomputation
             for one in neighbours(prepared, self.cluster, best, decide=decide):
                 left -= 1
                 if left < 0 or self.budget.late:
@@ -185,7 +186,7 @@ class PlanSearch:
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
         """Whether the search of one rank a stage leaves nothing of the branch; bounds it too."""
-        if self.space.in_order:
+        if self.space.cut_alone:
             self.proved = self._within_ledgers(branch, problem)
             return True
         budget = Budget(self.budget.left * QUICK, within=self.budget)

@@ -23,10 +23,12 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     this stage updates itself (not the copies of a tied parameter that another stage owns).
     Gradients: buffers of the same parameters, from a minibatch's first backward to its update.
     Activations: saved bytes times the microbatches between forward and backward; a stage that
-    recomputes holds one saved set, and of the others their inputs, which are receive slots.
+    recomputes holds such a set only while it runs forward or backward, and between them the
+    microbatch's inputs, which are receive slots.
     Receive: slots of values, which are kept for the next ones, and the memory of other messages
     from their post to their use.  Send: gradients until they are out, and values where that is
-    later than their microbatch's backward (until then they are activations).  Workspace is held
+    later than their microbatch's backward (until then they are activations, unless their stage
+    recomputes).  Workspace is held
     during a backward, temporaries during the optimizer's step: never both.  Inputs: copies of a
     minibatch's, where the next one begins before its last backward.  Outputs: those of the
     minibatch so far and of the one before, which a loop holds that assigns the result.
@@ -110,9 +112,10 @@ class _StageLedger:
         if action is Action.FORWARD:
             self.in_flight += 1
             self.outputs[at[0]] += 1
+            self._note(running=True)
         elif action is Action.BACKWARD:
             self.buffers.add(at[0])
-            self._note(workspace=self.stage.workspace_bytes)
+            self._note(workspace=self.stage.workspace_bytes, running=True)
             self.in_flight -= 1
             self.received -= self.arriving.pop(at, 0)
             self.inputs[at[0]] -= 1
@@ -151,17 +154,18 @@ class _StageLedger:
                 self.made[edge] += 1
                 self.pool += size
         elif phase is Phase.SEND:
+            self.sending += size if self.stage.recompute and not self.leaving[at, edge] else 0
             self.leaving[at, edge] += 1
         elif phase is Phase.WAIT_SEND:
             self.leaving[at, edge] -= 1
             if not self.leaving[at, edge]:
                 del self.leaving[at, edge]
-                self.sending -= size if at in self.over else 0
+                self.sending -= size if self.stage.recompute or at in self.over else 0
 
     def _free(self, at: _Microbatch) -> None:
         self.taken.subtract(self.slots.pop(at, ()))
         left = [edge for edge in self.outgoing if (at, edge) in self.leaving]
-        if left:
+        if left and not self.stage.recompute:
             self.over.add(at)
             self.sending += sum(self.plan.edges[edge].bytes for edge in left)
 
@@ -179,9 +183,9 @@ class _StageLedger:
         elif phase is Phase.WAIT_SEND:
             self.sending -= size
 
-    def _note(self, *, workspace: int = 0, temporaries: int = 0) -> None:
+    def _note(self, *, workspace: int = 0, temporaries: int = 0, running: bool = False) -> None:
         """Keep what is held now if it is the most."""
-        parts = self._parts(workspace, temporaries)
+        parts = self._parts(workspace, temporaries, running=running)
         if len(self.held) > 1:
             others = [one._parts() for one in self.held.values() if one is not self]
             parts = tuple(map(sum, zip(parts, *others, strict=True)))
@@ -190,13 +194,16 @@ class _StageLedger:
             self.most = total
             self.peak = MemoryLedger(*parts)
 
-    def _parts(self, workspace: int = 0, temporaries: int = 0) -> tuple[int, ...]:
-        """The lines of a ledger, of this stage alone."""
-        sets = min(1, self.in_flight) if self.stage.recompute else self.in_flight
+    def _parts(
+        self, workspace: int = 0, temporaries: int = 0, *, running: bool = False
+    ) -> tuple[int, ...]:
+        """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
+        sets = int(running) if self.stage.recompute else self.in_flight
         gradients = len(self.buffers) * self.owned
         kept, received = sets * self.stage.saved_bytes, self.pool + self.received
-        # What is in flight has its outputs among its activations.
-        made = max(0, self.outputs.total() - self.in_flight) * self.stage.output_bytes
+        # What is in flight has its outputs among its activations; a second run makes its own.
+        apart = self.outputs.total() - (0 if self.stage.recompute else self.in_flight)
+        made = max(0, apart) * self.stage.output_bytes
         return (
             self.weights, gradients, self.state, kept, received, self.sending, workspace,
             temporaries, len(self.inputs) * self.stage.input_bytes, made,

@@ -60,6 +60,14 @@ class Flags:
         ),
     ] = None
     schedule: Annotated[str, training(help=f"{described()}; auto: the planner chooses.")] = DEFAULT
+    recompute: Annotated[
+        str,
+        training(
+            metavar="off|on|auto|1,0,…",
+            help="Keep only a stage's inputs and run forward again before backward: all stages, "
+            "where memory asks for it, or one number a stage.",
+        ),
+    ] = "off"
     microbatches: Annotated[
         str, training(metavar="M", help="Microbatches in a minibatch, or auto.")
     ] = "auto"
@@ -139,6 +147,7 @@ class Flags:
             parse_bytes(self.memory, what="--memory", where="--memory")
         _cluster(self.cluster)
         _refine(self.refine)
+        _recompute(self.recompute)
         _one_of("--outputs", self.outputs, ("none", "last", "all"))
         if ":" not in self.loss_reduction:
             _one_of("--loss-reduction", self.loss_reduction, ("mean", "sum", "FILE:FUNCTION"))
@@ -157,6 +166,7 @@ class Flags:
             "cluster": _cluster(self.cluster),
             "loss_reduction": _reduction(self.loss_reduction),
             "refine": _refine(self.refine),
+            "recompute": _recompute(self.recompute),
         }
         if "microbatches" not in more:
             made["microbatches"] = _microbatches(self.microbatches)
@@ -216,13 +226,6 @@ class PlanFlags(Flags):
             help="Devices of a stage: one; equally many for all stages; or as many as is best.",
         ),
     ] = "1"
-    recompute: Annotated[
-        str,
-        search(
-            metavar="off|on|auto",
-            help="Keep only inputs and run forward again before backward; auto: where memory asks.",
-        ),
-    ] = "off"
     warmup: Annotated[
         str | None,
         search(
@@ -252,14 +255,12 @@ class PlanFlags(Flags):
     def _search(self) -> dict[str, Any]:
         """The options of the search.  Raises ConfigError: a flag has no such value."""
         _one_of("--replicas", self.replicas, ("1", "equal", "any"))
-        _one_of("--recompute", self.recompute, ("off", "on", "auto"))
         _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
         staleness = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
         found: dict[str, Any] = {"max_staleness": staleness}
-        asked = (self.replicas, self.recompute, self.warmup) != ("1", "off", None)
+        asked = (self.replicas, self.warmup) != ("1", None) or self.recompute in ("on", "auto")
         if asked or "," in self.microbatches or self.schedule == "auto":
             found["replicas"] = self.replicas
-            found["recompute"] = {"off": False, "on": True, "auto": None}[self.recompute]
             if self.warmup not in (None, "auto"):
                 found["extra_warmup"] = _numbers("--warmup", self.warmup)
             if self.microbatches != "auto":
@@ -327,6 +328,21 @@ def _reduction(text: str) -> Any:
 def _refine(text: str) -> bool | Literal["auto"]:
     _one_of("--refine", text, ("auto", "on", "off"))
     return "auto" if text == "auto" else text == "on"
+
+
+def _recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
+    if text in ("off", "on"):
+        return text == "on"
+    if text == "auto":
+        return "auto"
+    parts = text.split(",")
+    if not set(parts) <= {"0", "1"}:
+        raise ConfigError(
+            f"--recompute {text} is not a valid value",
+            where="--recompute",
+            remedy="one of off, on, auto, or 0 and 1 for each stage, such as 1,0,1",
+        )
+    return tuple(part == "1" for part in parts)
 
 
 def _microbatches(text: str) -> Any:

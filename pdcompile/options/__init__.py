@@ -23,6 +23,7 @@ class Options:
     cluster: Any = "auto"
     stages: int | None = None
     schedule: str = DEFAULT
+    recompute: bool | Literal["auto"] | Sequence[bool] = False
     microbatches: int | Literal["auto"] = "auto"
     memory: int | str | None = None  # per device
     constraints: Sequence[Any] = ()
@@ -46,11 +47,10 @@ class Options:
     group: Any = None
     progress: bool | Literal["auto"] = "auto"
     replicas: Literal["1", "equal", "any"] | None = None  # of a stage; None: 1, on every device
-    recompute: bool | None = False  # None: decided for each stage
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
 
     @property
     def searches(self) -> bool:
         """Whether the planner decides more than the cut."""
-        return self.schedule == "auto" or self.replicas is not None
+        return "auto" in (self.schedule, self.recompute) or self.replicas is not None

@@ -79,6 +79,7 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     stages = _num_stages(options, num_ranks)
     cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
     cluster = _limited(cluster, options.memory)
+    recomputation(options, stages)
     # Where the planner decides how many devices a stage has, there may be fewer stages.
     fewer = len(cluster.devices) > stages and options.replicas is None
     if len(cluster.devices) < stages or fewer:
@@ -88,6 +89,25 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
             "one stage a device",
         )
     return stages, cluster
+
+
+def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
+    """Whether each stage recomputes; None where the planner decides.
+
+    Raises:
+        ConfigError: it is given for another number of stages.
+    """
+    given = options.recompute
+    if given == "auto" or isinstance(given, str):
+        return None
+    if isinstance(given, bool):
+        return (given,) * stages
+    if len(given) != stages:
+        raise ConfigError(
+            f"recompute={tuple(given)} is for {len(given)} stages, and there are {stages}",
+            remedy=f"one bool a stage, for all stages (True or False), or stages={len(given)}",
+        )
+    return tuple(given)
 
 
 def chosen_schedule(options: Options) -> str:
@@ -239,20 +259,28 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         ConfigError: no number of microbatches that is asked for can be had.
     """
     schedules: tuple[str, ...] = (configuration.training.schedule,)
+    fixed = recomputation(options, configuration.num_stages)
+    again = (False, True) if fixed is None else tuple(sorted(set(fixed)))
+    mixed = fixed if fixed is not None and len(again) > 1 else ()
     if not options.searches:
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
-        return SearchSpace("1", (False,), schedules, counts, stages=stages, in_order=True)
+        return SearchSpace(
+            "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed
+        )
     if options.schedule == "auto":
         # A minibatch in one piece is another training: it is chosen by name.
         every = allowed(options.max_staleness)
         schedules = tuple(name for name in every if not KINDS[name].updates_each)
     return SearchSpace(
         replicas=options.replicas or "1",
-        recompute=(False, True) if options.recompute is None else (options.recompute,),
+        recompute=again,
         schedules=schedules,
         microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
-        stages=options.stages or (configuration.num_stages if options.replicas is None else None),
+        stages=len(mixed)
+        or options.stages
+        or (configuration.num_stages if options.replicas is None else None),
+        recomputed=mixed,
     )
 
 

@@ -55,6 +55,7 @@ def check_options(options: Options) -> None:
             ("mean", "sum"),
             or_else=", or a function (args, kwargs, target) -> number of items",
         )
+    _recompute(options.recompute)
     for name in ("keep_model", "allow_edited"):
         _one_of(name, getattr(options, name), (False, True))
     _constraints(options.constraints)
@@ -85,6 +86,17 @@ def check_options(options: Options) -> None:
         plan = name == "plan" and isinstance(given, Plan)
         if not (given is None or plan or isinstance(given, str | PathLike)):
             raise ConfigError(f"{name}={given!r} is not a path", remedy=f"the path of {made}")
+
+
+def _recompute(given: Any) -> None:
+    several = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    if given == "auto" or all(isinstance(one, bool) for one in (given if several else [given])):
+        return
+    raise ConfigError(
+        f"recompute={given!r} says of no stage whether it recomputes",
+        remedy="False, True, 'auto' (the planner decides), or one of these for each stage: "
+        "(True, False)",
+    )
 
 
 def _constraints(given: Any) -> None:

@@ -36,12 +36,13 @@ class SearchSpace:
 
     Args:
         replicas: "1": one rank a stage; "equal": the same number for all; "any".
-        recompute: both: chosen for each stage.
+        recompute: both: chosen for each stage, unless `recomputed` says which do.
         microbatches: how many pieces a minibatch is cut into.
         extra_warmup: e puts 1 + e microbatches between neighbours in flight (`extra` of
             `pdcompile.passes.schedules.warmup`); more hides transfers and costs memory.
         stages: how many; None: any number.
         in_order: stage s runs on rank s; else devices take the positions that suit them best.
+        recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
     """
 
     replicas: Literal["1", "equal", "any"] = "1"
@@ -51,6 +52,7 @@ class SearchSpace:
     extra_warmup: tuple[int, ...] = (0,)
     stages: int | None = None
     in_order: bool = False
+    recomputed: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -61,6 +63,7 @@ class SearchSpace:
             ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),
+            ("recomputed", len(self.recomputed) in (0, self.stages)),
             ("in_order", not self.in_order or (self.stages is not None and self.replicas == "1")),
         )
         for name, holds in checks:
@@ -68,6 +71,16 @@ class SearchSpace:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a choice of the planner's"
                 )
+
+    @property
+    def decides_recomputation(self) -> bool:
+        """Whether stages that recompute are still to be chosen."""
+        return len(set(self.recompute)) > 1 and not self.recomputed
+
+    @property
+    def cut_alone(self) -> bool:
+        """Whether nothing but the cut is open, of stages that keep their activations."""
+        return self.in_order and set(self.recompute) == {False}
 
     def counts(self, ranks: int) -> tuple[int, ...]:
         """Replica counts that a stage may have when so many ranks are there."""

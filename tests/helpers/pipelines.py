@@ -13,6 +13,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
+from pdcompile.options.configuration import recomputation
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import warmup
@@ -68,8 +69,9 @@ def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: i
                     sorted({p for o in graph.ops if stage_of[o.name] == k for p in o.parameters})
                 ),
                 ranks=(k,),
+                recompute=again,
             )
-            for k in range(stages)
+            for k, again in enumerate(recomputation(options, stages) or ())
         ),
         edges=edges,
         tied=held,

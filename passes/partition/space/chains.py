@@ -43,7 +43,7 @@ class Chains:
 
     `menu`: what a stage may be; `stages`: how many there are, None for any number;
     `numbered`: the model's pins are to these stages.  `heuristic`: order by load per microbatch
-    instead of by the bound.
+    instead of by the bound.  `recomputed`: which of the stages do, where that is given.
     """
 
     matrices: Matrices
@@ -52,6 +52,7 @@ class Chains:
     stages: int | None = None
     numbered: bool = False
     heuristic: bool = False
+    recomputed: tuple[bool, ...] = ()
     rest: dict[Key, Matrix] = field(default_factory=dict)
     squares: dict[Key, Matrix] = field(default_factory=dict)
     _allowed: dict[int, Bool] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Chains:
 
     def _extend(self, left: int, u: int) -> None:
         known = (left, u)
-        for option in self.menu:
+        for option in self._options(left):
             behind = (max(left - 1, 0), u - option.replicas)
             if behind not in self.rest:
                 continue
@@ -82,6 +83,12 @@ class Chains:
             squares = (load**2 + self.squares[behind][None, :]).min(1)
             self.rest[known] = np.minimum(self.rest.get(known, np.inf), rest)
             self.squares[known] = np.minimum(self.squares.get(known, np.inf), squares)
+
+    def _options(self, left: int) -> Iterator[StageOption]:
+        """The rows of the menu for the first of so many stages."""
+        for option in self.menu:
+            if not self.recomputed or self.recomputed[-left] == option.recompute:
+                yield option
 
     def _pinned(self, stage: int) -> Bool:
         if stage not in self._allowed:
@@ -122,7 +129,7 @@ class Chains:
         """The chain with one stage more, in every way that may cost less than `below`."""
         left, u = one.left
         begin = one.pieces[-1].end if one.pieces else 0
-        for option in self.menu:
+        for option in self._options(left):
             behind = (max(left - 1, 0), u - option.replicas)
             if behind not in self.rest:
                 continue

@@ -135,7 +135,7 @@ class Matrices:
     segments: Segments
     setting: Setting
     straight: bool  # no row of the menu has replicas
-    recompute: tuple[bool, ...]
+    spares: bool  # stages that recompute are to be chosen
     last: int | None = None
     full_duplex: bool = False  # all links
     bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
@@ -231,7 +231,7 @@ class Matrices:
         """Whether J∖I may be the stage, with this row of its menu."""
         r = option.replicas
         allowed, limit = self.structure(seats, p, r, rows), seats.memory(p, r)
-        spared = option.recompute and False in self.recompute
+        spared = option.recompute and self.spares
         if spared and limit is None and (self._monotone or not self.bounding):
             return np.zeros_like(allowed)
         if limit is None:

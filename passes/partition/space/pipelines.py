@@ -128,12 +128,12 @@ class Pipelines:
     ):
         """`stages`: how many; `likely`: by load, with the depths that are likely, not by bound."""
         self.prepared, self.setting, self.seats = prepared, setting, seats
-        self.decide = len(set(space.recompute)) > 1
+        self.decide = space.decides_recomputation
         matrices = Matrices(
             prepared.segments,
             setting,
             straight=counts == (1,),
-            recompute=space.recompute,
+            spares=self.decide,
             last=prepared.last,
             full_duplex=all(level.full_duplex for level in seats.cluster.levels),
             bounding=not likely,
@@ -142,7 +142,9 @@ class Pipelines:
         menu = tuple(
             StageOption(r, again) for r in counts for again in sorted(set(space.recompute))
         )
-        self.chains = Chains(matrices, seats, menu, stages, numbered, likely)
+        self.chains = Chains(
+            matrices, seats, menu, stages, numbered, likely, recomputed=space.recomputed
+        )
 
     def bound(self) -> float:
         """A lower bound of all candidates (if the ideals are all), infinite if there is none.

@@ -132,7 +132,9 @@ def least_share(
             schedule, m, extra, training.optimizer_factor, training.max_grad_norm is not None
         )
         prepared, straight = problems[m], space.replicas == "1"
-        shares = Shares(prepared.segments, setting, straight, space.recompute, prepared.last)
+        shares = Shares(
+            prepared.segments, setting, straight, space.decides_recomputation, prepared.last
+        )
         menu = tuple(StageOption(r, again) for r in space.counts(used))
         found = Chains(shares, Seats(alike, tuple(range(used))), menu, space.stages).solve()
         if found < best:

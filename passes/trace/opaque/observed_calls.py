@@ -41,9 +41,17 @@ class ObservedCall:
     made: tuple[Made, ...] = ()
     form: str = ""
     buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
+    hooks: tuple[str, ...] = ()  # forward hooks that do more than look
     flops: int = 0
     saved_bytes: int = 0
     reason: str = ""  # why the module cannot be one op, "" if it can
+
+    def fields_of_op(self) -> dict[str, Any]:
+        """What the op that stands for the call knows of it, by field of `Op`."""
+        return {
+            "returns": self.form, "hooks": self.hooks, "flops": self.flops,
+            "saved_bytes": self.saved_bytes,
+        }  # fmt: skip
 
 
 def check_repeats(

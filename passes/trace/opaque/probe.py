@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region
+from pdcompile.eager.module_hooks import acting_hooks
 from pdcompile.eager.randomness import is_leaf, is_random_function, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import describe, tensors_among
@@ -283,7 +284,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saving: Any = nullcontext()
             if self.hooks:
                 saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with saving:
+            with saving, acting_hooks(module) as hooks:
                 result = plain(module, *args, **kwargs)
         finally:
             self._path = ""
@@ -302,6 +303,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made=() if reason else made_by(inputs, outputs),
             form=form,
             buffers=tuple(sorted(names)),
+            hooks=tuple(hooks),
             flops=self._flops,
             saved_bytes=sum(saved.values()),
             reason=reason,

@@ -272,9 +272,7 @@ class Tape(TorchFunctionMode):
             constructor=(self.table.constructor(path, self.training) or ())
             if kind == "module"
             else (),
-            returns=observed.form if observed else "",
-            flops=observed.flops if observed else None,
-            saved_bytes=observed.saved_bytes if observed else None,
+            **(observed.fields_of_op() if observed else {}),
         )
         self.ops.append(op)
         return self._results.deliver(op, result, written)
