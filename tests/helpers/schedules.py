@@ -59,11 +59,15 @@ def make_plan(
 
 @st.composite
 def plans(
-    draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8, replicated: bool = True
+    draw: st.DrawFn,
+    max_stages: int = 5,
+    max_microbatches: int = 8,
+    replicated: bool = True,
+    stream: bool | None = None,
 ) -> Plan:
     """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets, as
     far as the schedule has them."""
-    kind = draw(st.sampled_from(list(KINDS.values())))
+    kind = draw(st.sampled_from([k for k in KINDS.values() if stream in (None, k.stream)]))
     n = draw(st.integers(1, max_stages))
     m = 1 if kind.updates_each else draw(st.integers(1, max_microbatches))
     replicas: tuple[int, ...] = ()
