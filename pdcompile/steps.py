@@ -33,7 +33,7 @@ class Listener:
         """A pass has ended."""
 
     def part(self, done: int, total: int, what: str) -> None:
-        """The running pass has done so many of its parts and turns to the next."""
+        """The running pass has done so many of its parts and starts the next."""
 
     def found(self, text: str) -> None:
         """The running search has found something better."""

@@ -46,7 +46,7 @@ class Workload:
         """The target that belongs to the example: that of the first batch.
 
         Returns:
-            None when there is no loss_fn, for then the model takes its targets as inputs.
+            None without a loss_fn: then the model takes its targets as inputs.
 
         Raises:
             ConfigError: there is a loss_fn but no batches, or batches yield nothing.

@@ -279,7 +279,7 @@ def wider_twins(
 
 
 def wider_ports(ports: Sequence[Port], twin: dict[str, str]) -> tuple[Port, ...]:
-    """What evaluation returns, as values of training."""
+    """The results of evaluation, as values of training."""
     return tuple(replace(port, value=twin[port.value]) for port in ports)
 
 

@@ -76,7 +76,7 @@ class Body:
             for item in (each.item, each.twin) if isinstance(item, Op)
         )  # fmt: skip
         done = [size_line(self.size_name, self.call, self.arguments, self.graph)] if used else []
-        # A caller opens the region that all ops of a block share; nobody calls the stage in one.
+        # A caller opens the region that all ops of a block share; a stage opens its own.
         ambient = region_of(self.call) if self.call.path else Region()
         current, section = ambient, ""
         for piece in pieces:

@@ -94,7 +94,7 @@ def _inside(change: Change, owner: str) -> Change:
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of one instance of a class: numbers in order, with what they are called.
+    """The numbers of one instance of a class, in order, with hints for their names.
 
     `sizes`: those in its comments; `inner`: number -> class of a child, and its number there.
     """
@@ -124,7 +124,7 @@ class Template:
     letters: dict[int, str] = field(default_factory=dict)  # size in comments -> how it is written
 
     def arguments(self, numbers: Sequence[Any]) -> tuple[Any, ...]:
-        """What an instance with these numbers is constructed with."""
+        """Constructor arguments of an instance with these numbers."""
         return tuple(numbers[position] for position in self.first)
 
     def change(self) -> Change:

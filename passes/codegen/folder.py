@@ -107,7 +107,7 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
 
 
 def _remedy(edited: bool, error: Exception) -> str:
-    """What to try where a file does not run."""
+    """The remedy where a file does not run."""
     if edited:
         return "undo the last edit, or write the folder again"
     if isinstance(error, ImportError):

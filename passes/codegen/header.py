@@ -25,7 +25,7 @@ LETTERS = ", other letters differ between instances of a class"
 
 @dataclass(slots=True)
 class FileContext:
-    """What all parts of one file share."""
+    """The layout, names and imports that all parts of one file share."""
 
     layout: CodeLayout
     names: Mapping[str, str]  # tensor name on the stage -> canonical FQN

@@ -292,8 +292,8 @@ def _finished(
     comment, last = "", lines[-1] if lines else Line()
     if names and last.depth == 0 and last.code.startswith(f"{names[-1]} = "):  # and no loop
         expression = last.code.removeprefix(f"{names[-1]} = ")
-        whole = f"return {', '.join([*names[:-1], expression])}"
-        if len(names) == 1 or (len(whole) + 4 * depth <= WIDTH and names[-1] not in names[:-1]):
+        statement = f"return {', '.join([*names[:-1], expression])}"
+        if len(names) == 1 or (len(statement) + 4 * depth <= WIDTH and names[-1] not in names[:-1]):
             names, comment = [*names[:-1], expression], body.types(body.call.outputs)
             lines.pop()
     lines.append(Line(f"return {', '.join(names)}".rstrip(), comment))

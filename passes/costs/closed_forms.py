@@ -23,7 +23,7 @@ COUNT = 4  # lengths to capture at: three for a quadratic form, one that checks 
 
 
 def sequence_dims(flat: FlatCall, layout: BatchLayout, asked: Any) -> tuple[Dims, str]:
-    """Which dims of the call's tensors are the sequence length; ({}, why not) where none is.
+    """Dims of the call's tensors that are the sequence length; ({}, why not) where none is.
 
     Args:
         asked: "auto": the first dim behind the samples of the first integer or boolean input that

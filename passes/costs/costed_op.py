@@ -288,8 +288,8 @@ def structural_key(call: CostedOp) -> str:
 
 def _held(op: Op, index: GraphIndex) -> str:
     names = (*op.parameters, *op.buffers_read, *op.buffers_written)
-    held = [index.attribute(fqn) for fqn in dict.fromkeys(names)]
-    return ",".join(_operand(operand) for operand in held if operand is not None)
+    operands = [index.attribute(fqn) for fqn in dict.fromkeys(names)]
+    return ",".join(_operand(operand) for operand in operands if operand is not None)
 
 
 def _operand(operand: Operand) -> str:

@@ -113,7 +113,7 @@ def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) ->
     if key not in _cache:
         try:
             found = rehearse(index, steps, ports)
-        except Exception as error:  # ops are anyone's: whatever they raise, the sum remains
+        except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None
         if len(_cache) >= _CACHED_STAGES:

@@ -98,9 +98,9 @@ def _run(call: CostedOp, module: nn.Module) -> Footprint:
     saved_here.clear()  # backward has to free them
     results = [t for t in tensors_in(result) if t.requires_grad]
     # The stage holds the first result; final states are dropped unless autograd keeps them.
-    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
+    result_bytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
     first = results[0].untyped_storage()._cdata
-    extra = live.now_bytes - sum(n for s, n in held.items() if s == first or s not in kept)
+    extra = live.now_bytes - sum(n for s, n in result_bytes.items() if s == first or s not in kept)
     heads = [torch.zeros_like(t) for t in results[:1]]
     live.give(heads)
     before = live.now_bytes

@@ -29,7 +29,7 @@ Storages = Mapping[int, int]  # a number for each storage -> its bytes
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What autograd keeps of one microbatch, by storage.
+    """Storages that autograd keeps of one microbatch.
 
     `by_op`: the storages that the backward of each op needs; `of_value`: those that each value
     lies in.  Parameters, the caller's inputs and views of these are in neither.
@@ -56,7 +56,7 @@ _cache: dict[tuple[str, int, bool], Kept] = {}  # by graph, microbatch size and 
 
 
 def kept_storages(graph: OpGraph, b: int) -> Kept:
-    """What autograd keeps of the graph at microbatch size b.
+    """Finds what autograd keeps of the graph at microbatch size b.
 
     An op that cannot run keeps what `guessed` says.
     """
@@ -133,7 +133,7 @@ class _Nested:
 
 @dataclass(frozen=True, slots=True)
 class _Effect:
-    """What an op does.
+    """The result of an op, and the storages that its backward needs.
 
     Storages are numbered: those that it reads from 0, then new ones, whose sizes are `new_bytes`;
     those of parameters and buffers from -1 downwards.  `reads`: the values that it reads, as they
@@ -229,7 +229,7 @@ def _effect(op: Op, index: GraphIndex, reads: Mapping[str, _Nested]) -> _Effect:
         with saved_storages() as saved:
             try:
                 result = _Nested.of(stage.checked(op, stage.result(op, env)), number)
-            except Exception:  # ops are anyone's
+            except Exception:  # of a user's op
                 result = _Nested.of(stage.imitated(op, env), number)
         kept = tuple(n for n in map(number, saved.values()) if n >= 0)
         after = tuple(_Nested.of(env[name], number) for name in reads)

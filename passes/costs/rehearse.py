@@ -109,7 +109,7 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
                     fakes.modules[op.module_path] = fakes.build(op)
                 if call.name in RECURRENT:
                     footprints[op.name] = _recurrent(call, fakes)
-            except Exception:  # constructors are anyone's
+            except Exception:  # of a user's constructor
                 footprints[op.name] = guessed(call)
     with FakeTensorMode(), torch.enable_grad():
         for op in ops:

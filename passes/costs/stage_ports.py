@@ -1,4 +1,4 @@
-"""What a stage of a cut takes and gives, and what one microbatch holds on it."""
+"""Values that a stage of a cut takes and gives, and bytes of one microbatch on it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Resident:
 
 @dataclass(slots=True)
 class Ports:
-    """Names of what a stage takes and gives, by how autograd sees it.
+    """Names of the values that a stage takes and gives, by their part in its backward.
 
-    `received`: values of earlier stages; `entered`: those of them whose gradients go back;
-    `chained`: those of these that bring the sum of later readers; `results`: values that leave
-    the stage or the model; `roots`: those of them that get a gradient from outside.
-    Tied parameters: `summed` bring the gradient of later holders, `passed` go to an earlier one,
-    and leave none here.
+    `received`: values of earlier stages; `entered`: received values whose gradients go back;
+    `chained`: entered values that bring the sum of later readers' gradients; `results`: values
+    that leave the stage or the model; `roots`: results that get a gradient from outside.
+    Tied parameters: `summed` get the gradient of later stages that hold them, `passed` send
+    theirs to an earlier stage.
     """
 
     received: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Ports:
 def ports_of(
     graph: OpGraph, stage_of: Sequence[int], num_stages: int, *, keeps_outputs: bool = True
 ) -> list[Ports]:
-    """What each stage takes and gives; ops of the loss are on the last one."""
+    """The ports of each stage; ops of the loss are on the last one."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     returned = {ref.name for ref in walk(graph.output, Ref)} | {graph.loss}
     last = num_stages - 1

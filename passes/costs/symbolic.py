@@ -81,7 +81,7 @@ class SymbolicCosts:
 
     @property
     def saved_bytes(self) -> Any:
-        """What autograd keeps of one microbatch, parameters and inputs left out."""
+        """Bytes that autograd keeps of one microbatch, parameters and inputs left out."""
         return _sum(op.saved_bytes for op in self.ops)
 
     @property
@@ -297,7 +297,7 @@ _Sized = tuple[SymbolicOp, Workspace | None]  # numbers, and which of the saved 
 
 
 def _numbers(graph: OpGraph, b: int) -> list[_Sized]:
-    """What each op costs at one size; an opaque module has no closed form."""
+    """Costs of each op at one size; an opaque module has no closed form."""
     kept = kept_storages(graph, b).new()
 
     def numbers(call: CostedOp) -> SymbolicOp:

@@ -192,7 +192,7 @@ def arguments(op: Op, twin: Op | None, scope: Scope, skip: int = 0) -> list[str]
 
 
 def subscript(index: Any, other: Any, scope: Scope) -> str:
-    """What stands between the brackets of ``x[…]``."""
+    """The text between the brackets of ``x[…]``."""
     if type(index) is tuple and type(other) is tuple and index and len(index) == len(other):
         parts = [subscript_part(a, b, scope) for a, b in zip(index, other, strict=True)]
         return f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
@@ -272,7 +272,7 @@ def _default(kind: str, target: str, key: str) -> Any:
     try:
         function: Any = resolve(target)
     except SourceError:
-        return _MISSING  # whoever writes the call says so
+        return _MISSING  # refused where the call is written
     # max_pool2d and its like choose between two functions by `return_indices`.
     closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     function = closure.get("if_false", function)

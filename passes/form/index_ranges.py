@@ -1,4 +1,4 @@
-"""Which integers a value may hold, by the ops that take it as an index."""
+"""Ranges of the integers that a value may hold, by the ops that take it as an index."""
 
 from __future__ import annotations
 

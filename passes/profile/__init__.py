@@ -121,7 +121,7 @@ def measure(
         say(
             f"times of {len(entries)} of {len(distinct)} distinct ops at microbatch size "
             f"{microbatch_size} come from the cache, measured {known.measured} "
-            f"({cache.VARIABLE}=off measures anew)"
+            f"({cache.VARIABLE}=off measures again)"
         )
     machine = calibrate()
     share = budget_seconds / max(len(distinct), 1)

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What times depend on besides the ops."""
+    """Everything besides the ops that times depend on."""
 
     torch_version: str
     device: str

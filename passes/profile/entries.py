@@ -18,7 +18,7 @@ SCHEMA = "pdcompile.profile/2"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was measured of one kind of op."""
+    """Measured seconds of one kind of op."""
 
     key: str
     target: str  # for the reader

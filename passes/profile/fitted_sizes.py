@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LEAST_SECONDS = 1e-9  # what counts as no time at all, so that errors can be relative
+LEAST_SECONDS = 1e-9  # shorter times count as this, so that errors can be relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class FittedLine:
 def fit_line(points: Sequence[tuple[float, float]]) -> FittedLine:
     """The line of the least relative errors through (work, seconds), at least one of them.
 
-    One point, or points of equal work, say nothing of the slope: then the time is taken to be
-    proportional to the work (one point) or constant.
+    The slope is unknown for one point (then seconds are proportional to the work) and for points
+    of equal work (then seconds are constant).
     """
     rows = [(work, max(took, LEAST_SECONDS)) for work, took in points]
     x, y = [1 / t for _, t in rows], [w / t for w, t in rows]  # of alpha and beta, to sum up to 1
@@ -104,7 +104,7 @@ MIDDLE_FROM = 8  # times the smallest size: the largest one from which a third i
 
 
 def measured_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Which of the sizes to measure: the ends, and one in the middle where they are far apart."""
+    """The sizes to measure: the ends, and one in the middle where they are far apart."""
     ordered = sorted(set(sizes))
     if len(ordered) <= 2:
         return tuple(ordered)

@@ -134,7 +134,7 @@ def _backward_seconds(bench: Bench, budget_seconds: float) -> float:
 
 @cache
 def start_seconds() -> float:
-    """What one call of autograd costs before it reaches the first op: paid once a stage."""
+    """Seconds of one call of autograd before it reaches the first op: paid once a stage."""
     leaf = torch.ones(1, requires_grad=True)
     result, gradient = leaf.view(1), torch.ones(1)
     times = []
@@ -154,7 +154,7 @@ class Synthesis:
     generator: torch.Generator
 
     def value(self, name: str) -> Any:
-        """What the graph's value would be: a tensor, or the items of a container in order."""
+        """A synthetic value: a tensor, or the items of a container in order."""
         value = self.call.index.graph.values[name]
         if not value.is_tensor:
             return tuple(self.tensor(leaf) for leaf in self.call.index.leaves(name))

@@ -144,7 +144,7 @@ def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> s
 def _environment(
     graph: OpGraph, plan: Plan, stage: int, device: torch.device, microbatch_size: int
 ) -> cache.Environment | None:
-    """What the cache has to know of a stage's times; None for a stage that it does not keep."""
+    """The cache's environment of a stage; None for a stage that is not cached."""
     mine = set(plan.stages[stage].ops)
     lasting = all(cache.lasting(op) for op in graph.ops if op.name in mine)
     return cache.Environment.here(str(device), microbatch_size) if lasting else None

@@ -84,9 +84,9 @@ def _notes_on_written_inputs(graph: OpGraph) -> list[str]:
 
 
 def fingerprint(graph: OpGraph, cluster: Cluster) -> str:
-    """What a plan was made for: digests of graph, costs and cluster, joined by dots.
+    """Digests of the graph, costs and cluster that a plan was made for, joined by dots.
 
-    The parts are apart because a plan stays valid for a model whose costs were measured anew.
+    The parts are apart because a plan stays valid for a model whose costs were measured again.
     """
     costs = jsonio.canonical([op.cost for op in graph.ops])
     parts = (

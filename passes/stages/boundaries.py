@@ -1,4 +1,4 @@
-"""What crosses the boundaries between stages, and what every stage takes, returns and holds.
+"""Derives the values that cross between stages, and what every stage takes, returns and holds.
 
 A plan says which op runs where; everything else about a boundary follows from the data flow
 and is computed here, once, for the planner (edges, tied parameters), the code generator and
@@ -204,7 +204,7 @@ def edges(graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int) 
 
 
 def eval_edges(capture: Capture, plan: Plan, b: int) -> tuple[Edge, ...]:
-    """What crosses stages in evaluation, for the stages that a plan gives the train graph."""
+    """The edges of evaluation, for the stages that a plan gives the train graph."""
     placed = place_eval(capture, stage_of_ops(capture.train, plan))
     return edges(capture.eval, placed, len(plan.stages), b)
 

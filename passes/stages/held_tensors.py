@@ -1,4 +1,4 @@
-"""Which tensors of the model each stage holds, and under which of their names.
+"""Finds the tensors of the model that each stage holds, and their names there.
 
 A tensor may have several names (tied weights).  A stage has those names whose modules it has,
 so that the union of all stages' state_dict keys is the model's, aliases included.

@@ -48,7 +48,7 @@ class Mode:
 
 
 def signature(mode: Mode, k: int) -> Signature:
-    """What stage k takes and returns.  Raises PlanError for a loss that looks into the model."""
+    """Arguments and results of stage k.  Raises PlanError for a loss that looks into the model."""
     ops = mode.ops(k)
     results = _results(mode, k)
     received = _received(mode, ops, results)
