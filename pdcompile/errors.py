@@ -7,6 +7,14 @@ sentence with the offending values, then the place, then a remedy that can be pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], count: int = 3) -> str:
+    """The first `count` names, and the number of the others: "a, b, c and 4 more"."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
 
 class PdcompileError(Exception):
     """Root of the hierarchy.

@@ -129,7 +129,7 @@ def test_a_model_that_runs_with_its_own_size_alone() -> None:
     assert (graph.sizes.smallest, graph.sizes.largest) == (4, 4)
     module = graph.to_module()
     assert torch.equal(module(rows(seed=1)), model(rows(seed=1)))
-    with pytest.raises(InputError, match=r"for 4 samples alone, got 3"):
+    with pytest.raises(InputError, match=r"for 4 samples, got 3"):
         module(rows(3))
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "costs": "estimated", "stages": 2}
     with pytest.warns(UserWarning, match="of 4 samples"):

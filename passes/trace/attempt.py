@@ -189,7 +189,7 @@ class Attempts:
             with suppress(TraceError):
                 again = recorded(self._subject, self._call(self._size), self.assumed, training)
                 sizes = (self._size,) * 2
-                graph = assemble(self._subject.model, [first, again], sizes, training=training)
+                graph = assemble([first, again], sizes, training=training)
                 return replace(graph, sizes=alone(self._size, failure))
         raise failure
 
@@ -202,7 +202,7 @@ class Attempts:
         SizeMerge(sizes[:2]).ops([first.ops, second.ops])  # before more is recorded
         further = [self._recording(training, size) for size in sizes[2:]]
         recordings = [first, second, *further]
-        graph = assemble(subject.model, recordings, sizes, training=training)
+        graph = assemble(recordings, sizes, training=training)
         if not self._splits:
             return graph
         ranged = size_range(lambda size: self._recording(training, size), recordings, sizes)

@@ -2,8 +2,8 @@
 
 Eager and stages run on the model's own tensors with the same random streams: outputs, the loss,
 the gradient of every parameter and all buffers are compared, in training and in evaluation, on
-two inputs, the second after an update.  Between stages values are cut off from autograd and
-gradients handed back as the plan says, so that a wrong edge is noticed too.
+two inputs, the second after an update.  Between stages values are detached and gradients handed
+back as the plan says, so that a wrong edge is noticed too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def verify(
     mode: Literal["auto", "full", "blocks", "off"] = "auto",
     loss_reduction: Reduction | None = None,
 ) -> Verification:
-    """Runs the model and the stages on microbatches of a minibatch and compares everything.
+    """Runs the model and the stages on microbatches of a minibatch and compares the results.
 
     Args:
         flat, layout: a minibatch; its microbatches are the inputs.
@@ -91,5 +91,5 @@ def verify(
 
 
 def not_compared(reason: str, edited: tuple[str, ...] = ()) -> Verification:
-    """The report on a model that `unverifiable` names a reason for, under ``verify="auto"``."""
+    """The report on a model that cannot be compared, for the reason that `unverifiable` names."""
     return Verification(0, 0, 0, 0, True, edited, (), reason)

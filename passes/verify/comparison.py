@@ -1,4 +1,4 @@
-"""Stages against eager with the model in memory: step after step, both modes."""
+"""Compares stages with eager where the model is in memory: step after step, both modes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pdcompile.plan import Plan
 
 @dataclass
 class Comparison:
-    """Compares one model with its stages, and holds what it found so far."""
+    """Compares one model with its stages; `found` and `rows` hold the results so far."""
 
     capture: Capture
     plan: Plan
@@ -57,7 +57,7 @@ class Comparison:
     def run(self, calls: list[FlatCall], *, graph: bool) -> int:
         """Runs one step for each call; with `graph` the captured graph is compared as well.
 
-        Returns the steps that were made: a step that differs is the last one.
+        Returns the number of steps: a step that differs is the last one.
 
         Raises:
             VerifyError: graph and model differ, the model or a stage raises.
@@ -72,7 +72,7 @@ class Comparison:
                 except ModelFails:
                     if step == 0:
                         raise
-                    break  # further inputs may be made up, and not such as the model takes
+                    break  # inputs after the first may be made up, and ones that the model refuses
                 done += 1
                 if graph and not self.found and not self.rounded:
                     compare(self.model, self.capture, call, follow_batch(call, self.layout))
@@ -82,7 +82,7 @@ class Comparison:
         return done
 
     def report(self, steps: int, *, graph: bool) -> Verification:
-        """What was found in so many steps; `graph`: the captured graph was compared as well."""
+        """The report after this many steps; `graph`: the captured graph was compared as well."""
         first = [row for row in self.rows if row.step == 0]
         return Verification(
             microbatch_size=self.capture.train.batch_size,
@@ -122,7 +122,7 @@ class Comparison:
         return expected
 
     def _both(self, chain: Chain, step: Step, *, gradients: bool) -> tuple[StepValues, StepValues]:
-        """What the model and what the stages do; with `gradients` the model records autograd."""
+        """The values of model and stages; with `gradients` the model records autograd."""
         chain.begin(step.minibatch)
         with preserved_rng(self.device), untouched(self.model, step.graph.training):
             expected = step.values(step.eager, gradients=gradients)
@@ -181,10 +181,10 @@ def difference_error(found: Sequence[Difference], graph: OpGraph) -> VerifyError
 
 
 def _unseen_write(graph: OpGraph) -> VerifyError | None:
-    """A write into a buffer through ``.data``, after something used it that may keep it.
+    """The error for a buffer that is written through ``.data`` after an op that may save it.
 
-    Autograd does not notice: eager's backward computes with what was written later, a stage's
-    with what was used, because in a pipeline further microbatches write before that backward.
+    Autograd does not notice: eager's backward computes with the value that was written later, a
+    stage's with the one that was used, because in a pipeline further microbatches write before.
     """
     aliased = {
         fqn for op in graph.ops if op.kind == "getattr" and op.target == "data"

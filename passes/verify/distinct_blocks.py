@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, resize
-from pdcompile.errors import PdcompileError
+from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.block_calls import BlockCall, below, calls_below, ops_of
@@ -24,10 +24,11 @@ from pdcompile.passes.codegen.block_classes import CodeLayout
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.codegen.stage_file import layout_of
 from pdcompile.passes.stages.boundaries import staged
+from pdcompile.passes.stages.chain import tensors_by_name
 from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.untouched import untouched
 from pdcompile.passes.verify.module_calls import ModuleCall, module_calls
-from pdcompile.passes.verify.one_block import BlockComparison, Given
+from pdcompile.passes.verify.one_block import BlockComparison, BlockTensors
 from pdcompile.passes.verify.verification import Compared, Difference, Verification, mode_of
 from pdcompile.plan import Plan
 
@@ -91,7 +92,7 @@ def verify_blocks(
     text = ", ".join(
         _count(kind, compared, capture) for kind in dict.fromkeys(one.kind for one in compared)
     )
-    left = [*_left_out(found), *_outside(capture, plan, layouts)]
+    left = [*_left_out(found), *_outside(capture, layouts)]
     nothing = "" if compared else f"nothing could be compared ({'; '.join(left)})"
     return Verification(
         microbatch_size=size,
@@ -127,8 +128,7 @@ def _compared(
     plan: Plan,
 ) -> Iterator[tuple[list[Difference], Compared]]:
     """Compares every block in one mode; notes the reason where one cannot be compared."""
-    owned: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    owned.update(model.named_buffers(remove_duplicate=False))
+    owned = tensors_by_name(model, sources)
     for one in found:
         used = one.train if graph.training else one.eval
         if used is None or one.reason:
@@ -136,7 +136,7 @@ def _compared(
         if one.path not in calls:
             one.reason = "forward does not call it as a module"
             continue
-        given = Given(graph, call.leaves, owned, size)
+        given = BlockTensors(graph, call.leaves, owned, size)
         interface = sources.interfaces[one.stage]
         with torch.device("meta"):
             stage = stage_classes(sources)[one.stage]()
@@ -160,7 +160,7 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout])
         text = _texts(sources.files[f"stage_{k}.py"])
         evals = {call.path: call for call in calls_below(layout.eval)}
         trains = {call.path: call for call in calls_below(layout.train)}
-        key_of = _keys(capture, sources, k, layout, text)
+        key_of = _keys(capture, sources, k, text)
         for path in (*trains, *(p for p in evals if p not in trains)):
             key = key_of(trains.get(path), evals.get(path))
             counts[key] = counts.get(key, 0) + 1
@@ -182,7 +182,7 @@ def _distinct(capture: Capture, sources: Sources, layouts: Sequence[CodeLayout])
 
 
 def _keys(
-    capture: Capture, sources: Sources, k: int, layout: CodeLayout, text: dict[str, str]
+    capture: Capture, sources: Sources, k: int, text: dict[str, str]
 ) -> Callable[[BlockCall | None, BlockCall | None], Hashable]:
     with torch.device("meta"):
         stage = stage_classes(sources)[k]()
@@ -249,7 +249,7 @@ def _left_out(found: Sequence[BlockUse]) -> list[str]:
     ]
 
 
-def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> list[str]:
+def _outside(capture: Capture, layouts: Sequence[CodeLayout]) -> list[str]:
     """Everything outside of blocks: modules cut between stages, single ops, the loss."""
     partial = sorted({path for layout in layouts for path in layout.partial if path})
     inside = {op.name for layout in layouts for c in calls_below(layout.train) for op in ops_of(c)}
@@ -259,7 +259,7 @@ def _outside(capture: Capture, plan: Plan, layouts: Sequence[CodeLayout]) -> lis
     left = [f"{path} (cut between stages)" for path in partial if path.rpartition(".")[2].isdigit()]
     named = [path for path in leaves if not any(below(path, p) for p in partial if p in left)]
     if named:
-        left.append(", ".join(named[:4]) + (f" and {len(named) - 4} more" if named[4:] else ""))
+        left.append(some(named, 4))
     others = len(plain) - sum(op.kind == "module" for op in plain)
     left += [f"{others} ops outside of blocks"] if others else []
     left += ["the loss"] if len(plain) < len(single) else []

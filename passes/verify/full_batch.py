@@ -1,13 +1,13 @@
-"""What differs from one full-batch step of eager although every microbatch is exact.
+"""Differences from one full-batch step of eager that remain although every microbatch is exact.
 
-A pipeline computes what gradient accumulation computes.  That is the gradient of the full batch
-only where the loss is linear in the batch and weighted rightly: here both are computed in plain
+A pipeline computes the same as gradient accumulation.  That is the gradient of the full batch only
+where the loss is linear in the batch and has the right weights: both are computed here in plain
 PyTorch, with dropout off, and the cause is named where it is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
 from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import is_random_function, preserved_rng
-from pdcompile.errors import PdcompileError
+from pdcompile.errors import PdcompileError, some
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.lifetimes import draws
 from pdcompile.passes.untouched import same_buffers, untouched
@@ -29,7 +29,7 @@ Reduction: TypeAlias = str | Callable[..., Any]  # "mean", "sum", or a count of 
 
 TOLERANCE = {"bfloat16": 5e-2, "float16": 2e-2, "float32": 2e-3, "float64": 1e-6}
 SAMPLES = 64  # of each parameter's gradient: the largest, and as many evenly spread
-NOISE = 1e-4  # of the largest gradient: below, a gradient may be nothing but rounding
+NOISE = 1e-4  # of the largest gradient: a smaller one may be rounding alone
 
 
 def full_batch_notes(
@@ -47,7 +47,7 @@ def full_batch_notes(
     Args:
         graph: the capture in training mode; its batch size is the microbatch.
         flat, layout: a minibatch; of it the first `most` microbatches are used, None: all.
-        reduction: what weighs the losses of microbatches.
+        reduction: the weights of the microbatches' losses.
     """
     notes = [*graph.notes, *_random(graph)]
     norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
@@ -60,31 +60,31 @@ def full_batch_notes(
     own = follow_batch(joined, layout)
     check = _BatchGradients(model, joined, own, loss_fn, reduction, count)
     try:
-        told = check.gap(frozen=False)
-        if norms and told is not None:
+        gap = check.gap(frozen=False)
+        if norms and gap is not None:
             notes.append(
-                f"batch norm takes the statistics of each microbatch ({_some(norms)}), so that "
-                f"gradients are not those of one full batch of {rows}: {told}"
+                f"batch norm takes the statistics of each microbatch ({some(norms)}), so that "
+                f"gradients are not those of one full batch of {rows}: {gap}"
             )
-            told = check.gap(frozen=True)
-        hint = check.cause(frozen=bool(norms)) if told is not None else ""
+            gap = check.gap(frozen=True)
+        hint = check.cause(frozen=bool(norms)) if gap is not None else ""
     except NotComparable as error:
         notes.append(f"gradients of one full batch of {rows} were not compared: {error}")
         return tuple(notes), ()
-    if told is not None and not hint:
+    if gap is not None and not hint:
         notes.append(
             "the loss is not linear in the batch (an auxiliary or contrastive loss, or statistics "
-            f"over samples), so that gradients are not those of one full batch of {rows}: {told}"
+            f"over samples), so that gradients are not those of one full batch of {rows}: {gap}"
         )
     return tuple(notes), (hint,) if hint else ()
 
 
 class NotComparable(Exception):
-    """Says why the gradients of a model cannot be compared."""
+    """The gradients of a model cannot be compared, for this reason."""
 
 
 class _BatchGradients:
-    """Gradients of a batch and of its microbatches, at some places of each parameter."""
+    """Gradients of a batch and of its microbatches, at some entries of each parameter."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _BatchGradients:
         self._tolerance = max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
     def gap(self, *, frozen: bool) -> str | None:
-        """How far the weighted sum is from the full batch, in words; None where it agrees.
+        """The difference of the weighted sum from the full batch, in words; None where they agree.
 
         `frozen`: batch norm uses its running statistics.
         """
@@ -119,7 +119,7 @@ class _BatchGradients:
         return f"up to {float(error.max()):.2g} of a gradient's size, in {names[place]!r}"
 
     def cause(self, *, frozen: bool) -> str:
-        """Other weights of the microbatches that agree with the full batch; "" for none."""
+        """A hint at weights of the microbatches that agree with the full batch; "" for none."""
         full, parts, _ = self._gradients(frozen)
         for kind, word in (("sum", "a sum over samples"), ("mean", "a mean over samples")):
             error = (self._weights[kind] @ parts - full).abs()
@@ -195,9 +195,9 @@ class _BatchGradients:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Switches dropout off; single numbers (for layers to drop) are the same in every call.
+    """Switches dropout off; draws of one number (for layers to drop) are the same in every call.
 
-    `drawn` names another function that draws.
+    `drawn` names another function that drew.
     """
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ def _random(graph: OpGraph) -> list[str]:
 
 
 def _places(gradient: Tensor) -> Tensor:
-    """Where to look: the largest entries, and some evenly spread."""
+    """The entries to compare: the largest ones, and some evenly spread."""
     flat = gradient.reshape(-1).abs().float()
     largest = flat.topk(min(SAMPLES, flat.numel())).indices
     spread = torch.arange(0, flat.numel(), max(flat.numel() // SAMPLES, 1), device=flat.device)
@@ -272,7 +272,3 @@ def _places(gradient: Tensor) -> Tensor:
 def _taken(gradients: dict[str, Tensor], places: dict[str, Tensor]) -> Tensor:
     taken = [gradients[name].reshape(-1)[where] for name, where in places.items()]
     return torch.cat([one.double().cpu() for one in taken]) if taken else torch.zeros(0).double()
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -65,6 +65,8 @@ def _of_the_capture(step: Step) -> str:
 
 
 class _Locator:
+    """Finds the first op of each difference, from a replay of the graph and a run of the stages."""
+
     def __init__(self, graph: OpGraph, right: Replay, seen: Watch) -> None:
         self._graph, self._right, self._seen = graph, right, seen
         self._ops = right.ops
@@ -106,7 +108,7 @@ class _Locator:
         ]
 
     def _backward(self, fqn: str) -> str:
-        """All values agree: the last op whose gradient is wrong is the first on the way back."""
+        """The last op whose gradient is wrong, which comes first in backward; values agree."""
         expected = self._right.gradients
         wrong = [n for n in expected if expected[n] not in self._seen.gradients]
         if wrong:
@@ -123,7 +125,7 @@ class _Locator:
         return f"{op.name} ({op.target}) at {op.source}{self._line(op)}"
 
     def _line(self, op: Op) -> str:
-        """Where the generated source does what the op does, or something else instead."""
+        """The line of the generated source that computes the op, or another result instead."""
         events = [event for event in self._seen.events if event.where]
         value = self._right.values.get(op.name)
         for event in events:

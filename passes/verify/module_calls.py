@@ -1,6 +1,6 @@
-"""What the model hands to chosen modules in its forward, with the graph's names for tensors.
+"""Records the arguments of chosen modules in the model's forward, with the graph's tensor names.
 
-The model runs on fake tensors, as in capture, so that nothing of it needs memory.
+The model runs on fake tensors, as in capture, so that it needs no memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pdcompile.passes.trace.tape.tape import Tape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hole:
-    """Stands for a tensor: the value or the tensor of the model that belongs there, and its
-    shape and dtype, for values that the graph does not have because nothing needs them."""
+    """The place of a tensor in arguments: a value of the graph, or a tensor of the model.
+
+    Shape and dtype are for values that the graph does not have because no op needs them.
+    """
 
     place: Argument
     shape: tuple[int, ...]
@@ -78,12 +80,12 @@ def module_calls(
     Raises TraceError as capture does.
     """
     found: dict[str, ModuleCall] = {}
-    whole = tuple(dict.fromkeys(op.module_path for op in graph.ops if op.opaque))
+    opaque = tuple(dict.fromkeys(op.module_path for op in graph.ops if op.opaque))
     own = follow_batch(call, layout)
     with ExitStack() as stack:
         for path in paths:
             stack.enter_context(_watched(model.get_submodule(path), path, found))
-        one_recording(Subject(model, call, own, loss_fn), call, graph.training, whole)
+        one_recording(Subject(model, call, own, loss_fn), call, graph.training, opaque)
     return found
 
 
@@ -129,7 +131,7 @@ def _recorder() -> Tape | None:
 
 
 def _holes(recorder: Tape) -> dict[int, Hole]:
-    """The holes of the tensors that the run knows, by identity."""
+    """Holes for the tensors that the run knows, by identity."""
     fakes = recorder.fakes
     places: dict[int, Argument] = {key: Attr(fqn) for key, fqn in fakes.table.fqns.items()}
     places.update((key, Attr(fqn)) for key, fqn in fakes._attribute.items())

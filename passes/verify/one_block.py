@@ -1,4 +1,4 @@
-"""One block of the model against the class that was generated for it, with memory for it alone."""
+"""Compares one block of the model with its generated class, with memory for that block alone."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.passes.verify.module_calls import Hole, ModuleCall
 from pdcompile.passes.verify.verification import Compared, Difference, counted, differences
 from pdcompile.plan import Plan
+from pdcompile.weights import slots
 
 
 @dataclass
-class Given:
-    """Tensors in the place of a block's inputs, weights and buffers, each made once, by name.
+class BlockTensors:
+    """Tensors for a block's inputs, weights and buffers, each made once, by name.
 
-    Values of the call are taken from it; what the model has in memory is copied; the rest is
-    made up: small random numbers for floating point, 0 for integers, which index anything.
+    Inputs of the call and tensors that the model has in memory are copied; others are made up:
+    small random numbers for floating point, 0 for integers, which is a valid index.
     """
 
     graph: OpGraph
     leaves: Mapping[str, Any]  # of one microbatch, by path
-    owned: Mapping[str, Tensor]  # the model's tensors, by canonical FQN
+    owned: Mapping[str, Tensor]  # the model's tensors and constants, by every name
     b: int
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     made: dict[Argument, Tensor] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Given:
 
     def _make(self, place: Argument) -> Tensor:
         if isinstance(place, Attr):
-            known = self.owned.get(place.fqn, self.graph.tensor_values.get(place.fqn))
+            known = self.owned.get(place.fqn)
             if known is None:
                 raise VerifyError(f"the model has no tensor {place.fqn!r}")
             if not known.is_meta:
@@ -84,10 +85,10 @@ class Given:
 
 @dataclass
 class BlockComparison:
-    """A block of the model and the class generated for it, on the same tensors.
+    """Compares a block of the model with its generated class, on the same tensors.
 
-    `stage`: the generated stage, on the meta device; of it only `path` gets memory.  `call`: what
-    the generated block takes and gives; `eager_call`: the model's module.
+    `stage`: the generated stage, on the meta device; of it only `path` gets memory.  `call`: the
+    call of the generated block; `eager_call`: that of the model's module.
     """
 
     model: nn.Module
@@ -96,15 +97,15 @@ class BlockComparison:
     path: str
     call: BlockCall
     eager_call: ModuleCall
-    given: Given
+    given: BlockTensors
     plan: Plan
 
     def __post_init__(self) -> None:
         self.graph = self.given.graph
-        fqns = _canonical(self.model)
+        fqns = {name: slot.fqn for slot in slots(self.model).values() for name in slot.names}
         self.eager = _eager(self.model, self.path, fqns, self.given).train(self.graph.training)
         named = (*self.eager.named_parameters(), *self.eager.named_buffers())
-        self.held = {fqns[f"{self.path}.{name}"]: tensor for name, tensor in named}
+        self.own = {fqns[f"{self.path}.{name}"]: tensor for name, tensor in named}
         opaque.bind(self.stage, self.interface, self.model)
         # The stage's block, holding the very tensors of the model's module.
         block = self.stage.get_submodule(self.path)
@@ -115,15 +116,15 @@ class BlockComparison:
         """Runs both, forward and backward.
 
         Raises:
-            VerifyError: what the module takes or returns cannot be made up, or a side fails.
+            VerifyError: its inputs cannot be made up, its results not compared, or a side fails.
         """
         index = self.interface.index
         with preserved_rng(), torch.set_grad_enabled(self.graph.training):
-            expected = _told(self._eager_side, "the model's own module", None)
-            got = _told(self._generated_side, "the generated block", f"stage_{index}.py")
+            expected = _side(self._eager_side, "the model's own module", None)
+            got = _side(self._generated_side, "the generated block", f"stage_{index}.py")
         both = {name: one for name, one in expected.outputs.items() if name in got.outputs}
         if not both:
-            raise VerifyError("nothing that it returns can be told apart")
+            raise VerifyError("none of its results can be compared")
         expected = replace(expected, outputs=both)
         kind = type(self.eager)
         home = dict.fromkeys((*expected.gradients, *expected.buffers), index)
@@ -132,8 +133,8 @@ class BlockComparison:
         return found, counted(expected, self.graph, 0, self.given.b)
 
     def _tensor(self, place: Argument) -> Tensor:
-        if isinstance(place, Attr) and place.fqn in self.held:
-            return self.held[place.fqn]
+        if isinstance(place, Attr) and place.fqn in self.own:
+            return self.own[place.fqn]
         return self.given(place)
 
     def _inputs(self) -> dict[str, Tensor]:
@@ -185,30 +186,31 @@ class BlockComparison:
         return self._ended(dict(zip(self.call.outputs, results, strict=True)), entered)
 
     def _ended(self, outputs: dict[str, Tensor], entered: dict[str, Tensor]) -> StepValues:
-        """What a side gave, after its backward; buffers are as before then."""
-        # A module may give out more through an object that it was handed, as a cache of keys does.
+        """Runs the backward of a side and copies its results; buffers are then restored."""
+        # A module may also return results through an object among its arguments (a cache of keys).
         returned = {place.name for place in self.eager_call.results if isinstance(place, Ref)}
         roots = [name for name in self.call.outputs if name in outputs and name in returned]
         if self.graph.training:
             _backward([outputs[name] for name in roots])
-        held = self.held.items()
+        own = self.own.items()
         gradients = {name: t.grad for name, t in entered.items() if t.requires_grad}
-        gradients |= {fqn: t.grad for fqn, t in held if isinstance(t, nn.Parameter)}
+        gradients |= {fqn: t.grad for fqn, t in own if isinstance(t, nn.Parameter)}
         found = StepValues(
             {name: outputs[name].detach().clone() for name in roots},
             None,
             gradients,
-            {fqn: t.detach().clone() for fqn, t in held if not t.requires_grad},
+            {fqn: t.detach().clone() for fqn, t in own if not t.requires_grad},
         )
         with torch.no_grad():
-            for fqn, tensor in held:
+            for fqn, tensor in own:
                 tensor.grad = None
                 if not tensor.requires_grad:
                     tensor.copy_(self.given(Attr(fqn)))
         return found
 
 
-def _told(run: Any, who: str, where: str | None) -> StepValues:
+def _side(run: Any, who: str, where: str | None) -> StepValues:
+    """Runs one side; raises its errors as VerifyErrors that name it."""
     try:
         return run()  # type: ignore[no-any-return]
     except VerifyError:
@@ -230,17 +232,7 @@ def _backward(outputs: Iterable[Tensor]) -> None:
         torch.autograd.backward(roots, gradients)
 
 
-def _canonical(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the canonical one."""
-    first: dict[int, str] = {}
-    found = {}
-    for tensors in (model.named_parameters, model.named_buffers):
-        for name, tensor in tensors(remove_duplicate=False):
-            found[name] = first.setdefault(id(tensor), name)
-    return found
-
-
-def _eager(model: nn.Module, path: str, fqns: Mapping[str, str], given: Given) -> nn.Module:
+def _eager(model: nn.Module, path: str, fqns: Mapping[str, str], given: BlockTensors) -> nn.Module:
     """A copy of the model's module with memory of its own."""
     original = model.get_submodule(path)
     memo: dict[int, Any] = {}

@@ -57,7 +57,7 @@ def stages(chain: Chain, flat: FlatCall, plan: Plan) -> tuple[Outputs, Loss]:
 
 
 STEP = 0.01  # of a parameter's size, so that weights change visibly in any dtype
-LARGE_FLOPS = 2e9  # of one forward: beyond, a second step is what a user would wait for
+LARGE_FLOPS = 2e9  # of one forward: above, a second step takes too long
 
 
 def is_large(graph: OpGraph) -> bool:
@@ -67,11 +67,11 @@ def is_large(graph: OpGraph) -> bool:
 
 
 def step_inputs(flat: FlatCall, layout: BatchLayout, graph: OpGraph, count: int) -> list[FlatCall]:
-    """The inputs of each step: the first microbatch, then others.
+    """The inputs of each step: the first microbatch, then another one.
 
-    The second is the last microbatch of the minibatch with the size that it has; where there is
-    one microbatch only, the same samples in another order, or for a single sample the same
-    numbers in another order.  So all values are such as the model knows.
+    That is the last microbatch of the minibatch with its own size; where there is one microbatch
+    only, the same samples in another order, or for a single sample the same numbers in another
+    order.  So all values come from the minibatch.
     """
     size = graph.batch_size
     found = [resize(flat, layout, size)]
@@ -134,7 +134,7 @@ def restored_weights(model: nn.Module) -> Iterator[None]:
 def advance(
     model: nn.Module, gradients: Mapping[str, Tensor | None], buffers: Mapping[str, Tensor]
 ) -> None:
-    """What a training step leaves: buffers as written, parameters one step down the gradient.
+    """Puts the model in the state after a training step, one step down the gradient.
 
     The step is about a hundredth of each parameter, so that a weight that a stage read once and
     kept is noticed in the next step.
@@ -154,7 +154,7 @@ SHARE = 0.5  # of the free memory, for a comparison
 
 
 def memory_budget() -> int:
-    """Bytes that a comparison may take: half of what is free."""
+    """The bytes that a comparison may take: half of the free memory."""
     return int(SHARE * _free())
 
 

@@ -1,4 +1,4 @@
-"""What a verification found: every difference by name, op and line, and what was compared."""
+"""Verification: the differences by name, op and line, and the counts of compared tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that the stages make otherwise than the model.
+    """One tensor that differs between stages and model.
 
     `first` names the first op whose value (or gradient) differs, with the user's line and the
     line of the generated stage; "" where none could be found.
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How many tensors one step of one mode compared, of eager and stages."""
+    """The numbers of tensors that one step of one mode compared."""
 
     mode: str  # train | eval
     step: int
@@ -53,14 +53,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared and what differs; nothing does for sources that nobody edited.
+    """The result of a verification; sources that nobody edited have no differences.
 
     `outputs`, `gradients` and `buffers` count the tensors of one step, training and evaluation
-    together.  `steps` follow each other, with updated weights and buffers, each on inputs of its
-    own.  `blocks` says what was compared instead where the whole model does not fit, and
-    `left_out` what was not compared at all.  `notes` are differences from one full-batch step of
-    eager that are meant to be, and what hints at a wrong option.  `rows` count what each step
-    compared.
+    together.  `steps` follow each other, with updated weights and buffers, each on its own
+    inputs.  `blocks` names the blocks that were compared where the whole model does not fit, and
+    `left_out` the parts that were not compared.  `notes` are intended differences from one
+    full-batch step of eager, and hints at a wrong option.  `rows` count the tensors of each step.
     """
 
     microbatch_size: int
@@ -97,7 +96,7 @@ class Verification:
 
     @property
     def compared(self) -> str:
-        """How much was compared, in words."""
+        """The counts of compared tensors, in words."""
         steps = f"{self.steps} steps on {self.steps} inputs, " if self.steps > 1 else ""
         graph = "captured graph and stages, " if self.graph else ""
         return (
@@ -108,7 +107,7 @@ class Verification:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The ops at which differences begin, each once."""
+        """The ops where differences begin, each once."""
         return tuple(dict.fromkeys(one.first for one in self.differences if one.first))
 
     def to_json(self) -> str:
@@ -156,5 +155,5 @@ def counted(values: StepValues, graph: OpGraph, step: int, samples: int) -> Comp
 
 
 def mode_of(graph: OpGraph) -> str:
-    """What reports call the mode of a graph."""
+    """The name of a graph's mode in reports."""
     return "train" if graph.training else "eval"

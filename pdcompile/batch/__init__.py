@@ -1,9 +1,9 @@
 """The call of a model as named leaves, and a minibatch as microbatches.
 
-`flatten_call` turns ``model(*args, **kwargs)`` and the target into leaves named by path, so that
-the graph, the stages and the transport can speak of ``x``, ``batch['ids']`` or ``target[0]``.
-`resolve_batch` finds the batch dimension of each leaf, `split` and `weights` say what the
-microbatches are and how much each counts: eager reference and pipeline use the same.
+`flatten_call` turns ``model(*args, **kwargs)`` and the target into leaves named by path, such as
+``x``, ``batch['ids']`` or ``target[0]`` in graph, stages and transport.  `resolve_batch` finds the
+batch dimension of each leaf; `split` and `weights` give the microbatches and the weights of their
+losses, for the eager reference and the pipeline alike.
 """
 
 from pdcompile.batch.call import Argument as Argument

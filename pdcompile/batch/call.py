@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pdcompile.errors import ConfigError, InputError
 
 TARGET = "target"
-DEFAULT = object()  # in a prefix of batch dimensions: nothing said, the default rule
+DEFAULT = object()  # in a prefix of batch dimensions: the default rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatCall:
-    """A call taken apart: path -> tensor or constant (whatever is not a tensor, None included).
+    """A flattened call: path -> tensor, or constant (any other value, None included).
 
     Paths: the parameter's name in forward and the way through containers: ``x``,
     ``batch['ids']``, ``pair[0]``, ``point.x`` (named tuples), ``args[1]`` for ``*args``, the
@@ -88,7 +88,7 @@ class FlatCall:
 def flatten_call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None
 ) -> FlatCall:
-    """Name every leaf of ``model(*args, **kwargs)`` and of the target.
+    """Names every leaf of ``model(*args, **kwargs)`` and of the target.
 
     Raises:
         InputError: the call does not fit forward, or a leaf hides tensors from pytrees.
@@ -101,8 +101,8 @@ def flatten_call(
         raise InputError(
             f"the call does not fit the model's forward: {error}",
             where=f"{name}.forward{signature}",
-            remedy="pass the arguments as the model takes them; what only the loss needs goes "
-            "into target=",
+            remedy="pass the arguments that the model takes; those of the loss alone are passed as "
+            "target=",
         ) from None
     leaves: dict[str, Any] = {}
     arguments: list[Argument] = []
@@ -126,7 +126,7 @@ def flatten_call(
 
 
 def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> FlatCall:
-    """The call that ``example_inputs`` means: a tensor is ``(x,)``, a tuple positional
+    """The call for ``example_inputs``: a tensor is the one argument, a tuple holds positional
     arguments, a dict keyword arguments.
 
     Raises:
@@ -141,7 +141,7 @@ def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> F
 
 
 def as_one_argument(given: Any) -> str:
-    """The remedy where a batch was perhaps passed whole, as the one argument of forward, or ""."""
+    """The remedy where a whole batch may have been passed as forward's one argument, else ""."""
     if isinstance(given, Mapping):
         return "one dict was passed as the one argument of forward: step(**batch) passes keywords"
     if isinstance(given, tuple | list) and any(isinstance(one, Tensor) for one in given):
@@ -153,7 +153,7 @@ def as_one_argument(given: Any) -> str:
 
 
 def check_example(example_inputs: Any) -> None:
-    """Raise InputError unless it is a tensor, a tuple or a dict."""
+    """Raises InputError unless the inputs are a tensor, a tuple or a dict."""
     if isinstance(example_inputs, Tensor | Mapping) or type(example_inputs) is tuple:
         return
     raise InputError(
@@ -249,7 +249,7 @@ def _refuse_hidden_tensors(path: str, leaf: Any) -> None:
 
 
 def is_dim(prefix: Any) -> bool:
-    """An entry of batch_dims: a dimension, or None for no splitting."""
+    """Whether an entry of batch_dims is a dimension, or None for no splitting."""
     return prefix is None or (isinstance(prefix, int) and not isinstance(prefix, bool))
 
 

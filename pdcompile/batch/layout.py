@@ -1,4 +1,4 @@
-"""Which dimension of each leaf counts samples."""
+"""BatchLayout: the dimension of each leaf that counts samples."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BatchLayout:
     """Samples in the minibatch, and per path the dimension that counts them.
 
     None: the leaf is the same for every microbatch (constants, scalars, masks of size 1).
-    `orders`: the dimensions of each tensor in the order that they have in memory, in which the
-    model receives the tensors of further minibatches too, however those lie.
+    `orders`: the order in memory of the dimensions of each tensor; tensors of further minibatches
+    are brought into it.
     """
 
     size: int
@@ -50,7 +50,7 @@ class BatchLayout:
 
 
 def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
-    """Find the batch size and each leaf's batch dimension.
+    """Finds the batch size and each leaf's batch dimension.
 
     Args:
         flat: one global minibatch.
@@ -60,8 +60,7 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
             last dimension.
 
     A tensor is split along its dimension when the size there is the batch size; 0-dim tensors
-    and size 1 are replicated.  The batch size is the size that the tensors agree on, 1 when
-    that is all there is.
+    and size 1 are replicated.  The batch size is the size other than 1 that the tensors agree on.
 
     Raises:
         InputError: a tensor has another size there (its path is named), or no samples.
@@ -94,10 +93,10 @@ def resolve_batch(flat: FlatCall, batch_dims: Any = 0) -> BatchLayout:
 def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
     """The layout of a further minibatch of the same structure: the same dimensions, its own size.
 
-    So a short last minibatch cannot make a replicated tensor look like a batch by chance.
-    A leaf that is None now (a rank that does not need it) keeps its dimension; the size is
-    `layout`'s where no leaf tells it.  A leaf with one row for several samples has no dimension
-    in the result: see `lone_rows`.
+    So a replicated tensor is not mistaken for a batch in a short last minibatch.  A leaf that is
+    None here (a rank that does not need it) keeps its dimension; the size is `layout`'s where no
+    leaf has one.  A leaf with one row for several samples has no dimension in the result: see
+    `lone_rows`.
 
     Raises:
         InputError: the tensors disagree on the size, have no samples, or a path is new.
@@ -126,8 +125,10 @@ def follow_batch(flat: FlatCall, layout: BatchLayout) -> BatchLayout:
 
 
 def lone_rows(flat: FlatCall, later: BatchLayout, first: BatchLayout) -> tuple[str, ...]:
-    """Inputs that had a row for each sample in the first minibatch, and have one for several
-    samples in a later one, whose layout is `later` (of `follow_batch` or `resolve_batch`)."""
+    """Inputs with a row for each sample in the first minibatch, and one for all in a later one.
+
+    `later` is the layout of the later minibatch, from `follow_batch` or `resolve_batch`.
+    """
     return tuple(
         path
         for path, dim in later.dims.items()
@@ -139,7 +140,7 @@ def lone_rows(flat: FlatCall, later: BatchLayout, first: BatchLayout) -> tuple[s
 
 
 def lone_row_error(flat: FlatCall, path: str, size: int) -> InputError:
-    """The refusal of one of `lone_rows`: eager would broadcast it, microbatches have to be cut."""
+    """The refusal of one of `lone_rows`: eager would broadcast it, microbatches cannot."""
     return InputError(
         f"{_shown(flat.leaves[path])} has one row for {size} samples; in the first minibatch it "
         "had a row for each",
@@ -150,7 +151,7 @@ def lone_row_error(flat: FlatCall, path: str, size: int) -> InputError:
 
 
 def check_batch_dims(batch_dims: Any) -> None:
-    """Raise ConfigError for what fits no call: not made of dimensions in known containers."""
+    """Raises ConfigError for batch_dims that fit no call: other than dimensions in containers."""
     triple = isinstance(batch_dims, tuple | list) and len(batch_dims) == 3
     if not (triple or isinstance(batch_dims, Mapping) or is_dim(batch_dims)):
         raise _no_meaning(batch_dims)

@@ -1,4 +1,4 @@
-"""The order of a tensor's dimensions in memory, and tensors brought into one."""
+"""The order of a tensor's dimensions in memory, and copies in a given order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def dense(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
     """The tensor without gaps in memory, dimensions in this order (None: its own).
 
-    The tensor itself where it lies so already, else a copy.
+    Returns the tensor itself where it has this layout already, else a copy.
     """
     if order is None or len(order) != tensor.dim():
         if tensor.is_contiguous():

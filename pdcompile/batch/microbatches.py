@@ -1,4 +1,4 @@
-"""A minibatch as microbatches: their sizes, leaves, weights, and outputs put together."""
+"""Splits a minibatch into microbatches, weighs their losses, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdcompile.errors import ConfigError, InputError
 def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
     """The same call with `size` samples: rows repeated in turn, or cut.
 
-    Tensors are without gaps in memory, their dimensions in the order that they had.
+    Tensors have no gaps in memory and keep the order of their dimensions.
 
     Raises:
         InputError: size is not positive.
@@ -50,8 +50,8 @@ def split(
 ) -> list[dict[str, Any]]:
     """One dict of leaves for each microbatch: parts along the batch dimension, the rest shared.
 
-    Tensors are without gaps in memory and their dimensions in the order of `layout.orders`, as
-    the model was captured: views where they lie so, else copies.
+    Tensors have no gaps in memory and their dimensions are in the order of `layout.orders`, as
+    the model was captured: views where they have this layout already, else copies.
 
     A leaf that is None although it has a batch dimension (a rank that does not need it) stays
     None.  Without any batch dimension there is one microbatch.
@@ -112,7 +112,7 @@ def weights(
 def _called(reduction: Callable[..., Any], args: Any, kwargs: Any, target: Any) -> Any:
     try:
         return reduction(args, kwargs, target)
-    except Exception as error:  # it is the user's: whatever it raises
+    except Exception as error:  # of any class: it is the user's code
         raise ConfigError(
             f"loss_reduction raised {type(error).__name__}: {error}",
             where="loss_reduction",
@@ -139,7 +139,7 @@ def concatenate(
     loss_leaf: int | None = None,
     batch_dim: int = 0,
 ) -> Any:
-    """Put the outputs of the microbatches together into the minibatch's output.
+    """Joins the outputs of the microbatches into the minibatch's output.
 
     Args:
         outputs: one value for each microbatch, of any class, equal in structure.

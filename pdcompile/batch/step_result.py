@@ -1,6 +1,6 @@
-"""Results of a training call: a loss that waits only when it is read, and the outputs.
+"""Results of a training call: the outputs, and a loss that waits only when it is read.
 
-A float at once would drain the pipeline at every step.
+Returning a float would drain the pipeline at every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdcompile.errors import ConfigError
 
 
 def _of_number(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that waits for the loss, and does the operation with its number."""
+    """A method that waits for the loss and applies the operation to its number."""
 
     def method(self: LazyLoss, *others: Any) -> Any:
         return operation(self.item(), *others)
@@ -27,12 +27,12 @@ def _of_number(operation: Callable[..., Any]) -> Callable[..., Any]:
 class LazyLoss:
     """The loss of one minibatch, the same on every rank, delivered off the critical path.
 
-    Arithmetic and comparisons wait, and give what they give on ``item()``.
+    Arithmetic and comparisons wait and use ``item()``.
 
     Args:
         resolve: waits for the loss and returns it, a 0-dim tensor; called at most once when it
-            succeeds.  What it raises is raised to whoever asks.
-        ready: whether `resolve` would return at once.
+            succeeds.  Its errors are raised to the caller.
+        ready: returns whether `resolve` would return at once.
     """
 
     __slots__ = ("_ready", "_resolve", "_value")
@@ -49,15 +49,15 @@ class LazyLoss:
         return self._value is not None or (self._ready is not None and self._ready())
 
     def wait(self) -> Tensor:
-        """Wait, and return the loss as a detached 0-dim tensor."""
+        """Waits, and returns the loss as a detached 0-dim tensor."""
         if self._value is None:
             assert self._resolve is not None
             self._value = self._resolve().detach()
-            self._resolve = self._ready = None  # let go of what they hold
+            self._resolve = self._ready = None  # frees the tensors that they refer to
         return self._value
 
     def item(self) -> float:
-        """Wait, and return the loss as a number."""
+        """Waits, and returns the loss as a number."""
         return float(self.wait().item())
 
     def __float__(self) -> float:
@@ -81,7 +81,7 @@ class LazyLoss:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SupportsFloat) and self.item() == float(other)
 
-    __hash__ = object.__hash__  # of the result, not of its number: hashing must not wait
+    __hash__ = object.__hash__  # by identity: hashing must not wait
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 

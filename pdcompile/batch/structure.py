@@ -1,9 +1,9 @@
 """Flattens outputs of any class into leaves, and rebuilds them.
 
-Pytrees know tuples, lists, dicts and registered classes.  Any other object (an unregistered
-dataclass, a cache of keys and values, a distribution) is taken apart by its attributes and built
-again without its constructor: an instance of the class with the same attributes, lists and dicts
-in them made anew, modules, functions and classes kept as they are.
+Pytrees handle tuples, lists, dicts and registered classes.  Any other object (an unregistered
+dataclass, a cache of keys and values, a distribution) is flattened by its attributes and rebuilt
+without its constructor: an instance of the class with the same attributes, in which lists and dicts
+are new, and modules, functions and classes are the same objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT = (type, types.BuiltinFunctionType, types.ModuleType, nn.Module, Enum, tor
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A pytree; for each of its leaves None, or what stands there in place of a leaf."""
+    """A pytree; `parts` has None for each leaf, or the object in place of one."""
 
     spec: pytree.TreeSpec
     parts: tuple[Part | None, ...]
@@ -40,7 +40,7 @@ class Instance:
 
     cls: type
     number: int
-    base: Any  # the builtin that it is made of: object, dict, list or tuple
+    base: Any  # the builtin class that it extends: object, dict, list or tuple
     keys: tuple[Any, ...]  # of a dict
     attributes: tuple[str, ...]
     content: Tree  # a list: items first, then the values of attributes
@@ -48,14 +48,14 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The object that is already there under this number."""
+    """A further reference to the instance of this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """An object without leaves, given back as it is; `known` if there are no tensors in it."""
+    """An object without leaves, kept as it is; `known` if it surely holds no tensors."""
 
     value: Any
     known: bool
@@ -79,11 +79,11 @@ class _Taken:
 def flatten_output(value: Any) -> tuple[list[Any], Tree]:
     """(leaves, structure): tensors, numbers, strings, None, dtypes and devices are leaves.
 
-    For outputs made of what pytrees know these are pytree's leaves, in its order.  Structures
-    are equal for outputs that differ in the leaves' values only.
+    For outputs of containers that pytrees handle these are pytree's leaves, in its order.
+    Structures are equal for outputs that differ in the leaves' values only.
 
     Raises:
-        RecursionError: containers lie in each other too deep, or hold themselves.
+        RecursionError: containers are nested too deep, or contain themselves.
         ValueError: there are more than `MAX_LEAVES` leaves.
     """
     taken = _Taken()
@@ -160,7 +160,7 @@ def _part(item: Any, taken: _Taken) -> Part | None:
 
 
 def _atomic(item: Any) -> bool:
-    """Whether an object without attributes surely leads to no tensor."""
+    """Whether an object that cannot be rebuilt surely refers to no tensor."""
     if isinstance(item, types.FunctionType):
         cells = (item.__closure__, item.__defaults__, item.__kwdefaults__)
         return not any(cells)
@@ -171,7 +171,7 @@ def _atomic(item: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _base(cls: Any) -> Any:
-    """The builtin that instances of a class are made of; None if they cannot be rebuilt."""
+    """The builtin class that a class extends; None if its instances cannot be rebuilt."""
     if cls is torch.Size:
         return tuple
     for base in (dict, list, tuple):
@@ -225,7 +225,7 @@ def _make(leaves: Iterator[Any], part: Part, made: dict[int, Any]) -> Any:
     if isinstance(part, Again):
         return made[part.number]
     if part.base is not tuple:
-        # Entered before its content: something in it may lead back to it.
+        # Entered before its content, which may refer back to it.
         found = made[part.number] = part.base.__new__(part.cls)
         values = _put_together(leaves, part.content, made)
     else:

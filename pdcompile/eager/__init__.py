@@ -1,1 +1,1 @@
-"""PyTorch as it behaves without pdcompile: modes, random numbers, autograd's sums, optimizers."""
+"""Behaviour of plain PyTorch: modes, random numbers, autograd's sums, autocast, optimizers."""

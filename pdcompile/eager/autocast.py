@@ -1,6 +1,6 @@
 """Autocast regions as text: ``cpu:bfloat16``, or ``cpu:off`` where one is switched off in another.
 
-The text stands in ops, plans and JSON, and is made and read here only.
+Ops, plans and JSON hold the text; only this file makes and reads it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def autocast_text(given: Any, device: str = "cpu") -> str | None:
     """The text for the option ``autocast=``: a dtype, its name, or a ``torch.autocast`` object.
 
     Args:
-        device: kind of the device that the model runs on; an object brings its own.
+        device: kind of the device that the model runs on; a torch.autocast object has its own.
 
     Raises:
-        ConfigError: it is nothing of that, or a dtype that no device computes in.
+        ConfigError: it is none of these, or a dtype that autocast does not have.
     """
     if given is None:
         return None
@@ -47,7 +47,7 @@ def autocast_text(given: Any, device: str = "cpu") -> str | None:
 
 
 def autocast_region(text: str | None) -> AbstractContextManager[Any]:
-    """The context manager for a text; one that does nothing for None."""
+    """The context manager for a text; an empty one for None."""
     if text is None:
         return nullcontext()
     import torch

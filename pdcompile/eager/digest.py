@@ -1,7 +1,7 @@
-"""Digests of tensors: whether the bits are what they were.
+"""Digests of tensors, to notice writes.
 
-A version counter misses what is written through ``.data`` or through numpy, so the bits
-themselves are compared, by XXH3 (a fast hash of all bytes, some 10 GB/s).
+A version counter misses writes through ``.data`` or numpy, so the bits themselves are compared, by
+XXH3 (a fast hash of all bytes, some 10 GB/s).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def written(tensor: Tensor) -> Written:
 
 
 def written_sample(tensor: Tensor) -> Written:
-    """The same with a hash of the first and last bytes alone, for many tensors at each call."""
+    """`written` with a hash of the first and last bytes alone, for many tensors at each call."""
     start, length = address(tensor), tensor.numel() * tensor.element_size()
     if not start or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return tensor._version, start, 0

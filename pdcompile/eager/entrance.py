@@ -1,8 +1,8 @@
-"""Entry of a value from another stage into a stage's part of autograd.
+"""Entrance: takes a value of another stage into a stage's autograd graph.
 
-A leaf's own ``.grad`` would not do for the gradient that is handed back: AccumulateGrad gives it
-the leaf's layout in memory, while eager hands on whatever layout its kernels made, and kernels
-that sum over another layout round otherwise.
+The gradient that goes back cannot be a leaf's ``.grad``: AccumulateGrad gives that the leaf's
+memory layout, while eager passes on the layout that its kernels made, and kernels that sum over
+another layout round differently.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 class Entrance:
     """A received value under autograd.
 
-    `value` is what the stage computes with: a view of a leaf, since a leaf itself could be no
-    root of a backward that goes on.  After backward `gradient` is the summed gradient in the
-    layout that autograd's kernels gave it, None when none came.
+    The stage computes with `value`, a view of a leaf: backward has to stop before a leaf.  After
+    backward `gradient` is the summed gradient in the layout of autograd's kernels, None if there
+    was none.
     """
 
     __slots__ = ("_found", "value")
@@ -40,10 +40,10 @@ class Entrance:
 
 
 def _taker(found: list[Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[None]]:
-    """A hook that keeps the gradient and lets nothing through to the leaf.
+    """A hook that appends the gradient to a list and passes none to the leaf.
 
-    It holds the list alone: a hook that held the tensor would keep it alive for ever, because
-    Python's collector cannot look into autograd's nodes.
+    It refers to the list alone: a reference to the tensor would keep it alive for ever, because
+    Python's collector does not see autograd's nodes.
     """
 
     def take(gradients: tuple[Tensor, ...]) -> tuple[None]:

@@ -15,8 +15,7 @@ def memory_of(gradient: Tensor) -> int:
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The 2-norm.  Of a sparse gradient it is the dense one's: rows that occur twice are summed
-    first, and the others are zero."""
+    """The 2-norm, for a sparse gradient that of the dense one: repeated rows are summed first."""
     numbers = gradient.detach()
     if numbers.is_sparse:
         numbers = numbers.coalesce().values()
@@ -25,7 +24,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def clip(gradients: Iterable[Tensor], total: Tensor, max_norm: float) -> None:
-    """Multiply gradients in place so that the total norm is at most `max_norm`."""
+    """Multiplies gradients in place so that the total norm is at most `max_norm`."""
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
         for gradient in gradients:

@@ -30,10 +30,10 @@ def unverifiable(model: nn.Module) -> str:
 
 
 def refuse_mostly_estimated(graph: OpGraph, model: nn.Module) -> None:
-    """Refuse measured costs that would be estimates for the most part.
+    """Refuses measured costs that are estimates for the most part.
 
-    Raises CostError, with the remedy, when ops that were too large to run alone here make up
-    more than half of the seconds of a model on the meta device.
+    Raises CostError when ops that were too large to run alone on this machine make up more than
+    half of the seconds of a model on the meta device.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return

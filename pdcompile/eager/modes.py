@@ -17,16 +17,16 @@ Modes = dict[nn.Module, bool]  # module: whether it is in training mode
 
 
 def modes(model: nn.Module) -> Modes:
-    """The mode that every module is in."""
+    """The present mode of every module."""
     return {module: module.training for module in model.modules()}
 
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool, *, back: bool = True) -> Iterator[None]:
-    """The model in one mode, by ``model.train(training)``; afterwards each module as before.
+    """Switches the model by ``model.train(training)``; with `back` each module is then restored.
 
-    A model in that mode already is left alone, so that modules switched apart stay so.  It is
-    switched back by ``train`` too, for those whose own does more than to set flags.
+    A model in that mode already is left alone, so that modules in another one stay so.  It is
+    switched back by ``train`` too, for classes whose own does more than set flags.
     """
     before = modes(model)
     _switch(model, training)
@@ -66,11 +66,11 @@ def modes_after_switch(model: nn.Module, training: bool) -> Modes:
 
 
 def apply_overrides(model: nn.Module) -> None:
-    """Put a model in training mode into the state that its own ``train()`` gives it.
+    """Puts a model in training mode into the state that its own ``train()`` gives it.
 
-    A model as constructed says that all of it trains, because nobody has called ``train()`` yet;
-    a loop calls it, and a class that overrides it to freeze batch norms counts on that.  Modules
-    that are in evaluation mode stay there.
+    All modules of a new model are in training mode until ``train()`` is called, as a training loop
+    does; a class that overrides it to freeze batch norms relies on that.  Modules in evaluation
+    mode stay there.
 
     Raises:
         ConfigError: switching between the modes writes parameters or buffers.
@@ -88,13 +88,13 @@ def apply_overrides(model: nn.Module) -> None:
     if frozen:
         warn(
             f"the model's train() puts {', '.join(frozen[:3])}{', …' if len(frozen) > 3 else ''} "
-            f"({len(frozen)} modules) into evaluation mode, as it was not yet: training leaves "
-            "them there, as after model.train()"
+            f"({len(frozen)} modules) into evaluation mode, where they were not yet; they stay "
+            "there in training, as after model.train()"
         )
 
 
 def _refuse_writes(model: nn.Module) -> None:
-    """Refuse a switch of mode that writes tensors: stages hold weights in one form."""
+    """Refuses a switch of mode that writes tensors: stages hold weights in one form."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     before = [digest(tensor) for _, tensor in tensors]
     with in_mode(model, not model.training):
@@ -109,7 +109,7 @@ def _refuse_writes(model: nn.Module) -> None:
 
 
 def overrides_train(model: nn.Module) -> bool:
-    """Whether a switch of mode is more than to set flags, for some module."""
+    """Whether some module has its own ``train()``, which may do more than set flags."""
     return any(
         getattr(module.train, "__func__", None) is not nn.Module.train for module in model.modules()
     )

@@ -18,12 +18,11 @@ _DEPTH = 3  # of containers in an attribute
 def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy of the model.
 
-    A tensor in an attribute that is part of an autograd graph (the weight that an old weight_norm
-    computes, an auxiliary loss of the last call), which torch refuses to copy, has its value in
-    the copy, and no history.
+    Torch refuses to copy tensors of an autograd graph (the weight that an old weight_norm computes,
+    an auxiliary loss of the last call); such a tensor in an attribute is detached in the copy.
 
     Raises:
-        InputError: something that hangs on the model cannot be copied.
+        InputError: an attribute of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -55,9 +54,9 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
 def twins(root: nn.Module) -> dict[int, nn.Module]:
     """A twin of every module from `root` down, by the id of the original.
 
-    Each has tables of its own (parameters, buffers, submodules, hooks), so that changing the
-    twins does not change the originals; bound methods of one module become those of its twin.
-    Not by copy.copy, which asks the class: a parametrized module refuses.
+    Each has its own tables (parameters, buffers, submodules, hooks), so that changing the twins
+    does not change the originals; bound methods of one module become those of its twin.
+    copy.copy cannot be used: a parametrized module refuses it.
     """
     copies: dict[int, nn.Module] = {}
     for module in root.modules():

@@ -1,4 +1,4 @@
-"""Optimizers: what the user's callable receives, what it may return, and the default one."""
+"""Optimizers: the argument and the result of the user's callable, and the default one."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def default_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
 def make_optimizer(
     make: Any, named: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> torch.optim.Optimizer | None:
-    """Call the user's callable; None without one.
+    """The optimizer that the user's callable makes; None without one.
 
     A rank without parameters gets an optimizer of one empty parameter, so that learning-rate
     schedulers work alike on every rank.
 
     Raises:
-        ConfigError: it returns no optimizer, or one whose step needs a closure.
+        ConfigError: the result is not an optimizer, or its step needs a closure.
     """
     import torch
 

@@ -8,10 +8,10 @@ default generator is re-seeded before each one.
 The draw index counts, within one microbatch's forward (model, then loss_fn under the path
 ``loss_fn``), every call of a random function or of a random leaf module below its module path:
 the leaf's own FQN, or for a function the FQN of the innermost running module.  It counts whether
-or not the call would draw in this mode (eval, p=0), so that train and eval agree.  What a leaf
-module or a random function calls inside is not counted: the op is seeded once, on entry.
-A module's FQN is its first name in ``model.named_modules()``; a module that has none (made on
-the fly) is transparent.
+or not the call draws in this mode (eval, p=0), so that train and eval agree.  Calls inside a leaf
+module or a random function are not counted: the op is seeded once, on entry.  A module's FQN is
+its first name in ``model.named_modules()``; one without a name (made during forward) counts as
+part of its caller.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def is_random_function(func: Callable[..., Any]) -> bool:
         return func.__name__ in SEEDED_OPS and func._qualified_op_name.startswith("aten::")
     try:
         return func in _FUNCTIONS
-    except TypeError:  # an unhashable callable is nothing of torch's
+    except TypeError:  # an unhashable callable is not one of torch's
         return False
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether capture records the module as one op: a torch.nn built-in that runs no other module.
 
-    Subclasses of built-ins are user code and no leaves.  MultiheadAttention is a leaf although
+    Subclasses of built-ins are user code, not leaves.  MultiheadAttention is a leaf although
     it has a child (out_proj), whose weight it reads without calling it.  Containers
     (Sequential, …) never are, nor are modules with forward hooks: a hook is the user's code.
     """
@@ -135,12 +135,12 @@ def seed_of(seed: int, minibatch: int, microbatch: int, module_path: str, draw: 
 
 
 def evaluation_minibatch(call: int) -> int:
-    """The minibatch index that names the streams of an evaluation call: negative, its own."""
+    """The minibatch index that names the streams of an evaluation call, which is negative."""
     return -1 - call
 
 
 def reseed(seed: int, device: torch.device | None = None) -> None:
-    """Re-seed the default CPU generator (1 µs), and the one of `device` if that is CUDA."""
+    """Re-seeds the default CPU generator (1 µs), and the one of `device` if that is CUDA."""
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -149,7 +149,7 @@ def reseed(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Give the caller's generators (CPU, and CUDA `device`) back in the state they had."""
+    """Restores the state of the caller's generators (CPU, and CUDA `device`) at the end."""
     cuda = device if device is not None and device.type == "cuda" else None
     state = torch.default_generator.get_state()
     cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
@@ -196,7 +196,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self._last = seed_of(*self._stream, "", -1)
 
     def __enter__(self) -> DrawScope:
-        # Nothing in forward may depend on what the generator did before, listed or not.
+        # Unlisted draws must not depend on the generator's earlier state either.
         reseed(self._last, self._device)
         self._plain_call = nn.Module.__call__
         nn.Module.__call__ = _watched(self, self._plain_call)  # type: ignore[method-assign]
@@ -216,7 +216,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
 
     @contextmanager
     def loss(self) -> Iterator[None]:
-        """Functions called in here, outside any module of the model, draw as ``loss_fn``."""
+        """Names draws of functions inside, outside any module of the model, ``loss_fn``."""
         outer, self._path = self._path, LOSS_PATH
         try:
             yield
@@ -224,14 +224,14 @@ class DrawScope(torch.overrides.TorchFunctionMode):
             self._path = outer
 
     def replay(self) -> None:
-        """From now on random calls repeat draws of the forward (`backward` says so itself)."""
+        """Makes random calls repeat the draws of the forward from now on; `backward` calls it."""
         self._replaying = True
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()`` for a scalar, inside this scope.
 
-        `Tensor.backward` is a call that a function mode handles, and a mode is off while it
-        does: what backward recomputes would draw unseen.  So the engine is called directly.
+        A function mode handles the call `Tensor.backward` and is off meanwhile, so that draws of
+        a recomputation would not be seen.  So the engine is called directly.
         """
         self.replay()
         self._backward([loss], [None])
@@ -258,7 +258,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         )
 
     def draw(self, path: str) -> None:
-        """Seed the generator for the next draw of `path`."""
+        """Seeds the generator for the next draw of `path`."""
         if self._replaying:
             following = self._following.get(torch.default_generator.initial_seed())
             if following is not None:
@@ -273,7 +273,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         reseed(seed, self._device)
 
     def call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module's ``__call__`` with this scope knowing which module is running."""
+        """Runs a module's ``__call__`` and notes the running module."""
         path = self._names.get(id(module))
         if path is None or self._in_leaf:
             return plain(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Snapshots of Python state: what attributes and containers held at one moment."""
+"""Snapshots of Python state: the contents of attributes and containers at one moment."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Alike = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's, which need not be installed."""
+    """Whether a value is a numpy array; numpy need not be installed."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it is the same tensor object."""
+    """Whether two tensors are the same object."""
     return one is other
 
 
 def snapshot(value: Any, depth: int = 4) -> Any:
-    """Containers and numpy's arrays with a copy of their contents, everything else as it is."""
+    """A value in which containers and numpy arrays are replaced by `Contents`."""
     if is_array(value):
         return Contents(value, value.copy())
     if (depth and _is_container(value)) or _ordered(value):
@@ -51,7 +51,7 @@ def _ordered(value: Any) -> bool:
 
 
 class Contents:
-    """A container and what was in it."""
+    """A container, and a copy of its contents."""
 
     __slots__ = ("container", "content")
 
@@ -64,7 +64,7 @@ class Contents:
 
 
 def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
-    """Path of the first thing in `value` that is not what was kept."""
+    """Path of the first part of `value` that differs from the snapshot; None if none does."""
     if not isinstance(kept, Contents):
         return None if _same(kept, value, alike) else path
     if type(kept.container) is not type(value):
@@ -128,7 +128,7 @@ def _captured(function: FunctionType) -> tuple[Any, ...]:
 
 
 def restore(kept: Any) -> None:
-    """Put what was in the containers of a snapshot back into them, in place."""
+    """Restores the containers of a snapshot in place."""
     if not isinstance(kept, Contents):
         return
     container = _table(kept.container)

@@ -1,8 +1,8 @@
 """The order in which eager sums the gradients of a value that several ops read.
 
-Autograd runs backward in the reverse order of forward, and adds what arrives one by one.  In a
+Autograd runs backward in the reverse order of forward, and adds gradients one by one.  In a
 pipeline later stages come first: the sums are the same to the last bit when no earlier reader is
-on a later stage than a later one.  Two summands commute; from three on the order counts.
+on a later stage than a later one.  Two summands commute; from three on the order matters.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pdcompile.ir.graph import Attr, Op, OpGraph, Ref, walk
 
 
 def summation_order(graph: OpGraph) -> tuple[tuple[str, str, str], ...]:
-    """Pairs of ops whose stages may not fall, and the value or parameter: (first, second, what).
+    """(first op, second op, value or parameter) for ops whose stages must not decrease.
 
-    For everything whose gradient has three summands or more, each reader and the next one.
+    For every gradient with three summands or more these are each reader and the next one.
     """
     readers: dict[str, dict[str, int]] = {}  # value or FQN -> op -> how many summands
     trained = {
@@ -39,7 +39,7 @@ def summation_order(graph: OpGraph) -> tuple[tuple[str, str, str], ...]:
 
 
 def disordered(graph: OpGraph, stage_of: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
-    """The pairs of `summation_order` that a placement turns round."""
+    """The pairs of `summation_order` that a placement reverses."""
     for first, second, what in summation_order(graph):
         if stage_of[first] > stage_of[second]:
             yield first, second, what
@@ -58,7 +58,7 @@ def _summands(op: Op, graph: OpGraph, trained: set[str]) -> Iterator[str]:
 
 
 def _differentiated(op: Op, graph: OpGraph) -> bool:
-    """Whether a gradient passes this op on its way back; a container's items count as one."""
+    """Whether backward passes through this op; a container counts as differentiated."""
     made = [op.name, *op.mutates]
     values = [graph.values[name] for name in made if name in graph.values]
     return any(value.needs_gradient or not value.is_tensor for value in values)

@@ -1,1 +1,1 @@
-"""The OpGraph: what a model computes, as data, as text and JSON, and as a torch module."""
+"""The OpGraph: a model's computation as data, as text and JSON, and as a torch module."""

@@ -34,7 +34,7 @@ class Origin:
     eval: OpGraph | None = None
     loss_fn: Callable[..., Any] | None = None
     autocast: str | None = None  # the region around model and loss_fn
-    # Of the example, by path, nested lists: what the model accepts no other integers for.
+    # Integers of the example that the model may refuse others for: by path, nested lists.
     integers: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ class CapturedModule(fx.GraphModule):
     modes: tuple[bool, dict[nn.Module, bool]]  # of the model when it was captured, of its parts
 
     def train(self, mode: bool = True) -> CapturedModule:
-        """As capture does: in the model's own mode, every module in the mode that it had."""
+        """Switches the mode; in the captured one every module gets the mode that it had."""
         captured, own = self.modes
         for module in self.modules():
             module.training = own.get(module, mode) if mode == captured else mode
@@ -85,8 +85,8 @@ def to_module(graph: OpGraph, model: nn.Module | None = None) -> CapturedModule:
     loss_fn are left out.
 
     Args:
-        graph: one mode, which is switched on.
-        model: where the tensors are; None: the captured model.
+        graph: the mode to begin in.
+        model: the model that has the tensors; None: the captured one.
 
     Raises:
         TraceError: no model is given and the captured one is gone.
@@ -102,7 +102,7 @@ def to_module(graph: OpGraph, model: nn.Module | None = None) -> CapturedModule:
 
 
 def build(graph: OpGraph, other: OpGraph | None, model: nn.Module) -> CapturedModule:
-    """The GraphModule for a graph and, where there is one, the same model's other mode."""
+    """The GraphModule for a graph and the graph of the model's other mode, if there is one."""
     program = program_of(graph)
     module = CapturedModule(nn.Module(), fx.Graph())
     _copy_tree(model, module)
@@ -184,7 +184,7 @@ def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
         leaf = flat.leaves.get(entry.path)
         if not isinstance(leaf, Tensor):
             raise InputError("an input tensor is missing", where=entry.path)
-        # Another precision is for the kernels to take or refuse: the module may be converted.
+        # Another precision may do: the module may be converted.
         check_leaf(graph, entry, leaf, _OTHER, same_kind=True)
         if entry.batch_dim is not None:
             found = leaf.shape[entry.batch_dim]
@@ -202,18 +202,13 @@ def _checked(program: Program, flat: FlatCall) -> tuple[list[Tensor], int]:
 
 
 def _other_size(known: SizeRange, size: int) -> None:
-    """Refuse a number of samples with which the model is something else, or tell of the doubt."""
+    """Refuses a number of samples with which the model computes differently; warns of others."""
     reason = known.below if size < known.smallest else known.above
-    alone = known.smallest == known.largest
-    count = (
-        f"{known.smallest} samples alone"
-        if alone
-        else f"{known.smallest} to {known.largest} samples"
-    )
-    held = f"the captured graph is the model for {count}"
+    count = f"{known.smallest}" if known.is_one else f"{known.smallest} to {known.largest}"
+    told = f"the graph was captured for {count} samples, got {size}"
     if reason:
-        raise InputError(f"{held}, got {size}: {reason}", where="the batch size", remedy=_OTHER)
-    warn(f"{held}; whether it is for {size} was not tried: an example of {size} would tell")
+        raise InputError(f"{told}: {reason}", where="the batch size", remedy=_OTHER)
+    warn(f"{told}, which was not tried: capture it with an example of {size} to be sure")
 
 
 class _Call(nn.Module):

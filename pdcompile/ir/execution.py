@@ -1,4 +1,4 @@
-"""Running an OpGraph on real tensors, one op or all."""
+"""Runs an OpGraph on real tensors, one op or all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def materialise(argument: Argument, env: Mapping[str, Any], lookup: Lookup) -> A
 
 
 def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
-    """Execute one op on the values in `env`, in its grad and autocast mode.
+    """Runs one op on the values in `env`, in its grad and autocast mode.
 
     Where the op's region has gradients on, the caller's mode decides, as it does for the model.
     """
@@ -79,7 +79,7 @@ def run_op(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Any:
 
 
 def bound(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Callable[[], Any]:
-    """The call of one op with its arguments, to be made in whatever mode there is then."""
+    """The call of one op with its arguments; made in the mode of the caller."""
     args = [materialise(argument, env, lookup) for argument in op.args]
     kwargs = {name: materialise(argument, env, lookup) for name, argument in op.kwargs}
     return partial(_callable(op, lookup), *args, **kwargs)
@@ -87,7 +87,7 @@ def bound(op: Op, env: Mapping[str, Any], lookup: Lookup) -> Callable[[], Any]:
 
 @contextmanager
 def _modes(op: Op) -> Iterator[None]:
-    """The op's region.  Ops of one autocast region share it: its cache of casts is semantics."""
+    """Opens the modes of an op.  Ops of one region share them: autocast caches casts of weights."""
     with ExitStack() as stack:
         if op.enables_grad or not op.grad_enabled:
             stack.enter_context(torch.set_grad_enabled(op.grad_enabled))
@@ -117,9 +117,9 @@ def execute(
     *,
     watch: Callable[[str, Any], None] | None = None,
 ) -> dict[str, Any]:
-    """Run all ops in order; `inputs` by value name.  Returns every value by name.
+    """Runs all ops in order; `inputs` by value name.  Returns every value by name.
 
-    `watch` is told the name and the value of each op as soon as it has run.
+    `watch` is called with the name and the value of each op after it has run.
     """
     env: dict[str, Any] = dict(inputs)
     for _, region in groupby(graph.ops, key=_region):

@@ -7,6 +7,7 @@ are given to it; a module or tensor with any other name is handed in as an argum
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One mode's fx graph and what its placeholders are, in order."""
+    """The fx graph of one mode, and its placeholders in order."""
 
     graph: OpGraph
     fx_graph: fx.Graph
@@ -74,7 +75,7 @@ class _Builder:
             target, args = getattr, (args[0], op.target)
         else:
             target = _function(op.target)
-        # Our name: left to itself torch.fx calls the result of a module `self` just that.
+        # Named here: torch.fx itself would call the result of a module `self` just that.
         node = self.fx.create_node(kind, target, args, kwargs, name=op.name)
         node.meta["op"] = op
         self.nodes[op.name] = node
@@ -103,19 +104,11 @@ class _Builder:
         if node is None:
             node = self._made["b", ""]
             if size.scale != 1:
-                node = self.fx.call_function(_times, (node, size.scale))
+                node = self.fx.call_function(operator.mul, (node, size.scale))
             if size.offset:
-                node = self.fx.call_function(_plus, (node, size.offset))
+                node = self.fx.call_function(operator.add, (node, size.offset))
             self._made[size] = node
         return node
-
-
-def _times(a: int, b: int) -> int:
-    return a * b
-
-
-def _plus(a: int, b: int) -> int:
-    return a + b
 
 
 @functools.cache
@@ -133,7 +126,7 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module whose name fx must not see."""
+    """Calls a module whose name cannot be put into fx's source text."""
     return module(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""OpGraph: what the model computes, as data.
+"""OpGraph: the model's computation as data.
 
 Free of torch: shapes are tuples, dtypes and targets strings (`pdcompile.ir.targets` maps them
 to torch and back), so that a graph can be printed, saved, diffed and planned anywhere.
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcompile.ir import graph_json
+from pdcompile.ir.graph_json import fingerprint
 from pdcompile.ir.graph_text import format_graph
 from pdcompile.ir.records import (
     CHECK,
@@ -48,9 +49,9 @@ __all__ = [
 class OpGraph(Cached):
     """One capture of a model in one mode (training or not), ops in topological order.
 
-    `output` is the model's output with Refs for tensors; `output_spec` is what
-    `pdcompile.batch.unflatten_output` rebuilds the model's own container with (never saved,
-    never compared). `loss` is the value to differentiate; None for a graph without loss.
+    `output` is the model's output with Refs for tensors; from `output_spec`
+    `pdcompile.batch.unflatten_output` rebuilds the model's own container (never saved, never
+    compared). `loss` is the value to differentiate; None for a graph without loss.
     `constants` are non-tensor leaves of the call, path to repr: a later call must pass equal.
     `classes` maps module paths to (qualified class name, "file.py:12").
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
@@ -105,14 +106,9 @@ class OpGraph(Cached):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Both captures of a model over the same parameters: what compile works on."""
+    """The captures of both modes of a model, over the same parameters."""
 
     train: OpGraph
     eval: OpGraph
     attributes: tuple[tuple[str, ...], ...] = ()  # that forward read: (module, name, name in it)
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
-
-
-def fingerprint(graph: OpGraph) -> str:
-    """Hex digest of what the graph computes; see `pdcompile.ir.graph_json.fingerprint`."""
-    return graph_json.fingerprint(graph)

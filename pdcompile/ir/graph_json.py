@@ -1,7 +1,7 @@
-"""OpGraph to and from strict JSON, and its fingerprint.
+"""Writes an OpGraph as strict JSON and reads it back; computes its fingerprint.
 
-Written is what is data: not the pytree spec and not the tensors of kind "constant".  A graph
-read back can be printed, compared, costed and planned, but not run.
+The pytree spec and the tensors of kind "constant" are not written: a graph that was read back can
+be printed, compared, costed and planned, but not run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
-_NOT_WRITTEN = {"output_spec", "tensor_values", "sizes", "origin"}
-# Where the model's text lies and what its ops cost does not change what it computes.
-_NOT_MEANT = {
+_NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin"}
+# Fields that do not change the computation.
+_NOT_IN_FINGERPRINT = {
     "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",
 }  # fmt: skip
-# What fields of these types may hold in memory, before anything is built from them.
+# Fields that hold records, by the class of these.
 _KINDS: dict[str, Any] = {"ops": Op, "values": Value, "inputs": GraphInput, "tensors": TensorInfo}
 
 
@@ -53,7 +53,7 @@ def to_json(graph: OpGraph) -> str:
 
 
 def fingerprint(graph: OpGraph) -> str:
-    """Hex digest of what the graph computes: equal for equal models, whatever file they are in.
+    """Hex digest of the computation: equal for equal models, whatever file they are in.
 
     Names, shapes, dtypes, arguments and the mode count; source lines, costs and the microbatch
     size of the capture do not.
@@ -62,9 +62,9 @@ def fingerprint(graph: OpGraph) -> str:
         return graph._fingerprint
     except AttributeError:
         pass
-    # The words of a check name a line of the model's text.
+    # The message of a check names a line of the model's source.
     ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
-    record = _record(replace(graph, ops=ops), frozenset(_NOT_MEANT))
+    record = _record(replace(graph, ops=ops), frozenset(_NOT_IN_FINGERPRINT))
     digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
     object.__setattr__(graph, "_fingerprint", digest)
     return digest
@@ -113,7 +113,7 @@ def _record(value: Any, without: frozenset[str]) -> dict[str, Any]:
 @cache
 def _written(kind: Any, without: frozenset[str]) -> tuple[tuple[str, Any], ...]:
     """Name and default of each field that is written."""
-    left_out = _NOT_WRITTEN | without
+    left_out = _NOT_SAVED | without
     return tuple((f.name, f.default) for f in fields(kind) if f.name not in left_out)
 
 
@@ -197,7 +197,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise PlanError(f"expected a {kind.__name__}", where=where)
     hints = get_type_hints(kind)
-    known = {entry.name for entry in fields(kind)} - _NOT_WRITTEN
+    known = {entry.name for entry in fields(kind)} - _NOT_SAVED
     unknown = sorted(set(data) - known)
     if unknown:
         raise PlanError(f"unknown key {unknown[0]!r}", where=where)
@@ -223,7 +223,7 @@ def _rebuild(kind: type[Any], data: Any, where: str) -> Any:
 
 
 def _checked(name: str, argument: Argument, where: str) -> Argument:
-    """The argument, if it has the form of args, kwargs, constructor or shape."""
+    """The argument; raises PlanError unless it has the form of this field."""
     items = argument if isinstance(argument, tuple) else None
     if name == "output" or (name == "args" and items is not None):
         return argument

@@ -1,4 +1,4 @@
-"""OpGraph as text that a person would want to read: one op a line, shapes behind."""
+"""Formats an OpGraph as readable text: one op a line, with shapes as comments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WIDTH = 64
 
 
 def format_graph(graph: OpGraph) -> str:
-    """The whole graph; equal graphs give equal text."""
+    """The text of a graph; equal graphs have equal text."""
     return "\n".join(_lines(graph)) + "\n"
 
 
@@ -107,7 +107,7 @@ def _lines(graph: OpGraph) -> Iterator[str]:
     inputs = ", ".join(entry.name for entry in graph.inputs)
     yield f"graph {mode}({inputs}):  # {len(graph.ops)} ops, {_tensors(graph)}"
     for entry in graph.inputs:
-        split = "whole" if entry.batch_dim is None else f"split along dim {entry.batch_dim}"
+        split = "not split" if entry.batch_dim is None else f"split along dim {entry.batch_dim}"
         text = f"{entry.name}: {format_value(graph.values[entry.name])}"
         yield _with_comment(f"  {text}", f"input {entry.path}, {split}")
     inside: tuple[str, str] | None = None
@@ -125,7 +125,7 @@ def _lines(graph: OpGraph) -> Iterator[str]:
 
 
 def _section(op: Op) -> tuple[str, str]:
-    """Ops are shown below the module whose forward calls them."""
+    """The heading that an op is shown under: the module whose forward calls it."""
     path = op.module_path
     if op.kind in ("module", "opaque"):
         path = path.rpartition(".")[0]

@@ -1,8 +1,8 @@
-"""Opaque modules: a twin of the user's module in the place where a stage runs it.
+"""Opaque modules: a stage runs a twin of the user's module.
 
-A twin has the module's class, attributes and hooks, and tables of tensors of its own, so that a
-stage can put other versions of the weights in.  Its result is checked against the capture, since
-nothing is known of what happens inside, and its random draws are announced one by one.
+A twin has the module's class, attributes and hooks, and its own tables of tensors, so that a stage
+can put other versions of the weights in.  Its result is checked against the capture, because the
+inside is not known, and its random draws are seeded one by one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def describe(result: Any) -> str:
-    """The form of a result: nesting, keys, classes, and where tensors are.
+    """The form of a result as text: nesting, keys, classes, and the places of tensors.
 
     Raises:
-        TypeError: there is something else than tensors, None and containers of them.
+        TypeError: it holds other objects than tensors, None and containers of them.
     """
     if isinstance(result, torch.Tensor):
         return "*"
@@ -60,7 +60,7 @@ def tensors_among(value: Any) -> list[torch.Tensor]:
 
 
 class OpaqueState:
-    """The state of a twin besides that of the user's module."""
+    """The state that a twin has in addition to the user's module."""
 
     def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class OpaqueState:
         self.expected: dict[bool, tuple[OpaqueCall, ...]] = {}
 
     def check(self, training: bool, args: Any, kwargs: Any, result: Any) -> None:
-        """Raise ContractError unless the result is one that was captured."""
+        """Raises ContractError unless the result has the form and sizes of a captured one."""
         calls = self.expected.get(training, ())
         problems = [_problem(expected, args, kwargs, result) for expected in calls]
         if problems and all(problems):
@@ -142,7 +142,7 @@ def _class_of(cls: Any) -> type[nn.Module]:
 
 
 def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -> None:
-    """Put twins of the model's modules in the places of a stage's opaque modules.
+    """Puts twins of the model's modules in the places of a stage's opaque modules.
 
     Raises:
         SourceError: there is no model to take them from.
@@ -163,6 +163,6 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
 
 
 def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:
-    """Have the opaque modules run inside ``around()``."""
+    """Makes the opaque modules of a stage run inside ``around()``."""
     for path in interface.opaque:
         stage.get_submodule(path).__dict__["_pdcompile"].around = around

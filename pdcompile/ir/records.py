@@ -18,7 +18,7 @@ GRADIENT = "torch.autograd.grad"
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """An integer that depends on the microbatch size b: ``scale * b + offset`` (scale != 0)."""
+    """A number that depends on the microbatch size b: ``scale * b + offset`` (scale != 0)."""
 
     scale: int
     offset: int = 0
@@ -90,7 +90,7 @@ class DictOf:
     items: tuple[tuple[str, Argument], ...]
 
 
-# What an op's argument may be.  Ellipsis is the Python object; Any stands for it below.
+# The types of an op's argument.  Any stands for Ellipsis.
 Argument: TypeAlias = (
     bool | int | float | complex | str | Affine | Ref | Attr | TorchLiteral
     | ListOf | DictOf | Slice | tuple[Any, ...] | Any | None
@@ -118,7 +118,7 @@ class OpCost:
 
 
 class Cached:
-    """Room for what passes ask of ops and graphs again and again; no field, never compared."""
+    """Slots for cached properties of ops and graphs, which are not fields and never compared."""
 
     __slots__ = ("_attributes", "_fingerprint", "_inputs")
     _attributes: tuple[str, ...]
@@ -185,6 +185,7 @@ class Op(Cached):
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """The name of its one output, for code that treats calls of blocks alike."""
         return (self.name,)
 
     @property
@@ -280,15 +281,21 @@ class TensorInfo:
 class SizeRange:
     """Microbatch sizes for which a capture was found to be the model; None: no upper end.
 
-    `below` and `above` say what is different outside, "" where nothing larger was tried."""
+    `below` and `above` name the first difference outside, "" where no other size was tried.
+    """
 
     smallest: int = 1
     largest: int | None = None
     below: str = ""
     above: str = ""
 
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one size alone."""
+        return self.smallest == self.largest
+
     def holds(self, size: int) -> bool:
-        """Whether a microbatch may have this many."""
+        """Whether a microbatch may have this many samples."""
         return self.smallest <= size and (self.largest is None or size <= self.largest)
 
 
@@ -315,7 +322,7 @@ def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
 
 
 def rewritten(argument: Any, change: Callable[[Any], Any]) -> Any:
-    """The argument with every part that holds no other replaced by what `change` makes of it."""
+    """The argument with `change` applied to every part that holds no other parts."""
     if type(argument) in _PLAIN:
         return change(argument)
     match argument:

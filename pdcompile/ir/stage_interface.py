@@ -1,4 +1,4 @@
-"""StageInterface: what goes into a generated stage and what comes out, in order."""
+"""StageInterface: the inputs and outputs of a generated stage, in order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Signature:
     leaves.  `loss` is the value name of the loss (an output of forward when the model returns
     it); None elsewhere.  `draws`: for each random leaf module on this stage, the indices of its
     draws in order of execution (a module may be called on several stages).  `opaque_calls`: for
-    each opaque module, what its calls take and give.
-    `outputs` are what later stages and (last stage) the model's own output need.
+    each opaque module, the tensors of its calls.
+    `outputs` are the values that later stages and (last stage) the model's own output need.
     """
 
     inputs: tuple[Port, ...]

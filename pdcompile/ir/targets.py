@@ -1,4 +1,4 @@
-"""Names of callables and literals, and back: what the strings in an OpGraph stand for.
+"""Names of callables and literals, and back: the meaning of the strings in an OpGraph.
 
 A graph is data that may come from a file, so a name is only ever looked up in the namespaces
 listed here, and only operators on tensors and numbers are found: never torch.load.
@@ -177,7 +177,7 @@ def _overridable() -> set[Any]:
 
 
 def _is_operator(value: Any) -> bool:
-    """Whether it computes on tensors and numbers only: torch.load must not pass."""
+    """Whether a function computes on tensors and numbers only: torch.load must not pass."""
     if value in (torch._assert, torch.autograd.grad):
         return True
     if value in _ARITHMETIC or value in _overridable():

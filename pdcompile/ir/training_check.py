@@ -10,7 +10,7 @@ _EVALUATE = "to evaluate only, call eval_step or predict"
 
 
 def check_trained(graph: OpGraph) -> None:
-    """Raise ConfigError where backward has nothing to do: no loss, or no way to a parameter.
+    """Raises ConfigError where backward reaches no parameter, or there is no loss.
 
     Args:
         graph: the capture in train mode.
@@ -43,7 +43,7 @@ def check_trained(graph: OpGraph) -> None:
 
 
 def check_loss(graph: OpGraph) -> None:
-    """Raise ConfigError for a loss that is computed from nothing that the model has or gets."""
+    """Raises ConfigError for a loss that depends on no input and no tensor of the model."""
     if graph.loss is None:
         return
     before = {op.name for op in _leading_to(graph, graph.loss)}
@@ -59,7 +59,7 @@ def check_loss(graph: OpGraph) -> None:
 
 
 def _where_lost(graph: OpGraph) -> Op | None:
-    """The last op on the way to the loss whose inputs have a gradient and whose result has not."""
+    """The last op before the loss whose inputs have a gradient and whose result has none."""
     assert graph.loss is not None
     trained = {fqn for fqn, info in graph.tensors.items() if info.requires_grad}
     for op in _leading_to(graph, graph.loss):

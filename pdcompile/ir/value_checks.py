@@ -1,7 +1,7 @@
-"""Checks in a graph: values that the model's Python reads, and that a capture was made for.
+"""Checks in a graph, of values that the model's Python read during capture.
 
-A check is an op ``torch._assert(value, words)`` where capture went on with the only value with
-which the model does not raise, or with the value that the example has.
+A check is an op ``torch._assert(value, message)`` where capture went on with the only value with
+which the model does not raise, or with the value of the example.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def failed_check(error: BaseException, ops: Iterable[Op]) -> InputError | None:
 
 def refused(check: Op) -> InputError:
     """The error of a failed check."""
-    words = str(check.args[1]).partition(": ")[2]
-    if words.startswith(CAPTURED):
+    message = str(check.args[1]).partition(": ")[2]
+    if message.startswith(CAPTURED):
         return InputError(
-            f"the model was {words}, and with this minibatch it is not",
+            f"the model was {message}, and with this minibatch it is not",
             where=check.source,
             remedy="prepare with an example in which it varies from sample to sample, make another "
             "pipeline for such minibatches, or decide in tensors (torch.where)",
         )
     return InputError(
-        f"the model refuses this minibatch: {words}",
+        f"the model refuses this minibatch: {message}",
         where=check.source,
         remedy="mend the input, or what the model computes from it",
     )
 
 
 def check_inputs(graph: OpGraph, leaves: Mapping[str, Any], b: int) -> None:
-    """Make the checks of the graph that depend on inputs alone, for one microbatch.
+    """Runs the checks of the graph that depend on inputs alone, for one microbatch.
 
     Args:
         leaves: the call's leaves by path; checks that read a missing one are left out.
@@ -82,9 +82,9 @@ def check_inputs(graph: OpGraph, leaves: Mapping[str, Any], b: int) -> None:
 def check_leaf(
     graph: OpGraph, entry: GraphInput, leaf: Tensor, remedy: str, *, same_kind: bool = False
 ) -> None:
-    """Raise InputError unless a tensor has the shape and dtype that its input was captured with.
+    """Raises InputError unless a tensor has the shape and dtype of the captured input.
 
-    `same_kind`: another precision of the dtype will do.
+    `same_kind`: another precision of the dtype is accepted.
     """
     value = graph.values[entry.name]
     expected = [size_at(size, graph.batch_size) for size in value.shape]
@@ -118,13 +118,13 @@ def _on_inputs(graph: OpGraph, given: Collection[str]) -> list[Op]:
     for i, check in enumerate(graph.ops):
         if check.target == CHECK:
             ops, leaves = needed_ops(graph.ops[:i], check.inputs, storage_of)
-            if leaves <= set(given) and all(map(is_plain, ops)):
+            if leaves <= set(given) and all(map(is_pure, ops)):
                 found.update((check.name, *(op.name for op in ops)))
     return [op for op in graph.ops if op.name in found]
 
 
-def is_plain(op: Op) -> bool:
-    """Whether the op computes by its arguments alone: no parameters, buffers, modules, chance."""
+def is_pure(op: Op) -> bool:
+    """Whether the op depends on its arguments alone: no parameters, buffers, modules or draws."""
     plain = op.kind in ("function", "method", "getattr") and op.draw is None
     return plain and not op.attributes
 
@@ -135,9 +135,9 @@ def needed_ops(
     storage_of: Callable[[str], int],
     inputs_of: Callable[[Op], Collection[str]] = lambda op: op.inputs,
 ) -> tuple[list[Op], set[str]]:
-    """(the ops that make these values as they are after all `ops`, the values that none makes).
+    """(the ops that these values depend on after all `ops`, the values that none of these makes).
 
-    Ops that write in place into what is needed belong to them.
+    Ops that write in place into a needed value are among them.
 
     Args:
         storage_of: equal for values that share memory, -1 where there is none.

@@ -1,8 +1,8 @@
-"""`pdcompile.reference`: the meaning of every schedule, in plain PyTorch and one process.
+"""`pdcompile.reference`: defines every schedule, in plain PyTorch and one process.
 
-A pipeline is right when it computes what this file computes.  Nothing here is captured, planned
-or scheduled: microbatches run one after another through the model itself, and a schedule is
-nothing but the age of the weights that a minibatch is computed on (`versions`).
+A pipeline is right when it computes the same as the reference.  Nothing here is captured, planned
+or scheduled: microbatches run one after another through the model itself, and a schedule is only
+the age of the weights that a minibatch is computed on (`versions`).
 
 Conventions that decide the last bit: a microbatch's loss is multiplied by its weight before
 backward; backwards run in ascending microbatch order; the reported loss is the sum of the weighted
@@ -27,21 +27,21 @@ __all__ = ["Reference", "reference"]
 def reference(
     model: nn.Module, example_inputs: Any = None, *, example_target: Any = None, **options: Any
 ) -> Reference:
-    """Train `model` in this process exactly as `pdcompile.compile` with the same arguments means.
+    """Trains `model` in this process exactly as `pdcompile.compile` with the same arguments does.
 
-    Arguments that say where something runs (cluster, stages, memory, costs, verify, …) are
-    accepted and change nothing.  ``microbatches`` has to be a number: the planner's choice is
+    Arguments for planning and placement (cluster, stages, memory, costs, verify, …) are accepted
+    and change nothing.  ``microbatches`` has to be a number: the planner's choice is
     ``pipe.plan.training.num_microbatches``.  Schedules whose weights are as old as the warm-up is
     deep (``stash``, ``vsync``) need ``plan=`` (vsync: or ``stages=``).
 
     Raises:
-        ConfigError: an argument has no meaning, or none that one process can give it.
+        ConfigError: an argument is not valid, or not for one process.
         InputError: example_inputs do not fit the model's forward.
     """
     try:
         chosen = Options(**options)
     except TypeError as error:
-        raise ConfigError(f"an argument of reference is not known: {error}") from None
+        raise ConfigError(f"reference got an unknown argument: {error}") from None
     made = Reference(model, chosen)
     if example_inputs is not None:
         resolve_batch(

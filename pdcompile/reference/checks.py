@@ -1,4 +1,4 @@
-"""What the reference cannot use, refused before anything runs."""
+"""Refuses models and options that the reference cannot use, before anything runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def chosen_model(model: nn.Module, options: Options) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse wrapped models, and tensors without values."""
+    """Refuses wrapped models, and tensors without values."""
     wrapped = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     if isinstance(model, wrapped) or hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"the model is wrapped already, in {type(model).__name__}",
-            remedy="pass the model itself (model.module, or what was given to torch.compile)",
+            remedy="pass the model itself (model.module, or the argument of torch.compile)",
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
@@ -46,8 +46,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_options(options: Options) -> int:
-    """Refuse what has no meaning here; return the number of microbatches."""
-    known = options.schedule in KINDS  # else `weight_lags` says what is missing
+    """Refuses options that the reference cannot use; returns the number of microbatches."""
+    known = options.schedule in KINDS  # else `weight_lags` refuses it
     option_checks.check_options(options if known else replace(options, schedule=DEFAULT))
     microbatches: int | Literal["auto"] = options.microbatches
     if known and KINDS[options.schedule].updates_each:

@@ -46,9 +46,9 @@ from pdcompile.reference.versions import Versions, weight_lags
 
 
 class Reference(ReferenceState):
-    """What `reference` returns: the interface of a pipeline.
+    """The result of `reference`, with the interface of a pipeline.
 
-    `optimizer` is the user's, over all parameters (None without one, or without parameters).
+    `optimizer` is the user's, over all parameters (None without one).
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -62,7 +62,7 @@ class Reference(ReferenceState):
         self._versions = Versions(self._model, weight_lags(self._model, options))
         if self._versions.stale:
             check_older_weights(options.schedule, updates=self.optimizer is not None)
-        self._first: BatchLayout | None = None  # of each input when it first came
+        self._first: BatchLayout | None = None  # of each input in its first call
 
     # -- training
 
@@ -107,7 +107,7 @@ class Reference(ReferenceState):
         return self._train(args, kwargs, target)
 
     def flush(self) -> None:
-        """Nothing is ever in flight here."""
+        """Does nothing: no minibatch is ever in flight here."""
         self._check_open()
 
     # -- evaluation, on the newest weights
@@ -184,7 +184,7 @@ class Reference(ReferenceState):
         return flat, self._laid_out(flat, resolve_batch(flat, self._options.batch_dims))
 
     def _laid_out(self, flat: FlatCall, layout: BatchLayout) -> BatchLayout:
-        """The layout of a call: an input counts samples and lies in memory as it first did."""
+        """The layout of a call, with the batch dimension and memory order of each input's first."""
         dims = {path: dim for path, dim in layout.dims.items() if path in layout.orders}
         first = self._first or layout
         self._first = first = replace(first, dims=dims | first.dims)
@@ -231,8 +231,8 @@ class Reference(ReferenceState):
         )
 
     def _kept(self, output: Any) -> Any:
-        """The output of a forward, as it is now: copied where it lies in the model's own memory,
-        which later microbatches and updates write."""
+        """The detached output of a forward, copied where it is in the model's own memory, which
+        later microbatches and updates write."""
         own = {memory_of(t) for t in (*self._model.parameters(), *self._model.buffers())}
 
         def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""ReferenceState: what the reference pipeline knows of its parameters and its state."""
+"""ReferenceState: the parameters and the state of the reference pipeline."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ReferenceState:
         self._closed = False
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drops all gradients."""
         for parameter in self._model.parameters():
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; return the norm.
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
         The coefficient is that of `torch.nn.utils.clip_grad_norm_`, which groups the norms by
         dtype; here they keep the order of the parameters, so that it does not depend on stages.
@@ -72,10 +72,10 @@ class ReferenceState:
     def load_state_dict(
         self, state: Mapping[str, Any], *, position: Position | int | None = None
     ) -> None:
-        """Load weights and buffers, all or a part of them.
+        """Loads weights and buffers, all or a part of them.
 
-        Schedules with older weights start afresh: every version is the loaded one.  Training goes
-        on at `position`, else at the one that the state was saved at, else counting goes on.
+        Under schedules with older weights every version becomes the loaded one.  Training continues
+        at `position`, else at the position of the state, else at the present one.
 
         Raises:
             InputError: a name or a shape that the model does not have.
@@ -83,7 +83,7 @@ class ReferenceState:
         unknown = [name for name in state if name not in self._model.state_dict()]
         if unknown:
             raise InputError(
-                f"the model has nothing called {', '.join(unknown[:5])}",
+                f"the model has no parameter or buffer called {', '.join(unknown[:5])}",
                 remedy="load a state of this model",
             )
         try:
@@ -99,7 +99,7 @@ class ReferenceState:
         return self._model
 
     def close(self) -> None:
-        """No more steps; the model and its state stay readable."""
+        """Ends training; the model and its state stay readable."""
         self._closed = True
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ with warm-up depths w_s, the schedules are
     vsync          lag w_0 on every stage
     stash          lag w_s on stage s
 
-The registry knows the lag of each.
+The registry has the lag of each.
 
 (PipeDream counts minibatches k = t + 1 and writes max(0, k − (w_s + 1)).)
 """
@@ -31,8 +31,8 @@ from pdcompile.schedule.registry import KINDS, one_age_streams
 class Versions:
     """Older weights of a model, at most `lag` of each parameter.
 
-    Only `.data` is exchanged, and only while no autograd graph is alive, so that parameters,
-    gradients and optimizer state keep their identity.
+    Only `.data` is exchanged, while no autograd graph is alive, so that parameters, gradients and
+    optimizer state stay the same objects.
     """
 
     def __init__(self, model: nn.Module, lags: Mapping[str, int]) -> None:
@@ -45,11 +45,11 @@ class Versions:
 
     @contextmanager
     def of_minibatch(self) -> Iterator[None]:
-        """The parameters hold the weights that the next minibatch is computed on."""
+        """Puts the weights of the next minibatch into the parameters; restores the newest ones."""
         newest = [parameter.data for parameter, _ in self._history]
         try:
             for parameter, older in self._history:
-                # Until there are `lag` older ones, the oldest is W_0.
+                # The oldest is W_0 until there are `lag` older ones.
                 if older:
                     parameter.data = older[0]
             yield
@@ -58,12 +58,12 @@ class Versions:
                 parameter.data = data
 
     def remember(self) -> None:
-        """Keep the present weights as a version: an update in place is about to come."""
+        """Keeps a copy of the present weights; called before an update in place."""
         for parameter, older in self._history:
             older.append(parameter.data.clone())
 
     def forget(self) -> None:
-        """Start afresh: the present weights are W_0."""
+        """Drops older versions: the present weights are W_0."""
         for _, older in self._history:
             older.clear()
 
@@ -72,13 +72,13 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
     """The lag of every parameter, by name.
 
     Raises:
-        ConfigError: the schedule is not known, or needs a plan that is not there.
+        ConfigError: the schedule is not known, or needs a plan that is not given.
     """
     names = [name for name, _ in model.named_parameters()]
     kind = KINDS.get(options.schedule)
     if kind is None:
         raise ConfigError(
-            f"schedule={options.schedule!r} does not say which weights are used",
+            f"schedule={options.schedule!r} is not a known schedule",
             remedy=f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
         )
     if not kind.updates_each:

@@ -1,6 +1,6 @@
-"""Weights of models on the meta device: where values come from, read tensor by tensor.
+"""Weights of models on the meta device, read from their source tensor by tensor.
 
-A source is safetensors files, a function that fills one tensor at a time, or both.  `read` gives
+A source is safetensors files, a function that fills one tensor at a time, or both.  `read` yields
 the values of any subset of a model's tensors, `materialise` puts them into the model.
 """
 

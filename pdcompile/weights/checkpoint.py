@@ -1,4 +1,4 @@
-"""Checkpoints in the safetensors format: which file has which name, and one tensor at a time."""
+"""Checkpoints in the safetensors format: the file of each name, and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MAX_INDEX_BYTES = 256 * 2**20
 
 
 class Checkpoint:
-    """Tensors in safetensors files, by name.  Nothing but names is read before it is asked for.
+    """Tensors in safetensors files, by name.  Values are read only when `tensor` is called.
 
     Args:
         given: files, each with ``.safetensors`` or an index (``….index.json``) of such files, or
             folders that hold `INDEX` or `SINGLE`, the layout of the Hugging Face hub.
 
     Raises:
-        ConfigError: something is missing, cannot be read, or two files have the same name in
-            them; names the file.
+        ConfigError: a file is missing or cannot be read, or two files have a tensor of the same
+            name; names the file.
     """
 
     def __init__(self, given: Iterable[str | os.PathLike[str]]) -> None:
@@ -47,11 +47,11 @@ class Checkpoint:
 
         Args:
             name: one of `files`.
-            like: the model's tensor, whose shape it has to have.  Its dtype and memory layout
-                become the value's; a dtype in which the value would lose digits is refused.
+            like: the model's tensor, which must have the same shape.  The value gets its dtype
+                and memory layout; a dtype that cannot represent it exactly is refused.
 
         Raises:
-            ConfigError: shape or dtype do not fit, or the file does not hold what its index says.
+            ConfigError: shape or dtype do not fit, or the file lacks a tensor of its index.
         """
         import torch
 
@@ -82,7 +82,7 @@ class Checkpoint:
         return torch.empty_like(like, device="cpu", requires_grad=False).copy_(found)
 
     def close(self) -> None:
-        """Let go of the file that was read last."""
+        """Closes the file that was read last."""
         self._open = None
 
     def _handle(self, file: Path) -> Any:
@@ -93,7 +93,7 @@ class Checkpoint:
 
 
 def _fits(found: Any, wanted: Any) -> bool:
-    """Whether every value of one dtype has its equal in the other."""
+    """Whether every value of the first dtype can be represented in the other."""
     import torch
 
     if found == wanted:
@@ -105,7 +105,7 @@ def _fits(found: Any, wanted: Any) -> bool:
     )
     try:
         return same_kind and torch.promote_types(found, wanted) == wanted
-    except RuntimeError:  # the 8-bit kinds promote to nothing
+    except RuntimeError:  # 8-bit floats have no promotion
         return False
 
 

@@ -1,9 +1,9 @@
-"""Buffers that no checkpoint has, because the model computes them when it is built.
+"""Recomputes buffers that no checkpoint has, because the model computes them when it is built.
 
-On the meta device the computation left no value.  Libraries that build models there offer it once
-more, as a method that fills the buffers of one module in place; what such a method wrote is taken
-only if it wrote all of it, which two runs on different memory show.  The constructor is never
-called again: nobody knows with what arguments it was called.
+On the meta device the computation left no value.  Libraries that build models there have a method
+that fills the buffers of one module in place; its result is used only if it wrote all of it, which
+two runs on different memory show.  The constructor is never called again, because its arguments
+are not known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
 def recomputed(
     model: nn.Module, path: str, leaves: Sequence[str], seed: int
 ) -> tuple[dict[str, Tensor], str]:
-    """Values of some buffers of the module at `path`, and "" or why there are none.
+    """Values of some buffers of the module at `path`, and "" or the reason why there are none.
 
     The model is not changed: a copy without parameters is filled.
     """
@@ -33,7 +33,7 @@ def recomputed(
                 _filled(model.get_submodule(path), leaves, fill, k, seed_of(seed, 0, 0, path, 0))
                 for k in (0, 1)
             )
-        except Exception as error:  # it is the model's own code
+        except Exception as error:  # of any class: it is the model's code
             reasons.append(f"{name} raised {type(error).__name__}: {error}")
             continue
         short = [leaf for leaf in leaves if not _same(first[leaf], second[leaf])]
@@ -44,7 +44,7 @@ def recomputed(
 
 
 def _ways(model: nn.Module, path: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Methods that libraries have for this, each as a function of the module to fill."""
+    """The methods of libraries that may fill the buffers, each as a function of the module."""
     module = model.get_submodule(path)
     for name in ("init_non_persistent_buffers", "reset_parameters"):
         if callable(getattr(module, name, None)):
@@ -85,7 +85,7 @@ def _filled(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal to the last bit; nothing on the meta device is."""
+    """Whether two tensors are equal to the last bit; False on the meta device."""
     if one.is_meta or other.is_meta:
         return False
     bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]

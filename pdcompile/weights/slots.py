@@ -43,7 +43,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor into a module under a dotted name, as what it was there."""
+    """Puts a tensor into a module under a dotted name: parameter, buffer or attribute as before."""
     path, _, leaf = name.rpartition(".")
     home = module.get_submodule(path)
     registries: tuple[dict[str, Any], ...] = (home._parameters, home._buffers)
@@ -55,7 +55,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def put(model: nn.Module, slot: Slot, value: Tensor) -> None:
-    """Give a tensor its value under all of its names; one that has memory keeps it."""
+    """Gives a tensor its value under all of its names; one with memory is written in place."""
     old = slot.tensor
     if not old.is_meta:
         old.detach().copy_(value)
@@ -63,6 +63,6 @@ def put(model: nn.Module, slot: Slot, value: Tensor) -> None:
     new = value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(value, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))  # what the user or a library noted on it
+    vars(new).update(vars(old))  # attributes that the user or a library set on it
     for name in slot.names:
         set_tensor(model, name, new)

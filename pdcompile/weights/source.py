@@ -1,4 +1,4 @@
-"""Sources: files and a function, as the user gives them, and what they make of a model."""
+"""Sources of weights, files and a function of the user: checked, read, put into a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.randomness import preserved_rng, reseed, seed_of
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, some
 from pdcompile.weights.checkpoint import Checkpoint
 from pdcompile.weights.recompute import recomputed
 from pdcompile.weights.slots import Slot, put, slots
@@ -50,10 +50,10 @@ class Source:
 
 
 def open_source(given: Any, *, seed: int = 0) -> Source:
-    """A source from what a user gives: a path, a function, or a list of paths and one function.
+    """A source for a path, a function, or a list of paths and one function.
 
     Raises:
-        ConfigError: it is something else, or a file is missing or unreadable.
+        ConfigError: it is another value, or a file is missing or unreadable.
     """
     parts = list(given) if isinstance(given, list | tuple) else [given]
     places = [part for part in parts if isinstance(part, str | os.PathLike)]
@@ -81,14 +81,14 @@ def read(
     """The values of some of the model's tensors, one after the other, each in new CPU memory.
 
     Args:
-        names: of parameters and buffers, any of a tied one's; None: all.
+        names: of parameters and buffers, any name of a tied one; None: all.
 
     Yields (first name in the model, value) in the order of the files.  Tensors that have values
     already are left out, unless the checkpoint has them.  The model is not changed.
 
     Raises:
         ConfigError: names are missing in the checkpoint; shape or dtype do not fit; `fill` raises
-            or leaves something unfilled; a buffer that the model computes cannot be had.
+            or leaves values unfilled; a buffer that the model computes cannot be recomputed.
     """
     wanted = list(slots(model).values())
     _refuse_missing(wanted, source)
@@ -123,10 +123,10 @@ def read(
 def materialise(
     model: nn.Module, source: Source, names: Iterable[str] | None = None
 ) -> tuple[str, ...]:
-    """Give some of the model's tensors (None: all) their values; the first names of these.
+    """Gives some of the model's tensors (None: all) their values; returns their first names.
 
     A tensor on the meta device is replaced under all of its names, one with memory is written.
-    Never more than one tensor is in memory besides those that the model keeps.
+    At most one tensor is in memory besides those of the model.
 
     Raises:
         ConfigError: as `read`.
@@ -140,12 +140,12 @@ def materialise(
 
 
 def check(model: nn.Module, source: Source) -> None:
-    """Compare names as load_state_dict does, of the whole model, without reading a value.
+    """Compares names as load_state_dict does, of all tensors, without reading values.
 
     Warns of names that the model does not have, and of those left to `fill` beside files.
 
     Raises:
-        ConfigError: names are missing, or a function is given and nothing needs it.
+        ConfigError: names are missing, or a function is given and no tensor needs it.
     """
     found = list(slots(model).values())
     _refuse_missing(found, source)
@@ -156,10 +156,10 @@ def check(model: nn.Module, source: Source) -> None:
             "with torch.device('meta'): …",
         )
     if unexpected := _unexpected(found, source):
-        _warn(f"not in the model, and left unread: {_few(unexpected)}")
+        _warn(f"not in the model, and left unread: {some(unexpected, 5)}")
     left = [s.fqn for s in found if s.persistent and s.tensor.is_meta and not source.stored(s)]
     if source.checkpoint is not None and left:
-        _warn(f"not in the checkpoint, and left to the function: {_few(left)}")
+        _warn(f"not in the checkpoint, and left to the function: {some(left, 5)}")
 
 
 def _refuse_missing(found: list[Slot], source: Source) -> None:
@@ -173,7 +173,7 @@ def _refuse_missing(found: list[Slot], source: Source) -> None:
     also = f"; it has {len(unexpected)} that the model does not: " if unexpected else ""
     raise ConfigError(
         f"{len(missing)} of {len(saved)} parameters and buffers are missing in the "
-        f"checkpoint: {_few(missing)}{also}{_few(unexpected)}",
+        f"checkpoint: {some(missing, 5)}{also}{some(unexpected, 5)}",
         where="weights",
         remedy="give the checkpoint of this model, or add a function (name, tensor) for what it "
         "does not have: weights=[files, function]",
@@ -200,7 +200,7 @@ def _from_checkpoint(slot: Slot, source: Source) -> Tensor:
 
 
 def _computed(bare: list[Slot], model: nn.Module, seed: int) -> dict[str, Tensor | str]:
-    """Values of buffers that the model computes, or why there is none, by first name."""
+    """Values of buffers that the model computes, or the reason why there is none, by name."""
     of_module: dict[str, list[Slot]] = {}
     for slot in bare:
         of_module.setdefault(slot.fqn.rpartition(".")[0], []).append(slot)
@@ -214,7 +214,7 @@ def _computed(bare: list[Slot], model: nn.Module, seed: int) -> dict[str, Tensor
 
 
 def _from_fill(slot: Slot, fill: Fill, seed: int) -> Tensor:
-    """Run the user's function on fresh memory, and see that it wrote all of it."""
+    """Runs the user's function on new memory, and checks that it wrote all of it."""
     kind = slot.tensor.dtype
     value = _run(fill, slot, seed, float("nan") if kind in _NAN_KINDS else 0)
     if kind in _NAN_KINDS:
@@ -246,11 +246,6 @@ def _run(fill: Fill, slot: Slot, seed: int, before: float) -> Tensor:
                 remedy="it is called once for every tensor that has no values, with (name, tensor)",
             ) from error
     return value
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def _warn(text: str) -> None:

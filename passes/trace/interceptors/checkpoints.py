@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint
 
+from pdcompile.errors import some
 from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
@@ -82,9 +83,8 @@ def summed_apart(
     ]
     if not shared:
         return ()
-    more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
     return (
-        f"{', '.join(shared[:3])}{more}: used in a region of torch.utils.checkpoint and elsewhere. "
+        f"{some(shared)}: used in a region of torch.utils.checkpoint and elsewhere. "
         "With use_reentrant=True eager adds the gradient of the region to .grad apart from the "
         "others, the stages add their sum: from the second microbatch on, last bits may differ "
         "(use_reentrant=False is exact)",

@@ -78,13 +78,12 @@ def _is_there(module: nn.Module, args: Any, kwargs: Any) -> bool:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     except (RuntimeError, TypeError):
         return False  # the call itself raises
-    tensors = [*module.parameters(), *module.buffers()]
     return memory_format is None and all(
         (device is None or tensor.device == device)
-        and (dtype is None or tensor.dtype == dtype or not _converts(tensor))
-        for tensor in tensors
+        and (dtype in (None, tensor.dtype) or not _is_continuous(tensor))
+        for tensor in (*module.parameters(), *module.buffers())
     )
 
 
-def _converts(tensor: Tensor) -> bool:
+def _is_continuous(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()

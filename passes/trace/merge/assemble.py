@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
 from pdcompile.passes.trace.merge.batch_sizes import SizeMerge
@@ -16,9 +14,7 @@ from pdcompile.passes.trace.tape.run import Recording
 MANY_RETURNED = 4  # from so many on a note names the cost of returning them
 
 
-def assemble(
-    model: nn.Module, recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool
-) -> OpGraph:
+def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool) -> OpGraph:
     """One graph for all recordings; its concrete numbers belong to the first size.
 
     Raises:

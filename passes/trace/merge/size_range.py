@@ -89,13 +89,9 @@ def alone(size: int, error: TraceError) -> SizeRange:
 
 def warn_of_one_size(found: Capture) -> None:
     """Warns where every microbatch has to have the size of the first one."""
-    graph = next((g for g in (found.train, found.eval) if _single(g.sizes)), None)
+    graph = next((g for g in (found.train, found.eval) if g.sizes.is_one), None)
     if graph is not None:
         warn(f"every microbatch has to be of {counted(graph.batch_size)}: {graph.sizes.above}")
-
-
-def _single(sizes: SizeRange) -> bool:
-    return sizes.smallest == sizes.largest
 
 
 def _misfit(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from pdcompile.errors import TraceError
+from pdcompile.errors import TraceError, some
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.interceptors.generators import OutsideDraw
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
@@ -103,10 +103,9 @@ def warn_of(subject: Subject, opaque: Opaque) -> None:
     for path, error in opaque.items():
         reasons.setdefault(id(error), (error, []))[1].append(path)
     for error, paths in reasons.values():
-        names = [f"{path!r} ({subject.table.classes[path][0]})" for path in paths[:3]]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        names = [f"{path!r} ({subject.table.classes[path][0]})" for path in paths]
         place = f" ({error.where})" if error.where else ""
-        warn(f"captured as opaque: {', '.join(names)}{more}, because {error.message}{place}")
+        warn(f"captured as opaque: {some(names)}, because {error.message}{place}")
 
 
 def parameter_share(modules: Iterable[nn.Module], model: nn.Module) -> float:

@@ -35,7 +35,7 @@ def is_public(func: Any, name: str) -> bool:
     return method_name(func) == name or any(getattr(home, name, None) == func for home in homes)
 
 
-def autocast_region(device: str) -> str | None:
+def open_autocast(device: str) -> str | None:
     """The text of the autocast region that is open; None where autocast is off."""
     if not torch.is_autocast_enabled(device):
         return None

@@ -43,7 +43,7 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
         code = frame.f_code
         file = code.co_filename
         if is_user(file):
-            return f"{_shorten(file)}:{frame.f_lineno}", _variable(code, frame.f_lasti)
+            return f"{_shorten(file)}:{frame.f_lineno}", _stores(code).get(frame.f_lasti, "")
         if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
             fallback = f"{_shorten(file)}:{frame.f_lineno}"
         frame = frame.f_back
@@ -161,10 +161,6 @@ def part_of(variables: str, key: Any) -> str:
         return ""
     name = parts[key].strip()
     return name.removeprefix("(").removesuffix(")") if name != "_" else ""
-
-
-def _variable(code: CodeType, offset: int) -> str:
-    return _stores(code).get(offset, "")
 
 
 # Ops that write tensors their schema does not mark: index of the training flag, and the indices of

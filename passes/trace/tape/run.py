@@ -207,8 +207,9 @@ class _Run:
         found_loss = find_loss(output, loss, fakes.name, given=subject.loss_fn is not None)
         returned = (output_argument, Ref(found_loss) if found_loss else None)
         ops, left_out = with_unbound(tape.ops, returned)
+        inputs = {entry.name for entry in self._inputs}
         values = {
-            name: replace(value, producer=None) if name in self._arguments_by_name() else value
+            name: replace(value, producer=None) if name in inputs else value
             for name, value in fakes.values().items()
             if name not in left_out
         }
@@ -238,9 +239,6 @@ class _Run:
             chosen=tuple(self._observer.selections.found) if self._observer.selections else (),
             findings=self._findings,
         )
-
-    def _arguments_by_name(self) -> set[str]:
-        return {entry.name for entry in self._inputs}
 
 
 def run(

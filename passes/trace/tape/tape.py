@@ -27,7 +27,7 @@ from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Decision, Key, Site
 from pdcompile.passes.trace.opaque.observed_calls import CallKey, ObservedCall
 from pdcompile.passes.trace.tape.arguments import to_arguments, without_defaults
-from pdcompile.passes.trace.tape.calls import NO_OP_CASTS, autocast_region, target_of
+from pdcompile.passes.trace.tape.calls import NO_OP_CASTS, open_autocast, target_of
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, tensors_in
 from pdcompile.passes.trace.tape.interceptor import Interceptor
 from pdcompile.passes.trace.tape.module_table import ModuleTable
@@ -268,7 +268,7 @@ class Tape(TorchFunctionMode):
             draw=draw,
             region=self.region,
             grad_enabled=torch.is_grad_enabled(),
-            autocast=autocast_region(self.fakes.device.type),
+            autocast=open_autocast(self.fakes.device.type),
             constructor=(self.table.constructor(path, self.training) or ())
             if kind == "module"
             else (),
