@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.eager.digest import digest, written, written_sample
+from pdcompile.eager.digest import digest, write_state, write_state_sample
 
 WRITES: list[Callable[[Any], Any]] = [
     lambda t: t.data.neg_(),
@@ -25,10 +25,10 @@ WRITES: list[Callable[[Any], Any]] = [
 def test_writes_that_no_counter_counts_are_seen(write: Any, turned: bool) -> None:
     values = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     tensor = torch.nn.Parameter(values.t() if turned else values)
-    before = written(tensor)
+    before = write_state(tensor)
     write(tensor)
     assert tensor._version == before[0]
-    assert written(tensor) != before
+    assert write_state(tensor) != before
 
 
 @given(st.integers(0, 6 * 8 * 32 - 1))
@@ -48,12 +48,12 @@ def test_each_bit_counts(bit: int) -> None:
 )  # fmt: skip
 def test_tensors_of_every_kind_have_one(tensor: Any) -> None:
     assert digest(tensor) == digest(tensor.clone())
-    assert written(tensor) == written(tensor)
-    assert written_sample(tensor) == written_sample(tensor)
+    assert write_state(tensor) == write_state(tensor)
+    assert write_state_sample(tensor) == write_state_sample(tensor)
 
 
 def test_a_sample_sees_what_is_written_to_all() -> None:
     tensor = torch.randn(1000)
-    before = written_sample(tensor)
+    before = write_state_sample(tensor)
     tensor.data.mul_(0.5)
-    assert written_sample(tensor) != before
+    assert write_state_sample(tensor) != before

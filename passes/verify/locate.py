@@ -50,7 +50,7 @@ def located(
 
 
 def _of_the_capture(step: Step) -> str:
-    """Where the graph itself begins to differ from the model.
+    """The place where the graph itself begins to differ from the model.
 
     Raises:
         AsksForGradients: where that is the cause.

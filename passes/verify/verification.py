@@ -142,7 +142,7 @@ def differences(
 
 
 def counted(values: StepValues, graph: OpGraph, step: int, samples: int) -> Compared:
-    """How many tensors of one step are compared."""
+    """The numbers of tensors that one step compares."""
     outputs = sum(isinstance(one, torch.Tensor) for one in values.outputs.values())
     return Compared(
         mode_of(graph),

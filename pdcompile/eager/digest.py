@@ -14,7 +14,7 @@ from torch import Tensor
 
 _SAMPLE_BYTES = 64  # at the beginning, and as many at the end
 
-Written = tuple[int, int, int]  # version counter, address, digest
+WriteState = tuple[int, int, int]  # version counter, address, digest
 
 
 def digest(tensor: Tensor) -> int:
@@ -27,13 +27,13 @@ def digest(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).cpu().numpy().data)
 
 
-def written(tensor: Tensor) -> Written:
+def write_state(tensor: Tensor) -> WriteState:
     """Version counter, address and hash of all values: equal unless the tensor was written."""
     return tensor._version, address(tensor), digest(tensor)
 
 
-def written_sample(tensor: Tensor) -> Written:
-    """`written` with a hash of the first and last bytes alone, for many tensors at each call."""
+def write_state_sample(tensor: Tensor) -> WriteState:
+    """`write_state` with a hash of the first and last bytes alone, to check many tensors."""
     start, length = address(tensor), tensor.numel() * tensor.element_size()
     if not start or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return tensor._version, start, 0

@@ -66,7 +66,7 @@ class ReferenceState:
 
     @property
     def position(self) -> Position:
-        """How many minibatches were trained on and evaluated, saved with the state."""
+        """The numbers of minibatches trained on and evaluated, saved with the state."""
         return Position(self._num_minibatches, self._num_evaluations)
 
     def load_state_dict(

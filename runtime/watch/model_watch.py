@@ -91,7 +91,7 @@ class ModelWatch:
         self._switched = {mode: modes_after_switch(model, mode) for mode in (True, False)}
         named = [(name, tensor) for *_, name, tensor in (*self._parameters, *self._buffers)]
         self._read = {name: digest.digest(tensor) for name, tensor in named if name in read}
-        self._values: dict[str, digest.Written] = {}
+        self._values: dict[str, digest.WriteState] = {}
         self._older: list[tuple[str, Tensor, tuple[int, int]]] = []
         self._default_dtype = torch.get_default_dtype()
 
@@ -118,7 +118,7 @@ class ModelWatch:
         ]
         self._hooks = self._gradient_hooks() if in_flight else []
         self._values = {
-            name: digest.written(tensor)
+            name: digest.write_state(tensor)
             for name, tensor in self._second_copies(in_flight, fresh_copies)
         }
 
@@ -252,7 +252,7 @@ class ModelWatch:
                     remedy="keep it in tensors in forward (no item(), int() or if), or " + _ANEW,
                 )
         for name, was in self._values.items():
-            if digest.written(present[name]) == was:
+            if digest.write_state(present[name]) == was:
                 continue
             if in_flight:
                 raise in_flight_error(name, "changed", "a parameter or buffer")

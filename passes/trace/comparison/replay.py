@@ -17,9 +17,9 @@ from pdcompile.passes.trace.comparison.steps import Step
 
 @dataclass(slots=True)
 class Replay:
-    """The content of each op's value and gradient, where a `Watch` on the same run saw it.
+    """The contents of each op's value and gradient, where a `Watch` on the same run saw them.
 
-    Others would be missed in the run that it is compared with as well.
+    Values that it did not see would not be seen in the run to compare with either.
     """
 
     ops: Mapping[str, Op]

@@ -54,7 +54,7 @@ class Step:
     def values(
         self, run: Callable[[], tuple[Outputs, Loss]], *, gradients: bool | None = None
     ) -> StepValues:
-        """What `run` leaves behind from the model's present state; its buffers are put back.
+        """The values that `run` leaves behind; the model's buffers are restored.
 
         With `gradients` (None: as the graph's mode has it) autograd records the run.
         """
@@ -67,7 +67,7 @@ class Step:
             found = StepValues(
                 outputs={name: _copied(value) for name, value in outputs.items()},
                 loss=_copied(loss),
-                # Nobody else holds them: the next step makes others.
+                # Not copied: no other code refers to them, and the next step makes new ones.
                 gradients={name: p.grad for name, p in model.named_parameters()},
                 buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
             )

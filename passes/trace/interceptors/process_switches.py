@@ -33,7 +33,7 @@ class ProcessSwitches(Interceptor):
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Which kernels scaled_dot_product_attention may choose from, on every kind of device."""
+    """The switches of the kernels that scaled_dot_product_attention may choose from."""
     cuda = torch.backends.cuda
     enabled: tuple[Any, ...] = (
         cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,

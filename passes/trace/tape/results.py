@@ -27,7 +27,7 @@ class Results:
         self._calls: dict[tuple[str, str], Iterator[int]] = defaultdict(count)
 
     def call_index(self, path: str, target: str) -> int:
-        """How many earlier ops have this module path and target."""
+        """The number of earlier ops with this module path and target."""
         return next(self._calls[path, target])
 
     def deliver(self, op: Op, result: Any, written: set[int]) -> Any:

@@ -180,7 +180,7 @@ class Tape(TorchFunctionMode):
         return locate(self.boundary)[0]
 
     def site(self) -> Site:
-        """Where Python runs: the frames from here to the innermost module's call."""
+        """The running place: the frames from here to the innermost module's call."""
         found: list[tuple[CodeType, int]] = []
         frame: FrameType | None = sys._getframe(1)
         ends = (self.boundary, Tape.call_module.__code__)

@@ -20,7 +20,12 @@ from pdcompile.ir.value_checks import CAPTURED
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.values.checks import check, number, require
 from pdcompile.passes.trace.values.packed import Packed
-from pdcompile.passes.trace.values.reads import DIFFERS, may_be_opaque, values_of_example
+from pdcompile.passes.trace.values.reads import (
+    DIFFERS,
+    file_and_line,
+    may_be_opaque,
+    values_of_example,
+)
 from pdcompile.passes.trace.values.selections import Selections, is_mask, mask_key
 from pdcompile.passes.trace.values.unsized import SHAPELESS
 
@@ -153,7 +158,7 @@ class ExampleSizes:
         return found[0] if len(found) == 1 else None
 
     def _words(self, what: str) -> str:
-        place = (self._tape.where()).replace("\\", "/").rpartition("/")[2]
+        place = file_and_line(self._tape.where())
         return f"{place}: {CAPTURED} {what} is that of the example"
 
     def _refusal(self, what: str) -> Exception:

@@ -117,7 +117,7 @@ class ValueReads(Interceptor):
                 if tensor.dtype.is_floating_point:
                     raise refusal
                 value = self._specialised(tensor, refusal, floats=tape.assumed.sizes_of_example)
-                place = _place(refusal.where)
+                place = file_and_line(refusal.where)
                 same = tape.call(torch.eq, (tensor, value))
                 check(tape, same, f"{place}: {CAPTURED} this value is {value}")
                 tape.fakes.findings.specialised[refusal.where or place] = str(value)
@@ -144,7 +144,7 @@ class ValueReads(Interceptor):
             raise undecided
         expected = tape.assumed.reads[site]
         if expected is not None:
-            place = _place(refusal.where)
+            place = file_and_line(refusal.where)
             check(tape, tensor, f"{place}: {expected.text(visits)}", holds=expected.value)
             return expected.value
         try:
@@ -153,7 +153,7 @@ class ValueReads(Interceptor):
             if site in tape.assumed.one_way:
                 raise
             return self._either(tensor, site)
-        place = _place(refusal.where)
+        place = file_and_line(refusal.where)
         message = f"{place}: {CAPTURED} this value is {bool(value)}"
         check(tape, tensor, message, holds=bool(value))
         tape.fakes.findings.specialised[refusal.where or place] = str(bool(value))
@@ -214,7 +214,8 @@ def may_be_opaque(tape: Tape) -> bool:
     return parameter_share(alike, table.modules[""]) <= OPAQUE_SHARE
 
 
-def _place(where: str | None) -> str:
+def file_and_line(where: str | None) -> str:
+    """A place without its folders, for the message of a check."""
     return (where or "forward").replace("\\", "/").rpartition("/")[2]
 
 
