@@ -83,7 +83,7 @@ class ReferenceState:
         unknown = [name for name in state if name not in self._model.state_dict()]
         if unknown:
             raise InputError(
-                f"the model has no parameter or buffer called {', '.join(unknown[:5])}",
+                f"the model has nothing called {', '.join(unknown[:5])}",
                 remedy="load a state of this model",
             )
         try:
