@@ -153,6 +153,7 @@ def compile(
     cluster: Any = "auto",
     stages: int | None = None,
     schedule: str = DEFAULT,
+    replicas: int | tuple[int, ...] | Literal["equal", "any"] = 1,
     recompute: bool | Literal["auto"] | Sequence[bool] = False,
     microbatches: int | Literal["auto"] = "auto",
     memory: int | str | None = None,
@@ -199,6 +200,10 @@ def compile(
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
             drains and uses gradients of weights one minibatch old; "auto": the planner
             decides schedule, microbatches and warm-up, as ``pdcompile plan`` does.
+        replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
+            number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
+            and the number of stages too where `stages` is None.  One stage with replicas is data
+            parallelism.
         recompute: stages that keep nothing of a microbatch but their inputs, and run forward
             again just before its backward: less memory for more time, and the same results to
             the last bit.  True: all; a bool for each stage; "auto": the planner decides, and

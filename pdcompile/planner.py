@@ -105,7 +105,7 @@ class Planner:
         """A planner of the cut alone; all else is as in this plan."""
         again = tuple(stage.recompute for stage in plan.stages)
         options = replace(
-            self.options, schedule=plan.training.schedule, replicas=None, recompute=again
+            self.options, schedule=plan.training.schedule, replicas=1, recompute=again
         )
         stages = self.space.stages or len(self.cluster.devices)
         chosen = Configuration(self.cluster, stages, replace(plan.training, warmup=()))
@@ -176,7 +176,7 @@ def check_refine(options: Options) -> None:
         )
     if options.costs == "estimated":
         _impossible(options, ESTIMATED)
-    if options.replicas is not None:
+    if options.replicas != 1:
         raise ConfigError(
             "refine=True (--refine on) corrects the costs of one cut, but here the planner also "
             "decides replicas, schedule or microbatches",

@@ -61,15 +61,15 @@ def begin_call(
         with session.guard() if session.world is not None else nullcontext():
             scales = weights(options.loss_reduction, flat, layout, count)
     feeds = []
-    for stage in session.stages:
-        wiring = session.wirings[stage, training]
+    for worker in session.workers:
+        wiring = session.wirings[worker.stage, training]
         leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
         if training and compiled.overlaps:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
             leaves = {p: x.clone() if isinstance(x, Tensor) else x for p, x in leaves.items()}
         feed = Feed(number, split(leaves, layout, count), sizes, [], wiring, with_loss)
         if wiring.is_last:
-            feed.keep_outputs = session.world is None or options.outputs != "none"
+            feed.keep_outputs = bool(session.output_ranks(training=training))
             feed.weights = scales
         feeds.append(feed)
     return feeds

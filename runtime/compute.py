@@ -36,7 +36,8 @@ class Feed:
     """One minibatch on one rank: what the caller gave, and what the last stage made of it.
 
     `leaves[i]` holds the paths that this rank needs of microbatch i, `outputs[i]` the model's
-    outputs by value name, kept when `keep_outputs`; `losses` are weighted.
+    outputs by value name, kept when `keep_outputs`; `losses` are weighted, in the order of the
+    microbatches that ran here.
     """
 
     minibatch: int
@@ -47,7 +48,7 @@ class Feed:
     with_loss: bool = True
     keep_outputs: bool = False
     losses: list[Tensor] = field(default_factory=list)
-    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
 from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
+from pdcompile.runtime.replicas import OF_REPLICAS, Replicas
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
@@ -38,28 +39,63 @@ class Box(NamedTuple):
 
 
 class Loss:
-    """The loss of one minibatch on this rank: here already, or in flight since a call."""
+    """The loss of one minibatch on this rank: a part of every rank that has the last stage.
 
-    def __init__(
-        self, call: int, handle: Handle | None = None, value: Tensor | None = None
-    ) -> None:
+    `own` is this rank's part, where it has one; the others are in flight since a call.
+    """
+
+    def __init__(self, call: int) -> None:
         self.call = call
-        self._handle = handle
-        self._value = value
+        self.own: Tensor | None = None
+        self._parts: dict[int, Handle] = {}  # by rank
+        self._value: Tensor | None = None
+        self._abandoned = False
+
+    def add(self, rank: int, part: Handle) -> None:
+        self._parts[rank] = part
 
     def ready(self) -> bool:
-        return self._value is not None
+        return self._value is not None or all(isinstance(p, Done) for p in self._parts.values())
 
     def abandon(self) -> None:
-        self._handle = None
+        self._abandoned = self._value is None
+        self._parts.clear()
 
     def wait(self) -> Tensor:
         if self._value is None:
-            if self._handle is None:
+            if self._abandoned:
                 raise ClosedError("the pipeline ended before this loss arrived")
-            self._value, self._handle = self._handle.wait(), None
-        assert self._value is not None
+            parts = [part.wait() for _, part in sorted(self._parts.items())]
+            self._value = total_loss([part for part in parts if part is not None])
+            self._parts.clear()
         return self._value
+
+
+class Losses(dict[int, Loss]):
+    """The losses that a rank knows or waits for, by minibatch; `call` is the present one."""
+
+    def __init__(self, transport: Transport, dtype: torch.dtype) -> None:
+        self.call = 0
+        self._transport, self._dtype = transport, dtype
+
+    def of(self, minibatch: int) -> Loss:
+        return self.setdefault(minibatch, Loss(self.call))
+
+    def sum(self, minibatch: int, losses: list[Tensor]) -> None:
+        """This rank's part, of its microbatches' losses."""
+        loss = self.of(minibatch)
+        loss.own = total_loss(losses)
+        loss.add(self._transport.rank, Done(loss.own))
+
+    def tell(self, minibatch: int, peer: int) -> None:
+        own = self.of(minibatch).own
+        assert own is not None
+        self._transport.send(Channel(Kind.LOSS, 0, peer), own, minibatch, deferred=True)
+
+    def hear(self, minibatch: int, peer: int) -> None:
+        expected = Expected((), self._dtype, minibatch)
+        handle = self._transport.receive(Channel(Kind.LOSS, 0, peer), expected)
+        self.of(minibatch).add(peer, handle)
 
 
 class Worker:
@@ -79,6 +115,7 @@ class Worker:
         loss_dtype: torch.dtype,
     ) -> None:
         self.stage = stage
+        self.replicas: Replicas | None = None
         self.held: dict[int, Worker] = {stage: self}
         self.weights = weights
         self.norms = norms
@@ -86,11 +123,10 @@ class Worker:
         self.updater: Updater | None = None
         self.current: Instruction | None = None
         self.feeds: dict[int, Feed] = {}
-        self.losses: dict[int, Loss] = {}
-        self.base = self._call = 0
+        self.losses = Losses(transport, loss_dtype)
+        self.base = 0
         self._compute = compute
         self._tied, self._reach = plan.tied, spec_of(plan).reach
-        self._loss_dtype = loss_dtype
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
         self._clips_to: float | None = None  # where the user clips what is in .grad now
@@ -112,9 +148,12 @@ class Worker:
             Action.STEP: self._step,
             Action.POST_NORMS: self._post_norms,
             Action.WAIT_NORMS: self._wait_norms,
-            Action.LOSS: self._sum_loss,
-            Action.TELL_LOSS: self._tell_loss,
-            Action.HEAR_LOSS: self._hear_loss,
+            **dict.fromkeys(OF_REPLICAS, self._of_replicas),
+            Action.LOSS: lambda ins: self.losses.sum(
+                self.base + ins.minibatch, self.feeds[self.base + ins.minibatch].losses
+            ),
+            Action.TELL_LOSS: lambda ins: self.losses.tell(self.base + ins.minibatch, ins.peer),
+            Action.HEAR_LOSS: lambda ins: self.losses.hear(self.base + ins.minibatch, ins.peer),
         }
 
     def begin(
@@ -139,7 +178,7 @@ class Worker:
             if call is None or loss.call <= call - self._reach:
                 self.losses.pop(minibatch).wait()
         self.transport.settle(call)
-        self._call = self._call if call is None else call
+        self.losses.call = self.losses.call if call is None else call
         for minibatch in [t for t in self.feeds if t < max(self.base - self._reach, 0)]:
             del self.feeds[minibatch]
 
@@ -149,6 +188,8 @@ class Worker:
             loss.abandon()
         for part in (self._receiving, self._sending, self._slots, self.losses, self.norms.posted):
             part.clear()
+        if self.replicas is not None:
+            self.replicas.abandon()
         self.transport.abandon()
 
     def ready(self, ins: Instruction) -> bool:
@@ -159,6 +200,8 @@ class Worker:
             return self._receiving[self._key(ins)].ready()
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
+        if self.replicas is not None and ins.action in OF_REPLICAS:
+            return self.replicas.ready(ins.action, self.base + ins.minibatch)
         return True
 
     def execute(self, ins: Instruction) -> None:
@@ -255,7 +298,7 @@ class Worker:
                 key = wiring.kind, edge, minibatch, microbatch
                 self._outgoing[key] = [kept[port.value]] * wiring.fan_out[edge]
         if feed.keep_outputs:
-            feed.outputs.append(kept)
+            feed.outputs[microbatch] = kept
         feed.leaves[microbatch] = {}
 
     def _backward(self, ins: Instruction) -> None:
@@ -283,6 +326,10 @@ class Worker:
             parts = [one.weights.harvest(minibatch) for one in self.held.values()]
         return {fqn: gradient for part in parts for fqn, gradient in part.items()}
 
+    def _of_replicas(self, ins: Instruction) -> None:
+        assert self.replicas is not None
+        self.replicas.execute(ins.action, self.base + ins.minibatch)
+
     def _post_norms(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
         self.norms.post(minibatch, self._gradients(minibatch))
@@ -293,21 +340,6 @@ class Worker:
         assert most is not None
         total = self.norms.wait(minibatch)
         clip(self._gradients(minibatch).values(), total, most)
-
-    def _sum_loss(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
-        self.losses[minibatch] = Loss(self._call, None, total_loss(self.feeds[minibatch].losses))
-
-    def _tell_loss(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
-        total = self.losses[minibatch].wait()
-        self.transport.send(Channel(Kind.LOSS, 0, ins.peer), total, minibatch, deferred=True)
-
-    def _hear_loss(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
-        expected = Expected((), self._loss_dtype, minibatch)
-        handle = self.transport.receive(Channel(Kind.LOSS, 0, ins.peer), expected)
-        self.losses[minibatch] = Loss(self._call, handle)
 
 
 def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:

@@ -62,9 +62,9 @@ class Updater:
     def update(self, weights: StageWeights, minibatch: int, stage: int) -> None:
         """Make W_minibatch+1 of a stage from the gradients of its minibatch."""
         gradients = weights.harvest(minibatch)
-        weights.advance(minibatch)
-        given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
-        self.apply(minibatch, given, stage)
+        if weights.advance(minibatch):
+            given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
+            self.apply(minibatch, given, stage)
         weights.adopt()
         del weights.gradients[minibatch]
 

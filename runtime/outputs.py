@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,25 +22,33 @@ from pdcompile.schedule.spec import Broadcast
 CPU = torch.device("cpu")
 
 
-def share(feed: Feed, ports: tuple[Port, ...], session: Session) -> None:
-    """Bring the outputs of a minibatch from the last stage's rank to all others."""
-    last, box, broadcasts = session.last_rank, Box({}, {}), []
-    others = tuple(rank for rank in session.stages_of_rank if rank != last)
+def share(
+    feed: Feed, ports: tuple[Port, ...], session: Session, receivers: Collection[int]
+) -> None:
+    """Bring the outputs of a minibatch from the ranks of the last stage to the receivers."""
+    box, broadcasts = Box({}, {}), []
     # Training and evaluation may differ in dtype or layout: channels of their own.
     items = [(2 * n + feed.wiring.training, port) for n, port in enumerate(ports)]
     for item, port in items:
         for i, size in enumerate(feed.sizes):
-            broadcasts.append(Broadcast(Kind.OUTPUT, item, i, last, others))
-            if last in session.ranks:
+            root = session.spec.rank(len(session.spec.ranks) - 1, i)
+            others = tuple(rank for rank in receivers if rank != root)
+            broadcasts.append(Broadcast(Kind.OUTPUT, item, i, root, others))
+            if i in feed.outputs:
                 box.tensors[item, i] = feed.outputs[i][port.value]
             else:
                 box.expected[item, i] = expected(port, size, feed.minibatch)
     session.share(tuple(broadcasts), box, feed.minibatch)
-    if items:
-        feed.outputs = [
-            {port.value: box.tensors[item, i] for item, port in items}
+    if items and not set(session.ranks).isdisjoint(receivers):
+        feed.outputs = {
+            i: {port.value: box.tensors[item, i] for item, port in items}
             for i in range(len(feed.sizes))
-        ]
+        }
+
+
+def _in_order(feed: Feed) -> list[dict[str, Tensor]]:
+    """The outputs by microbatch; nothing where the model returns no tensors of its own."""
+    return [feed.outputs.get(i, {}) for i in range(len(feed.sizes))]
 
 
 def join(
@@ -65,7 +73,7 @@ def join(
 
     outputs = [
         unflatten_output([leaf(part, values, size) for part in parts], graph.output_spec)
-        for values, size in zip(feed.outputs, feed.sizes, strict=True)
+        for values, size in zip(_in_order(feed), feed.sizes, strict=True)
     ]
     names = [part.name if isinstance(part, Ref) else None for part in parts]
     place = names.index(graph.loss) if loss is not None and graph.loss in names else None

@@ -31,6 +31,7 @@ from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
 
+_LAST = ', "last" to the last stage\'s rank'
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
 
@@ -137,7 +138,7 @@ class Pipeline(PipelineState):
         self._num_minibatches += 1
         with session.call():
             session.train(number, feeds, updates=updates)
-        return self._result(graph, feeds[-1], session.workers[-1].losses[number])
+        return self._result(graph, feeds, session.workers[-1].losses[number])
 
     # -- evaluation --------------------------------------------------------------------------
 
@@ -154,7 +155,9 @@ class Pipeline(PipelineState):
         Flushes first.  None on ranks that get no outputs (`outputs=` of compile).
         """
         result = self._evaluate("predict", args, kwargs, None)
-        return result.outputs if self._has_outputs else None
+        session = self._running
+        has = not set(session.ranks).isdisjoint(session.output_ranks(training=False))
+        return result.outputs if has else None
 
     def _evaluate(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         refuse_blind_start(self._options, target, started=self._session is not None)
@@ -172,7 +175,7 @@ class Pipeline(PipelineState):
             session.refresh(self._num_minibatches)
             session.evaluate(number, feeds, with_loss=with_loss)
         loss = session.workers[-1].losses[number] if with_loss else None
-        return self._result(graph, feeds[-1], loss)
+        return self._result(graph, feeds, loss)
 
     # -- one call ----------------------------------------------------------------------------
 
@@ -184,30 +187,30 @@ class Pipeline(PipelineState):
             self._start(flat)
         return flat
 
-    @property
-    def _has_outputs(self) -> bool:
-        session = self._running
-        is_last = session.wirings[session.stages[-1], True].is_last
-        chosen = self._options.outputs
-        return session.world is None or chosen == "all" or (chosen == "last" and is_last)
-
-    def _result(self, graph: OpGraph, feed: Feed, loss: Any) -> StepResult:
+    def _result(self, graph: OpGraph, feeds: list[Feed], loss: Any) -> StepResult:
         session, chosen = self._running, self._options.outputs
-        compiled = session.compiled
-        if chosen == "all" and session.world is not None:
+        compiled, feed = session.compiled, feeds[-1]
+        training = feed.wiring.training
+        receivers = session.output_ranks(training=training)
+        # The caller's alone: they last as long as the result, not as the minibatch's feed.
+        made = replace(feed, outputs={i: one for f in feeds for i, one in f.outputs.items()})
+        for one in feeds:
+            one.outputs = {}
+        roots = session.spec.ranks[-1][: len(feed.sizes)]
+        if session.world is not None and any({*receivers} - {root} for root in roots):
             with session.guard():
                 ports = compiled.interfaces[-1]
-                signature = ports.train if feed.wiring.training else ports.eval
-                share(feed, signature.outputs, session)
-        # The caller's alone: they last as long as the result, not as the minibatch's feed.
-        made, feed.outputs = replace(feed, outputs=feed.outputs), []
+                signature = ports.train if training else ports.eval
+                share(made, signature.outputs, session, receivers)
         lazy = None if loss is None else LazyLoss(lambda: session.wait_loss(loss), loss.ready)
+        has = not set(session.ranks).isdisjoint(receivers)
 
         def outputs() -> Any:
-            if not self._has_outputs or (made.wiring.training and chosen == "none"):
+            if not has or (training and chosen == "none"):
                 raise ConfigError(
                     f"under outputs={chosen!r} this process gets no outputs of this call",
-                    remedy='compile(..., outputs="last") gives them to the last rank, "all" to all',
+                    remedy='compile(..., outputs="all") gives them to all ranks'
+                    + _LAST * (len(session.spec.ranks[-1]) == 1),
                 )
             total = None if lazy is None else lazy.wait()
             return join(graph, made, compiled.layout, total, session.state.tensors)

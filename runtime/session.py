@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,25 +15,19 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
-from pdcompile.plan import Plan
-from pdcompile.runtime.compute import Compute, Feed
+from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
-from pdcompile.runtime.interpreter import Box, Worker, run_together
+from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.random_streams import Streams
-from pdcompile.runtime.second_run import SecondRun
+from pdcompile.runtime.replicas import ReplicaWeights
 from pdcompile.runtime.state.initial import initial_state
-from pdcompile.runtime.state.model_state import dtype_of
-from pdcompile.runtime.transport.in_process import LocalTransport, Wires
 from pdcompile.runtime.transport.launch import World
-from pdcompile.runtime.transport.norms import Norms
-from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
 from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
-from pdcompile.runtime.weights import StageWeights
 from pdcompile.runtime.wiring import Wiring, wire
+from pdcompile.runtime.workers import Workers, tied_here
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast
 
@@ -56,42 +49,29 @@ class Session(Guarded):
         self.stages_of_rank = compiled.stages_of_rank
         super().__init__(world, compiled.capture)
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
-        self.stages = sorted(stage for rank in self.ranks for stage in self.stages_of_rank[rank])
+        self.spec = compiled.stream.spec
+        self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
         self._call = 0
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self._stale_copies = False
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
+        self.buffers_apart = False  # each replica has written its own
         self.agreement: Agreement | None = None
-        wires: Wires = defaultdict(deque)
-        streams = Streams(plan.training.seed)
-        spec = compiled.stream.spec
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges)
-        for rank in self.ranks:
-            transport: Transport = (
-                LocalTransport(rank, wires) if world is None
-                else GroupTransport(world.group, rank, int(plan.hash()[:15], 16), spec.reach)
-            )  # fmt: skip
-            norms = Norms(transport, self.state.owned, self.state.dtypes)
-            held = {
-                stage: _worker(
-                    compiled, stage, self._weights(stage, streams), streams, norms, transport
-                )
-                for stage in self.stages_of_rank[rank]
-            }
-            for worker in held.values():
-                worker.held = held
-            self.workers += held.values()
-            if world is not None:
-                self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
-        self.workers.sort(key=lambda worker: worker.stage)
+        made = Workers(compiled, model, self.state, self.ranks, world)
+        self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
+        self._written = made.written
+        if world is not None:
+            transport = self.workers[0].transport
+            self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
         refuse_coupled(options.optimizer, self.state.trainable(), self.state.owned)
         self.optimizer = make_optimizer(
             options.optimizer, self.state.optimized(alone=world is None)
         )
         if self.optimizer is not None:
-            self.updater = Updater(self.optimizer, spec.reach)
+            self.updater = Updater(self.optimizer, self.spec.reach)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:
@@ -101,33 +81,9 @@ class Session(Guarded):
         self._optimizer_watch = OptimizerWatch(self.optimizer)
         self.end_call()
 
-    def _weights(self, stage: int, streams: Streams) -> StageWeights:
-        compiled, interface = self.compiled, self.compiled.interfaces[stage]
-        taken = {fqn for fqn, stages in self._tied_here() if stage in stages[1:]}
-
-        def tensor(fqn: str) -> Tensor:
-            found = self.state.tensors[fqn]
-            if fqn in taken:  # the first of these stages has the model's own
-                return nn.Parameter(found.detach().clone())
-            return found
-
-        weights = StageWeights(
-            compiled.stage_classes[stage],
-            interface,
-            tensor,
-            copies=frozenset(tied.fqn for tied in self.plan.tied if stage in tied.stages[1:]),
-            versions=compiled.stream.spec.versions(stage),
-            apart=compiled.overlaps,
-            model=self.model,
-        )
-        for module in weights.modules:
-            streams.attach(module, interface)
-        return weights
-
     def _tied_here(self) -> list[tuple[str, list[int]]]:
         """Tied parameters, with the stages of this process that hold them."""
-        mine = set(self.stages)
-        return [(one.fqn, [s for s in one.stages if s in mine]) for one in self.plan.tied]
+        return tied_here(self.plan, self.stages)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -143,10 +99,18 @@ class Session(Guarded):
         self.world.ending.called(call, minibatch)
         return self.agreement.reach(call, self._call, minibatch, size, leaves or {})
 
-    @property
-    def last_rank(self) -> int:
-        """The rank of the last stage, which has the outputs and the loss."""
-        return max(self.stages_of_rank, key=lambda rank: self.stages_of_rank[rank][-1])
+    def output_ranks(self, *, training: bool) -> Collection[int]:
+        """The ranks that get the outputs of a call.
+
+        A minibatch's outputs can be large, and training does not need them: replicas of the last
+        stage send each other theirs only where that is asked for.
+        """
+        if self.world is None:
+            return self.ranks
+        chosen, last = self.options.outputs, self.spec.ranks[-1]
+        if chosen == "all":
+            return self.stages_of_rank
+        return () if chosen == "none" or (training and len(last) > 1) else last[:1]
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.
@@ -159,12 +123,18 @@ class Session(Guarded):
                 self.updater.warn_of_hooks()
             self.updater.snapshot(minibatch)
         self._stale_copies = bool(self.plan.tied) and not updates
-        for worker in () if self.compiled.overlaps else self.workers:
-            worker.weights.open_gradients(keep=not updates)
+        overlaps = self.compiled.overlaps
+        for worker in self.workers:
+            replicas = worker.replicas
+            if replicas is not None:
+                replicas.updates = updates
+            if not overlaps:
+                worker.weights.open_gradients(keep=not updates, summed=replicas is not None)
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
-        self.in_flight = self.compiled.overlaps
+        self.in_flight = overlaps
+        self.buffers_apart = bool(self._written) and max(map(len, self.spec.ranks)) > 1
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
@@ -172,10 +142,14 @@ class Session(Guarded):
         self._run(program, minibatch, feeds)
 
     def drain(self, minibatch: int) -> None:
-        """Finish what is in flight; `minibatch` is the next one."""
+        """Finish what is in flight, and bring the buffers of replicas together; `minibatch` is
+        the next one."""
         if self.in_flight:
             self._run(self._programs.flush(), minibatch)
             self.in_flight = False
+        if self.buffers_apart:
+            self._run(self._programs.buffers(), minibatch)
+            self.buffers_apart = False
 
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date while the user has the gradients, and may yet use them."""
@@ -204,8 +178,7 @@ class Session(Guarded):
             worker.begin(base, feeds[n] if feeds else None, box, max_norm)
         columns = [program.columns[rank] for rank in self.ranks]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
-            workers = {worker.stage: worker for worker in self.workers}
-            run_together([workers[self.stages_of_rank[rank][0]] for rank in self.ranks], columns)
+            run_together([self._of_rank[rank] for rank in self.ranks], columns)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -234,15 +207,17 @@ class Session(Guarded):
 
     def _adopt(self) -> None:
         """Nothing is in flight: the stages follow the model's own tensors and hooks."""
-        of_stage = {worker.stage: worker.weights for worker in self.workers}
-        for weights in of_stage.values():
+        held = [worker.weights for worker in self.workers]
+        for weights in held:
             weights.adopt()
             weights.adopt_hooks()
         for fqn, stages in self._tied_here():
             for stage in stages[1:]:
-                of_stage[stage].follow(fqn, of_stage[stages[0]])
-        for weights in of_stage.values():
+                self._first[stage].follow(fqn, self._first[stages[0]])
+        for weights in held:
             weights.renew()
+            if isinstance(weights, ReplicaWeights) and not self.buffers_apart:
+                weights.follow_buffers(self.state.tensors.__getitem__)
 
     def _rebind(self, name: str, buffer: Tensor) -> None:
         fqn = self.state.rebind(name, buffer)
@@ -270,6 +245,7 @@ class Session(Guarded):
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
+        self._adopt()
 
 
 def _watched(session: Session) -> ModelWatch:
@@ -297,26 +273,3 @@ def _wirings(compiled: Compiled, stages: Iterable[int]) -> dict[tuple[int, bool]
         ):  # fmt: skip
             found[stage, training] = wire(stage, len(plan.stages), signature, edges, training)
     return found
-
-
-def _worker(
-    compiled: Compiled,
-    stage: int,
-    weights: StageWeights,
-    streams: Streams,
-    norms: Norms,
-    transport: Transport,
-) -> Worker:
-    plan, train = compiled.plan, compiled.capture.train
-    again = plan.stages[stage].recompute
-    second = SecondRun(weights.modules[0], compiled, stage) if again else None
-    compute = Compute(stage, plan.tied, weights, streams, _autocast(plan), second)
-    dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
-    return Worker(stage, compute, plan, weights, norms, transport, dtype)
-
-
-def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:
-    if plan.training.autocast is None:
-        return nullcontext
-    device, _, dtype = plan.training.autocast.rpartition(":")
-    return lambda: torch.autocast(device or "cpu", dtype_of(dtype))

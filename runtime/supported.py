@@ -9,8 +9,8 @@ from pdcompile.plan import Plan
 
 
 def check_supported(plan: Plan, graph: OpGraph) -> None:
-    """Raise ConfigError for devices and replicas, which do not run yet, and for what cannot be
-    recomputed; `graph` is what trains."""
+    """Raise ConfigError for devices that do not run yet, and for what cannot be recomputed; `graph`
+    is what trains."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     others = sorted({device.kind for device in cluster.devices} - {"cpu"})
     if others:
@@ -20,14 +20,6 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             remedy='describe the machines that it is to run on now, with kind = "cpu"; '
             "`pdcompile plan`, `simulate` and `dump` work for any kind",
         )
-    for stage in plan.stages:
-        if stage.replicas > 1:
-            raise ConfigError(
-                f"stage {stage.index} has {stage.replicas} replicas, which is planned, checked and "
-                "simulated, but does not run yet",
-                where=f"plan: stages[{stage.index}]",
-                remedy="plan with one replica a stage",
-            )
     _check_recomputation(plan, graph)
 
 

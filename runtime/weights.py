@@ -10,7 +10,7 @@ into a storage that a graph still needs would give wrong gradients without an er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class StageWeights:
         self.versions, self.apart = versions, apart
         self.newest = 0
         self.gradients: dict[int, Gradients] = {}  # complete minibatches, not yet applied
-        self._hooks: list[Any] = []  # that slots have, and their handles
+        self._hooks = Hooks()
         self._masters: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[nn.Parameter]] = {}
         for fqn in interface.parameters:
@@ -56,7 +56,7 @@ class StageWeights:
             if master.requires_grad:
                 self._masters[fqn] = master
                 own = fqn not in copies and not apart
-                self._slots[fqn] = [master] if own else _slots(master, versions)
+                self._slots[fqn] = [master] if own else self._new_slots(fqn, master)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
         self._modules = [_instance(stage_class, interface, model) for _ in range(versions)]
         self._homes = [home for module in self._modules for home in module.modules()]
@@ -67,6 +67,12 @@ class StageWeights:
                 set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
         self._accumulating: tuple[int, int] | None = None  # minibatch, instance
         self.starts_anew = False  # all versions are the newest until there is another
+        self._earlier: Gradients = {}  # of the user's earlier calls, while replicas sum this one's
+
+    def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
+        """Parameters of their own for the modules of every version."""
+        first = nn.Parameter(master.data)
+        return [first, *(nn.Parameter(master.data.clone()) for _ in range(self.versions - 1))]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -83,6 +89,15 @@ class StageWeights:
     def master(self, fqn: str) -> nn.Parameter:
         """The Parameter that the optimizer and the user see: the newest version."""
         return self._masters[fqn]
+
+    def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Those buffers of these names that the stage holds."""
+        module, found = self._modules[0], {}
+        for name, fqn in self._places:
+            if fqn in names and fqn not in self._slots:
+                owner, _, last = name.rpartition(".")
+                found[fqn] = module.get_submodule(owner)._buffers[last]
+        return {fqn: tensor for fqn, tensor in found.items() if tensor is not None}
 
     def memories(self) -> set[int]:
         """Addresses of the memory that calls write: weights of every version, and buffers."""
@@ -133,27 +148,42 @@ class StageWeights:
         found = {fqn: self._masters[fqn].grad for fqn in self.owned}
         return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
 
-    def open_gradients(self, *, keep: bool) -> None:
+    def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
         """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
 
-        Where nothing is `apart`: else .grad is not what backward adds to.
+        Where nothing is `apart`: else .grad is not what backward adds to.  `summed`: what the call
+        makes is summed over replicas first; then `give_back` adds it.
         """
         self._accumulating = None
-        for fqn in () if keep else self.owned:
+        self._earlier = self.present_gradients() if keep and summed else {}
+        for fqn in () if keep and not summed else self.owned:
             self._masters[fqn].grad = None
+
+    def give_back(self, minibatch: int) -> None:
+        """Add the gradients of a minibatch to those that the user had before."""
+        for fqn, gradient in self.gradients.pop(minibatch, {}).items():
+            earlier = self._earlier.pop(fqn, None)
+            self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
+        for fqn, gradient in self._earlier.items():
+            self._masters[fqn].grad = gradient
+        self._earlier = {}
 
     # -- versions ----------------------------------------------------------------------------
 
-    def advance(self, minibatch: int) -> None:
-        """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch."""
+    def advance(self, minibatch: int) -> bool:
+        """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch.
+
+        False where it has run already, for another replica in this process.
+        """
+        if self.newest > minibatch:
+            return False
         self.newest = minibatch + 1
         self.starts_anew = False
-        if self.versions == 1:
-            return
-        for fqn in self.owned:
+        for fqn in self.owned if self.versions > 1 else ():
             new = self.parameter(minibatch + 1, fqn)
             new.data.copy_(self.parameter(minibatch, fqn).data)
             self._masters[fqn].data = new.data
+        return True
 
     def older(self) -> list[tuple[str, Tensor]]:
         """FQN and values of the trained parameters in every version but the newest."""
@@ -193,18 +223,8 @@ class StageWeights:
         Unless `apart` they are on the Parameter that backward works on.  A tied copy runs none:
         what it sends is a part of the gradient, and its owner runs them on the whole.
         """
-        if not self.apart:
-            return
-        wanted = [(fqn, hook) for fqn in self.owned for hook in gradient_hooks(self._masters[fqn])]
-        if wanted == [pair for pair, _ in self._hooks]:
-            return
-        for _, handles in self._hooks:
-            for handle in handles:
-                handle.remove()
-        self._hooks = [
-            ((fqn, hook), [_hook(slot, self._masters[fqn], hook) for slot in self._slots[fqn]])
-            for fqn, hook in wanted
-        ]
+        if self.apart:
+            self._hooks.follow({f: self._masters[f] for f in self.owned}, self._slots)
 
     def follow(self, fqn: str, owner: StageWeights) -> None:
         """A tied copy takes the newest values of its owner in this process."""
@@ -247,9 +267,26 @@ class StageWeights:
         return fqn in self._slots
 
 
-def _slots(master: nn.Parameter, versions: int) -> list[nn.Parameter]:
-    first = nn.Parameter(master.data)
-    return [first, *(nn.Parameter(master.data.clone()) for _ in range(versions - 1))]
+class Hooks:
+    """Hooks on the gradients of Parameters that follow those on others."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[tuple[str, tuple[bool, Any]], list[Any]]] = []  # and their handles
+
+    def follow(
+        self, masters: Mapping[str, nn.Parameter], slots: Mapping[str, list[nn.Parameter]]
+    ) -> None:
+        """Put the hooks that each master has now on all of its slots."""
+        wanted = [(fqn, hook) for fqn, one in masters.items() for hook in gradient_hooks(one)]
+        if wanted == [pair for pair, _ in self._held]:
+            return
+        for _, handles in self._held:
+            for handle in handles:
+                handle.remove()
+        self._held = [
+            ((fqn, hook), [_hook(slot, masters[fqn], hook) for slot in slots[fqn]])
+            for fqn, hook in wanted
+        ]
 
 
 def gradient_hooks(parameter: Tensor) -> list[tuple[bool, Any]]:

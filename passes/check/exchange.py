@@ -22,6 +22,7 @@ from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.spec import Broadcast, PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair"]
+OF_STAGE = (Kind.REDUCE, Kind.BUFFERS)  # collectives of the replicas of a stage
 Told = tuple[int, Action, int, int, int]  # rank, action, item, microbatch, peer
 Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
@@ -88,7 +89,7 @@ class Exchange:
         self.groups = {(Kind.NORMS, -1): Group(everybody)}
         for stage, ranks in enumerate(spec.ranks):
             if len(ranks) > 1:
-                self.groups[Kind.REDUCE, stage] = Group(ranks)
+                self.groups |= {(kind, stage): Group(ranks) for kind in OF_STAGE}
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
         self.told: Counter[Told] = Counter()  # this program's part in broadcasts
@@ -228,7 +229,7 @@ class Exchange:
 
     def _group(self, one: Instruction) -> Group:
         kind = one.action.kind
-        return self.groups[kind, one.stage if kind is Kind.REDUCE else -1]
+        return self.groups[kind, one.stage if kind in OF_STAGE else -1]
 
     def _match(self, channel: ChannelTokens, rank: int, position: int) -> None:
         """First in, first out: the k-th receive posted gets the k-th send."""
@@ -297,7 +298,7 @@ class Exchange:
         groups = tuple(
             (key, tuple(one.posted.get(m, 0) - base for m in one.members))
             for key, one in sorted(self.groups.items())
-            if self.spec.clipping or key[0] is not Kind.NORMS
+            if key[0] is Kind.REDUCE or (key[0] is Kind.NORMS and self.spec.clipping)
         )
         return tuple(channels), groups
 

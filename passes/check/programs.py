@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules.stream import (
+    buffers,
     evaluation,
     gradients,
     make_stream,
@@ -60,6 +61,10 @@ class Programs:
     def norms(self) -> Schedule:
         """Exchange the norms of the gradients that there are."""
         return self._prove_once(norms)
+
+    def buffers(self) -> Schedule:
+        """Bring together the buffers of replicas."""
+        return self._prove_once(buffers)
 
     def share(self, broadcasts: tuple[Broadcast, ...]) -> Schedule:
         """Bring what one rank has to those that need it."""

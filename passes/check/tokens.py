@@ -45,6 +45,8 @@ class Tokens(Transfers):
             Action.POST_NORMS: self.post,
             Action.WAIT_REDUCE: self.wait,
             Action.WAIT_NORMS: self.wait,
+            Action.POST_BUFFERS: self.between_calls,
+            Action.WAIT_BUFFERS: self.between_calls,
         }
 
     def do(self, one: Instruction, base: int) -> None:
@@ -172,6 +174,13 @@ class Tokens(Transfers):
         if label != (self.waited[kind], -1) or self.waited[kind] >= self.posted[kind]:
             raise Violation("waits for what was not posted")
         self.waited[kind] += 1
+
+    def between_calls(self, one: Instruction, _: Label) -> None:
+        """Buffers of replicas are brought together while nothing is in flight."""
+        if Kind.REDUCE not in self.collectives:
+            raise Violation("a stage of one rank has nothing to bring together")
+        if self.in_flight or self.done or one.minibatch or one.microbatch >= 0:
+            raise Violation("buffers are brought together between calls, not in one")
 
     def loss(self, one: Instruction, label: Label) -> None:
         self.hear(one, label)

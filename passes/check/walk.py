@@ -15,8 +15,9 @@ from pdcompile.schedule.instruction import TRANSFERS
 from pdcompile.schedule.spec import Broadcast, PipelineSpec
 
 STEP, FLUSH, GRADIENTS, REFRESH = "", "+flush", "+gradients", "+refresh"
-EVALUATION, NORMS, BROADCAST = "+eval", "+norms", "+broadcast"
-PROGRAMS = (STEP, FLUSH, GRADIENTS, REFRESH, EVALUATION, NORMS, BROADCAST)
+EVALUATION, NORMS, BUFFERS, BROADCAST = "+eval", "+norms", "+buffers", "+broadcast"
+PROGRAMS = (STEP, FLUSH, GRADIENTS, REFRESH, EVALUATION, NORMS, BUFFERS, BROADCAST)
+COLLECTIVES = {NORMS: Kind.NORMS, BUFFERS: Kind.BUFFERS}  # programs of one exchange and no more
 
 
 class Walk:
@@ -93,11 +94,12 @@ class Walk:
             except Violation as error:
                 message = f"at the end of the program: {error}"
                 raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None
-        if kind == NORMS:
-            norms = self.exchange.groups[Kind.NORMS, -1]
-            for rank in norms.members:
-                if (norms.posted.get(rank), norms.waited.get(rank)) != (1, 1):
-                    message = "takes part in the exchange of norms other than once"
+        for (of, stage), group in self.exchange.groups.items():
+            due = int(of is COLLECTIVES.get(kind))
+            for rank in group.members if due or of is Kind.BUFFERS else ():
+                if (group.posted.get(rank, 0), group.waited.get(rank, 0)) != (due, due):
+                    whose = f" of stage {stage}" if stage >= 0 else ""
+                    message = f"the exchange of {of.name.lower()}{whose}: expected {due}"
                     raise self._error(program, rank, len(program.columns[rank]) - 1, message)
 
     def copy(self) -> Walk:

@@ -329,6 +329,19 @@ def lower_norms(spec: PipelineSpec) -> Schedule:
     return project(spec, f"{spec.name}+norms", columns)
 
 
+def lower_buffers(spec: PipelineSpec) -> Schedule:
+    """The replicas of every stage that has several bring their buffers together."""
+    columns = []
+    for rank, stages in spec.holders:
+        column = Column(spec, rank, dict.fromkeys(stages, StageState()))
+        for lane in column.lanes.values():
+            if lane.replicated:
+                lane.put(Action.POST_BUFFERS)
+                lane.put(Action.WAIT_BUFFERS)
+        columns.append(column)
+    return project(spec, f"{spec.name}+buffers", columns)
+
+
 def lower_broadcasts(spec: PipelineSpec, broadcasts: Iterable[Broadcast]) -> Schedule:
     """One after the other, each from its root to all of its receivers."""
     columns: list[list[Instruction]] = [[] for _ in range(spec.num_ranks)]

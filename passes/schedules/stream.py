@@ -18,6 +18,7 @@ from pdcompile.passes.schedules.lower_comm import (
     StageState,
     Upto,
     lower_broadcasts,
+    lower_buffers,
     lower_norms,
     lower_refresh,
     project,
@@ -93,6 +94,11 @@ def refresh(plan: Plan) -> Schedule:
 def norms(plan: Plan) -> Schedule:
     """The program in which all ranks exchange the norms of the gradients that there are."""
     return lower_norms(spec_of(plan))
+
+
+def buffers(plan: Plan) -> Schedule:
+    """The program in which replicas bring together the buffers that training writes."""
+    return lower_buffers(spec_of(plan))
 
 
 def share(plan: Plan, broadcasts: Iterable[Broadcast]) -> Schedule:

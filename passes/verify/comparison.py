@@ -75,7 +75,11 @@ class Comparison:
                     break  # inputs after the first may be made up, and ones that the model refuses
                 done += 1
                 if graph and not self.found and not self.rounded:
-                    compare(self.model, self.capture, call, follow_batch(call, self.layout))
+                    layout, whole = (
+                        follow_batch(call, self.layout),
+                        self.plan.training.keeps_outputs,
+                    )
+                    compare(self.model, self.capture, call, layout, whole=whole)
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, eager[0].gradients, eager[0].buffers)
@@ -109,8 +113,9 @@ class Comparison:
         graph, training = chain.graph, self.plan.training
         size = follow_batch(call, self.layout).size
         step = Step(
-            self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number
-        )
+            self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number,
+            whole=training.keeps_outputs or not graph.training,
+        )  # fmt: skip
         try:
             expected, got = self._both(chain, step, gradients=graph.training)
         except ModelFails as error:

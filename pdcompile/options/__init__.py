@@ -46,11 +46,11 @@ class Options:
     weights: Any = None
     group: Any = None
     progress: bool | Literal["auto"] = "auto"
-    replicas: Literal["1", "equal", "any"] | None = None  # of a stage; None: 1, on every device
+    replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
 
     @property
     def searches(self) -> bool:
         """Whether the planner decides more than the cut."""
-        return "auto" in (self.schedule, self.recompute) or self.replicas is not None
+        return "auto" in (self.schedule, self.recompute) or self.replicas != 1

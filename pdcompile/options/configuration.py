@@ -18,6 +18,7 @@ from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
 MOST_COUNTS = 5  # microbatch counts that "auto" tries
+SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
 SPREAD = 4  # from a quarter of the usual count to four times
 
 
@@ -25,12 +26,14 @@ SPREAD = 4  # from a quarter of the usual count to four times
 class Configuration:
     """Training and machines, with nothing left open but warm-up and the optimizer's memory.
 
-    One stage a device where the planner does not decide that.
+    One stage a device where the planner does not decide that.  `idle`: devices may be left out,
+    as there is no process for each.
     """
 
     cluster: Cluster
     num_stages: int
     training: Training
+    idle: bool = True
 
     @property
     def microbatch_size(self) -> int:
@@ -71,21 +74,24 @@ def configure(
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
     )
-    return Configuration(cluster, stages, training)
+    return Configuration(cluster, stages, training, idle=num_ranks is None)
 
 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
     """(number of stages, cluster with the user's limit of memory): see `configure`."""
-    stages = _num_stages(options, num_ranks)
-    cluster = _cluster(options.cluster, stages, in_process=num_ranks is None)
+    stages, ranks = _stages_and_ranks(options, num_ranks)
+    cluster = _cluster(options.cluster, ranks, in_process=num_ranks is None)
     cluster = _limited(cluster, options.memory)
     recomputation(options, stages)
-    # Where the planner decides how many devices a stage has, there may be fewer stages.
-    fewer = len(cluster.devices) > stages and options.replicas is None
-    if len(cluster.devices) < stages or fewer:
+    # Where the planner decides how many devices a stage has, some may be left.
+    fixed = options.plan is not None or options.replicas not in SEARCHED
+    if len(cluster.devices) < ranks or (fixed and len(cluster.devices) > ranks):
+        shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         raise ConfigError(
-            f"{stages} stages on a cluster of {len(cluster.devices)} devices",
-            remedy=f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
+            f"{shown} on a cluster of {len(cluster.devices)} devices",
+            remedy=f"give a cluster of {ranks} devices"
+            if ranks != stages
+            else f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
             "one stage a device",
         )
     return stages, cluster
@@ -108,6 +114,47 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
             remedy=f"one bool a stage, for all stages (True or False), or stages={len(given)}",
         )
     return tuple(given)
+
+
+def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int]:
+    """(stages, ranks); where the planner decides, as many as there can be."""
+    check_count("stages", options.stages, "None: one a device")
+    stages, replicas, plan = options.stages, options.replicas, options.plan
+    if isinstance(plan, Plan):
+        stages, ranks = stages or len(plan.stages), plan.num_ranks
+        if num_ranks not in (None, ranks):
+            raise LaunchError(
+                f"a plan of {ranks} ranks, but WORLD_SIZE is {num_ranks}",
+                remedy=f"launch with torchrun --nproc-per-node={ranks}, or plan again",
+            )
+        return stages, ranks
+    there = num_ranks or _num_devices(options.cluster)
+    if isinstance(replicas, tuple):
+        ranks = sum(replicas)
+        if stages not in (None, len(replicas)):
+            raise ConfigError(
+                f"stages={stages}, and replicas={replicas} are of {len(replicas)} stages",
+                remedy="leave stages out, or give one count a stage",
+            )
+        stages = len(replicas)
+    elif isinstance(replicas, int) and replicas > 1:
+        stages = stages or (there or replicas) // replicas or 1
+        ranks = stages * replicas
+    else:
+        ranks = there if there and replicas in SEARCHED else stages or there or 1
+        stages = stages or ranks
+    if num_ranks not in (None, ranks):
+        shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
+        raise LaunchError(
+            f"{shown}, but WORLD_SIZE is {num_ranks}",
+            remedy=f"launch with torchrun --nproc-per-node={ranks}, or leave stages out",
+        )
+    return stages, ranks
+
+
+def _num_devices(cluster: Any) -> int | None:
+    """Of the cluster that the user gives; None where none is given."""
+    return None if cluster == "auto" else len(_cluster(cluster, 1, in_process=True).devices)
 
 
 def chosen_schedule(options: Options) -> str:
@@ -141,36 +188,11 @@ def _refuse_several(options: Options, kind: ScheduleKind) -> None:
             "update of its own",
             remedy="microbatches=1, and smaller minibatches",
         )
-    if options.replicas not in (None, "1", 1):
+    if options.replicas not in ("1", 1):
         raise ConfigError(
             f"replicas={options.replicas!r} {asked}, where replicas would update in turn",
             remedy="one replica a stage, or another schedule",
         )
-
-
-def _num_stages(options: Options, num_ranks: int | None) -> int:
-    check_count("stages", options.stages, "None: one a device")
-    stages = options.stages
-    if num_ranks is not None and isinstance(options.plan, Plan):
-        if (needed := options.plan.num_ranks) != num_ranks:
-            raise LaunchError(
-                f"a plan of {needed} ranks, but WORLD_SIZE is {num_ranks}",
-                remedy=f"launch with torchrun --nproc-per-node={needed}, or plan again",
-            )
-    elif num_ranks is not None:
-        if stages is not None and stages != num_ranks:
-            raise LaunchError(
-                f"{stages} stages, but WORLD_SIZE is {num_ranks}",
-                remedy=f"launch with torchrun --nproc-per-node={stages}, or leave stages out",
-            )
-        return num_ranks
-    if stages is not None:
-        return stages
-    if isinstance(options.cluster, Cluster):
-        return len(options.cluster.devices)
-    if options.cluster != "auto":
-        return len(_cluster(options.cluster, 1, in_process=True).devices)
-    return 1
 
 
 def check_count(name: str, given: Any, otherwise: str) -> None:
@@ -186,11 +208,11 @@ def check_count(name: str, given: Any, otherwise: str) -> None:
         )
 
 
-def _cluster(given: Any, stages: int, *, in_process: bool) -> Cluster:
+def _cluster(given: Any, ranks: int, *, in_process: bool) -> Cluster:
     if isinstance(given, Cluster):
         return given
     if given == "auto":
-        return Cluster.local(stages) if in_process else _auto(stages)
+        return Cluster.local(ranks) if in_process else _auto(ranks)
     if isinstance(given, str | Path):
         text = str(given)
         return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
@@ -272,16 +294,23 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         every = allowed(options.max_staleness)
         schedules = tuple(name for name in every if not KINDS[name].updates_each)
     return SearchSpace(
-        replicas=options.replicas or "1",
+        replicas=_replicas(options.replicas, configuration.num_stages),
         recompute=again,
         schedules=schedules,
         microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
         stages=len(mixed)
-        or options.stages
-        or (configuration.num_stages if options.replicas is None else None),
+        or (options.stages if options.replicas in SEARCHED else configuration.num_stages),
         recomputed=mixed,
+        idle=configuration.idle,
     )
+
+
+def _replicas(given: Any, stages: int) -> Any:
+    """As the space says it: by stage, or how the planner decides."""
+    if isinstance(given, int):
+        return "1" if given == 1 else (given,) * stages
+    return given
 
 
 def _counts(options: Options, configuration: Configuration, sizes: SizeRange) -> tuple[int, ...]:

@@ -13,7 +13,12 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.autocast import autocast_text
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
-from pdcompile.options.configuration import check_count, chosen_schedule, not_a_cluster
+from pdcompile.options.configuration import (
+    SEARCHED,
+    check_count,
+    chosen_schedule,
+    not_a_cluster,
+)
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Constraint
 from pdcompile.schedule.registry import flush_schedules
@@ -110,6 +115,7 @@ def _constraints(given: Any) -> None:
 
 def _machines(options: Options) -> None:
     check_count("stages", options.stages, "None: one a device")
+    _replicas(options.replicas)
     if options.microbatches != "auto":
         check_count("microbatches", options.microbatches, "'auto'")
     check_batch_dims(options.batch_dims)
@@ -120,6 +126,17 @@ def _machines(options: Options) -> None:
             Cluster.parse(text)
     elif not isinstance(cluster, Cluster):
         raise not_a_cluster(cluster)
+
+
+def _replicas(given: Any) -> None:
+    many = isinstance(given, tuple) and bool(given)
+    for count in given if many else (given,):
+        whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not whole and (many or given not in SEARCHED):
+            raise ConfigError(
+                f"replicas={given!r} does not say how many replicas a stage has",
+                remedy="a number for every stage (2), one for each ((3, 1)), 'equal' or 'any'",
+            )
 
 
 def check_target(options: Options, target: Any) -> None:

@@ -35,17 +35,19 @@ class SearchSpace:
     """The choices; every field lists what is allowed.
 
     Args:
-        replicas: "1": one rank a stage; "equal": the same number for all; "any".
+        replicas: "1": one rank a stage; "equal": the same number for all; "any"; or the
+            number of each stage.
         recompute: both: chosen for each stage, unless `recomputed` says which do.
         microbatches: how many pieces a minibatch is cut into.
         extra_warmup: e puts 1 + e microbatches between neighbours in flight (`extra` of
             `pdcompile.passes.schedules.warmup`); more hides transfers and costs memory.
         stages: how many; None: any number.
+        idle: devices may be left out.
         in_order: stage s runs on rank s; else devices take the positions that suit them best.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
     """
 
-    replicas: Literal["1", "equal", "any"] = "1"
+    replicas: Literal["1", "equal", "any"] | tuple[int, ...] = "1"
     recompute: tuple[bool, ...] = (False,)
     schedules: tuple[str, ...] = (DEFAULT,)
     microbatches: tuple[int, ...] = (1,)
@@ -53,18 +55,19 @@ class SearchSpace:
     stages: int | None = None
     in_order: bool = False
     recomputed: tuple[bool, ...] = ()
+    idle: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
         checks: tuple[tuple[str, bool], ...] = (
-            ("replicas", self.replicas in ("1", "equal", "any")),
+            ("replicas", self.replicas in ("1", "equal", "any") or _fits(self)),
             ("recompute", bool(self.recompute) and set(self.recompute) <= {False, True}),
             ("schedules", bool(self.schedules) and set(self.schedules) <= set(KINDS)),
             ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),
             ("recomputed", len(self.recomputed) in (0, self.stages)),
-            ("in_order", not self.in_order or (self.stages is not None and self.replicas == "1")),
+            ("in_order", not self.in_order or (self.stages is not None and self.straight)),
         )
         for name, holds in checks:
             if not holds:
@@ -82,10 +85,22 @@ class SearchSpace:
         """Whether nothing but the cut is open, of stages that keep their activations."""
         return self.in_order and set(self.recompute) == {False}
 
+    @property
+    def straight(self) -> bool:
+        """One rank a stage."""
+        return self.replicas == "1"
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The number of replicas of each stage, where that is given."""
+        return self.replicas if isinstance(self.replicas, tuple) else ()
+
     def counts(self, ranks: int) -> tuple[int, ...]:
         """Replica counts that a stage may have when so many ranks are there."""
-        if self.replicas == "1":
+        if self.straight:
             return (1,)
+        if self.widths:
+            return tuple(sorted({*self.widths}))
         step = -(-ranks // MOST_COUNTS)
         few = range(1, min(ranks, 16) + 1)
         return tuple(sorted({*few, *range(step, ranks + 1, step), ranks}))
@@ -99,7 +114,7 @@ class SearchSpace:
         """What a certificate's scope says of it."""
         parts = [
             f"{'any number of' if self.stages is None else self.stages} stages",
-            f"replicas {self.replicas}",
+            f"replicas {_listed(self.replicas)}",
             "recomputation "
             + (
                 "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
@@ -109,6 +124,14 @@ class SearchSpace:
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
         ]
         return "; ".join(parts)
+
+
+def _fits(space: SearchSpace) -> bool:
+    return bool(space.widths) and len(space.widths) == space.stages and min(space.widths) >= 1
+
+
+def _listed(replicas: object) -> str:
+    return "-".join(map(str, replicas)) if isinstance(replicas, tuple) else str(replicas)
 
 
 @dataclass(frozen=True, slots=True)

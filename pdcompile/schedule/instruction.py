@@ -35,6 +35,7 @@ class Kind(IntEnum):
     STATE = 8
     CALL = 9  # which call this is: needs no header, it is one
     REDUCE = 10
+    BUFFERS = 11
 
 
 class Action(StrEnum):
@@ -53,7 +54,8 @@ class Action(StrEnum):
     minibatch from the owner to one other stage.
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
-    minibatch over the replicas of the stage).
+    minibatch over the replicas of the stage), POST_BUFFERS / WAIT_BUFFERS (between calls: the
+    buffers that training writes, over the replicas of the stage).
     LOSS sums what the microbatches of a minibatch lost on a rank of the last stage; TELL_LOSS
     sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
     Replicas of the last stage send one part each; the loss is the sum.
@@ -88,6 +90,8 @@ class Action(StrEnum):
     WAIT_NORMS = "WAIT_NORMS", Phase.WAIT, Kind.NORMS
     POST_REDUCE = "POST_REDUCE", Phase.POST, Kind.REDUCE
     WAIT_REDUCE = "WAIT_REDUCE", Phase.WAIT, Kind.REDUCE
+    POST_BUFFERS = "POST_BUFFERS", Phase.POST, Kind.BUFFERS
+    WAIT_BUFFERS = "WAIT_BUFFERS", Phase.WAIT, Kind.BUFFERS
     LOSS = "LOSS", Phase.LOCAL, Kind.LOSS
     TELL_LOSS = "TELL_LOSS", Phase.TELL, Kind.LOSS
     HEAR_LOSS = "HEAR_LOSS", Phase.HEAR, Kind.LOSS

@@ -22,8 +22,8 @@ from pdcompile.weights import set_tensor
 class State:
     """Tensors of the model by canonical FQN, as far as this process holds them.
 
-    `owned[r]`: the trainable parameters that rank r updates.  The first stage that holds a
-    tensor owns it.
+    The first stage that holds a tensor owns it, and all of its replicas update it; `owned[r]`:
+    the trainable parameters of which rank r is the first owner.
     """
 
     def __init__(self, model: nn.Module, compiled: Compiled, ranks: list[int]) -> None:
@@ -33,12 +33,14 @@ class State:
         graphs = compiled.capture.eval, compiled.capture.train
         self._infos = {**graphs[0].tensors, **graphs[1].tensors}
         held = compiled.stages_of_rank
-        rank_of = {stage: rank for rank, stages in held.items() for stage in stages}
         self._holders: dict[str, list[int]] = {fqn: [] for fqn in self._infos}
-        for interface in compiled.interfaces:
+        self._owners: dict[str, tuple[int, ...]] = {}
+        for interface, ranks_of_stage in zip(
+            compiled.interfaces, compiled.stream.spec.ranks, strict=True
+        ):
             for fqn in (*interface.parameters, *interface.buffers, *interface.constants):
-                if (rank := rank_of[interface.index]) not in self._holders[fqn]:
-                    self._holders[fqn].append(rank)
+                self._owners.setdefault(fqn, ranks_of_stage)
+                self._holders[fqn] += [r for r in ranks_of_stage if r not in self._holders[fqn]]
         self.owned = [
             [f for f, i in self._infos.items() if i.requires_grad and self._holders[f][0] == rank]
             for rank in held
@@ -60,9 +62,10 @@ class State:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that this process owns, in the order of the model."""
-        for fqn, holders in self._holders.items():
+        mine = set(self._ranks)
+        for fqn in self._infos:
             tensor = self.tensors.get(fqn)
-            if isinstance(tensor, nn.Parameter) and holders[0] in self._ranks:
+            if isinstance(tensor, nn.Parameter) and not mine.isdisjoint(self._owners.get(fqn, ())):
                 yield fqn, tensor
 
     def optimized(self, *, alone: bool) -> list[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ class FlushFirst:
 
     def __call__(self, *_: Any) -> None:
         pipe = self._pipe()
-        if pipe is None or not pipe.in_flight:
+        if pipe is None or not pipe.unsettled:
             return
         if self._alone:
             pipe.flush()

@@ -43,6 +43,12 @@ class World:
         self.group: Any = dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(minutes=30))
         self.ending = Ending(self.store, rank)
 
+    def subgroup(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """Connections between some of the ranks alone, for collectives; each of them calls this."""
+        store = PrefixStore(name, self.store)
+        index = ranks.index(self.rank)
+        return dist.ProcessGroupGloo(store, index, len(ranks), timedelta(minutes=30))
+
     def _check_agreement(self, agreed: str) -> None:
         self.store.set(f"agreement/{self.rank}", agreed)
         for rank in range(self.size):

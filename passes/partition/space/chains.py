@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 class Chains:
     """All ways to cut into stages on exactly these seats.
 
-    `menu`: what a stage may be; `stages`: how many there are, None for any number;
+    `menu`: what a stage may be; `widths`: the replicas of each, where they are given; `stages`: how
+    many there are, None for any number;
     `numbered`: the model's pins are to these stages.  `heuristic`: order by load per microbatch
     instead of by the bound.  `recomputed`: which of the stages do, where that is given.
     """
@@ -53,6 +54,7 @@ class Chains:
     numbered: bool = False
     heuristic: bool = False
     recomputed: tuple[bool, ...] = ()
+    widths: tuple[int, ...] = ()
     rest: dict[Key, Matrix] = field(default_factory=dict)
     squares: dict[Key, Matrix] = field(default_factory=dict)
     _allowed: dict[int, Bool] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class Chains:
     def _options(self, left: int) -> Iterator[StageOption]:
         """The rows of the menu for the first of so many stages."""
         for option in self.menu:
+            if self.widths and self.widths[-left] != option.replicas:
+                continue
             if not self.recomputed or self.recomputed[-left] == option.recompute:
                 yield option
 

@@ -106,7 +106,7 @@ def simple_bound(
     """All work on all devices at full speed; in the units of `Pipelines.bound`."""
     speed = float(sum(seats.cluster.devices[rank].speed for rank in seats.ranks))
     seconds = prepared.work / speed
-    if space.replicas == "1":
+    if space.straight:
         seconds = max(seconds, prepared.largest / seats.fastest)
     m = 1 if kind_of(setting.schedule).stream else setting.num_microbatches
     return seconds * m * (1 - 1e-12)
@@ -143,8 +143,9 @@ class Pipelines:
             StageOption(r, again) for r in counts for again in sorted(set(space.recompute))
         )
         self.chains = Chains(
-            matrices, seats, menu, stages, numbered, likely, recomputed=space.recomputed
-        )
+            matrices, seats, menu, stages, numbered, likely,
+            recomputed=space.recomputed, widths=space.widths,
+        )  # fmt: skip
 
     def bound(self) -> float:
         """A lower bound of all candidates (if the ideals are all), infinite if there is none.

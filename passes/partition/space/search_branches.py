@@ -120,7 +120,8 @@ def _shapes(
         yield tuple(range(space.stages)), (1,), space.stages
         return
     orders, _ = arrangements(cluster)
-    lengths = range(1, len(cluster.devices) + 1)
+    every = len(cluster.devices)
+    lengths = range(1 if space.idle else every, every + 1)
     for ranks in dict.fromkeys(order[:used] for order in orders for used in lengths):
         for counts, stages in _widths(space, len(ranks), cap):
             yield ranks, counts, stages
@@ -136,7 +137,11 @@ def _widths(
             if stages is None or stages <= used:
                 yield space.counts(used), stages
         return
-    for width in (1,) if space.replicas == "1" else range(1, used + 1):
+    if isinstance(space.replicas, tuple):
+        if sum(space.replicas) == used:
+            yield space.counts(used), wanted
+        return
+    for width in (1,) if space.straight else range(1, used + 1):
         stages, rest = divmod(used, width)
         if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
             yield (width,), stages if wanted else None

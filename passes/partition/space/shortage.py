@@ -131,12 +131,13 @@ def least_share(
         setting = Setting(
             schedule, m, extra, training.optimizer_factor, training.max_grad_norm is not None
         )
-        prepared, straight = problems[m], space.replicas == "1"
+        prepared = problems[m]
         shares = Shares(
-            prepared.segments, setting, straight, space.decides_recomputation, prepared.last
+            prepared.segments, setting, space.straight, space.decides_recomputation, prepared.last
         )
         menu = tuple(StageOption(r, again) for r in space.counts(used))
-        found = Chains(shares, Seats(alike, tuple(range(used))), menu, space.stages).solve()
+        seats = Seats(alike, tuple(range(used)))
+        found = Chains(shares, seats, menu, space.stages, widths=space.widths).solve()
         if found < best:
             best, what = found, f"{schedule}, {m} microbatches, {used} devices"
     return Least(most, best, what, proved)

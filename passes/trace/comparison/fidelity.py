@@ -16,11 +16,19 @@ from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.untouched import untouched
 
 
-def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> None:
+def compare(
+    model: nn.Module,
+    capture: Capture,
+    flat: FlatCall,
+    layout: BatchLayout,
+    *,
+    whole: bool = True,
+) -> None:
     """Runs eager and graph on the microbatch `flat`, in both modes, with equal random streams.
 
     Compared bit for bit: outputs, the loss, the gradient of every parameter (train) and all
-    buffers.  The model and the generators are left as they were.
+    buffers.  The model and the generators are left as they were.  Not `whole`: the capture leaves
+    out outputs of training.
 
     Raises:
         VerifyError: names the first op that differs, and the user's line.
@@ -35,8 +43,9 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
     for graph in (capture.train, capture.eval):
         origin = graph.origin or Origin()
         step = Step(
-            model, graph, flat, layout.size, origin.loss_fn, origin.autocast, outputs_backward=True
-        )
+            model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
+            outputs_backward=True, whole=whole or not graph.training,
+        )  # fmt: skip
         with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
             compare_mode(step)
 

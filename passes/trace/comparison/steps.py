@@ -38,7 +38,8 @@ class Step:
     """One step of one mode on one microbatch, of the model or of its graph.
 
     `size` counts samples; `seed` and `minibatch` name the random streams.  With
-    `outputs_backward` backward starts at the outputs where there is no loss.
+    `outputs_backward` backward starts at the outputs where there is no loss.  A graph that is not
+    `whole` leaves out outputs of training, which are then not compared.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Step:
     seed: int = 0
     minibatch: int = 0
     outputs_backward: bool = False
+    whole: bool = True
 
     def values(
         self, run: Callable[[], tuple[Outputs, Loss]], *, gradients: bool | None = None
@@ -130,7 +132,9 @@ class Step:
         """Leaves of the output by value name; those that no op makes by position."""
         places = enumerate(leaves(self.graph.output))
         names = [place.name if isinstance(place, Ref) else f"output {i}" for i, place in places]
-        return dict(zip(names, found, strict=True))
+        wanted = [self.whole or place is not None for place in leaves(self.graph.output)]
+        named = zip(names, found, wanted, strict=True)
+        return {name: value for name, value, compared in named if compared}
 
     def _backward(self, scope: DrawScope, outputs: Outputs, loss: Loss) -> None:
         roots: list[Any] = [loss]

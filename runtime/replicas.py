@@ -1,0 +1,164 @@
+"""Replicas of a stage: what they sum, and their weights where several are in one process.
+
+Every replica makes the same update of the same sum.  In one process it is made once, by the
+replica that comes to it first, in memory that all of them read: one optimizer, one set of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
+from pdcompile.runtime.weights import Gradients, StageWeights
+from pdcompile.schedule import Action
+
+OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
+
+
+class Replicas:
+    """One replica's part in the collectives of its stage.
+
+    Gradients of a minibatch become their sum.  Buffers that training writes are each replica's own
+    until somebody else reads them: then floating ones become their mean, others the first
+    replica's.  `written`: their names.
+    """
+
+    def __init__(self, sums: Sums, weights: StageWeights, written: Collection[str]) -> None:
+        self.updates = True  # the user has the gradients, where not
+        self._sums = sums
+        self._weights = weights
+        self._written = written
+        self._gradients = Reduction(
+            sums, {fqn: _shape(weights.master(fqn)) for fqn in weights.owned}
+        )
+        held = weights.buffers(written)
+        self._buffers = Reduction(sums, {fqn: _shape(tensor) for fqn, tensor in held.items()})
+
+    def execute(self, action: Action, minibatch: int) -> None:
+        """Run one of `OF_REPLICAS`."""
+        if action is Action.POST_REDUCE:
+            self._gradients.post(minibatch, self._weights.harvest(minibatch))
+        elif action is Action.WAIT_REDUCE:
+            sums = self._gradients.wait(minibatch)
+            gradients = self._weights.harvest(minibatch)
+            gradients.clear()
+            gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
+            if not self.updates:
+                self._weights.give_back(minibatch)
+        elif action is Action.POST_BUFFERS:
+            held = self._weights.buffers(self._written)
+            self._buffers.post(
+                minibatch,
+                {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
+            )
+        else:
+            held = self._weights.buffers(self._written)
+            with torch.no_grad():
+                for fqn, (total, replicas) in self._buffers.wait(minibatch).items():
+                    mean = total / replicas if _has_mean(held[fqn]) else total
+                    held[fqn].copy_(mean)
+
+    def ready(self, action: Action, minibatch: int) -> bool:
+        if action is Action.WAIT_REDUCE:
+            return self._gradients.ready(minibatch)
+        return action is not Action.WAIT_BUFFERS or self._buffers.ready(minibatch)
+
+    def abandon(self) -> None:
+        """Forget what is in flight: the connections are about to close."""
+        self._gradients.abandon()
+        self._buffers.abandon()
+
+
+def _shape(tensor: Tensor) -> Shape:
+    dtype = torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
+    return Shape(tuple(tensor.shape), dtype)
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class ReplicaWeights(StageWeights):
+    """Gradients, and the buffers that training writes, are this replica's own; the values of
+    parameters are those of `first`, the first replica.
+
+    `tensors(fqn)` is the tensor of the first replica; `written`: names of the buffers that
+    training writes.
+    """
+
+    def __init__(
+        self,
+        first: StageWeights,
+        stage_class: type[nn.Module],
+        interface: StageInterface,
+        tensors: Callable[[str], Tensor],
+        *,
+        written: Collection[str],
+        model: nn.Module | None = None,
+    ) -> None:
+        self._first = first
+        self._own = {fqn: tensors(fqn).clone() for fqn in written if fqn in interface.buffers}
+        super().__init__(
+            stage_class,
+            interface,
+            lambda fqn: self._own.get(fqn, tensors(fqn)),
+            copies=frozenset(),
+            versions=first.versions,
+            apart=True,
+            model=model,
+        )
+
+    def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
+        return [nn.Parameter(slot.data) for slot in self._first._slots[fqn]]
+
+    # -- gradients: the user knows those of the first replica ---------------------------------
+
+    def present_gradients(self) -> Gradients:
+        return {}
+
+    def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
+        self._accumulating = None
+        for fqn in self.owned:
+            self.parameter(0, fqn).grad = None
+
+    def give_back(self, minibatch: int) -> None:
+        self.gradients.pop(minibatch, None)
+
+    # -- values: those of the first replica ----------------------------------------------------
+
+    def advance(self, minibatch: int) -> bool:
+        self.newest, self.starts_anew = minibatch + 1, False
+        return self._first.advance(minibatch)
+
+    def adopt(self) -> None:
+        self._first.adopt()
+        for fqn, slots in self._slots.items():
+            for slot, theirs in zip(slots, self._first._slots[fqn], strict=True):
+                if slot.data_ptr() != theirs.data_ptr():
+                    slot.data = theirs.data
+
+    def older(self) -> list[tuple[str, Tensor]]:
+        return []
+
+    def forget(self) -> None:
+        self.starts_anew = True
+
+    def restart(self, minibatches: int) -> None:
+        self.newest, self.starts_anew = minibatches, True
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    def rebind(self, fqn: str, buffer: Tensor) -> None:
+        if fqn in self._own:
+            self._own[fqn] = buffer = buffer.clone()
+        super().rebind(fqn, buffer)
+
+    @torch.no_grad()
+    def follow_buffers(self, tensors: Callable[[str], Tensor]) -> None:
+        """Take the values of the first replica's buffers."""
+        for fqn, own in self._own.items():
+            own.copy_(tensors(fqn))

@@ -1,0 +1,181 @@
+"""Sums over the replicas of a stage: of gradients after a minibatch, of buffers between calls.
+
+Tensors travel in buckets, flat runs of one dtype, which are summed while the rank goes on; every
+replica gets the same bits.  Which parameters have a gradient may differ (a branch that only some
+microbatches take): behind its values a bucket counts, for each tensor, the replicas that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pdcompile.errors import ContractError
+from pdcompile.runtime.transport.point_to_point import Handle, PeerLost
+
+#: what the replicas of a stage in one process have given: by sum, by replica
+Board = dict[int, dict[int, Tensor]]
+BUCKET_BYTES = 25 << 20  # large enough for a link's full rate, small enough to overlap
+
+
+class Shape(NamedTuple):
+    """Of a tensor that every replica has."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+class Sums(Protocol):
+    """A stage's replicas, as one of them sees the others."""
+
+    size: int
+    index: int
+
+    def start(self, flat: Tensor) -> Handle:
+        """Add this replica's part; `wait` returns the sum.  The same calls on every replica."""
+
+    def abandon(self) -> None:
+        """Let go of what was begun, so that connections can close."""
+
+
+class GroupSums:
+    """Replicas in processes of their own: a gloo group that is used for nothing else."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], index: int) -> None:
+        self.size, self.index = len(ranks), index
+        self._group = group
+        self._next = ranks[(index + 1) % len(ranks)]
+
+    def start(self, flat: Tensor) -> Handle:
+        real = torch.view_as_real(flat) if flat.is_complex() else flat  # gloo has no complex sums
+        return _Reducing(self._group.allreduce([real]), flat, self._next)
+
+    def abandon(self) -> None:
+        self._group = None
+
+
+class _Reducing(Handle):
+    def __init__(self, work: Any, flat: Tensor, peer: int) -> None:
+        self._work, self._flat, self._peer = work, flat, peer
+
+    def wait(self) -> Tensor:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            text = str(error)
+        else:
+            return self._flat
+        self._work = None
+        raise PeerLost(self._peer, text)  # gloo does not say who it was: ask the next replica
+
+
+class LocalSums:
+    """Replicas in one process: parts lie on a board until all are there."""
+
+    def __init__(self, board: Board, size: int, index: int) -> None:
+        self.size, self.index = size, index
+        self._board = board
+        self._numbers = count()
+
+    def start(self, flat: Tensor) -> Handle:
+        number = next(self._numbers)
+        parts = self._board.setdefault(number, {})
+        parts[self.index] = flat
+        if len(parts) == self.size:
+            del self._board[number]
+        return _Gathered(parts, self.size)
+
+    def abandon(self) -> None:
+        self._board.clear()
+
+
+class _Gathered(Handle):
+    def __init__(self, parts: dict[int, Tensor], size: int) -> None:
+        self._parts, self._size = parts, size
+
+    def ready(self) -> bool:
+        return len(self._parts) == self._size
+
+    def wait(self) -> Tensor:
+        total = self._parts[0].clone()
+        for index in range(1, self._size):
+            total += self._parts[index]
+        return total
+
+
+class Reduction:
+    """One replica's part in the sums of its stage, of tensors that are known by name."""
+
+    def __init__(self, sums: Sums, shapes: Mapping[str, Shape]) -> None:
+        self._sums = sums
+        self._shapes = shapes
+        self._buckets = _buckets(shapes)
+        self._posted: dict[int, list[Handle]] = {}
+
+    def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Add this replica's tensors to sum `number`; one that is not there counts as zero.
+
+        Raises ContractError for a sparse tensor.
+        """
+        self._posted[number] = [self._sums.start(self._flat(b, tensors)) for b in self._buckets]
+
+    def _flat(self, bucket: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
+        dtype = self._shapes[bucket[0]].dtype
+        parts = []
+        for name in bucket:
+            tensor = tensors.get(name)
+            if tensor is None:
+                parts.append(torch.zeros(prod(self._shapes[name].sizes), dtype=dtype))
+                continue
+            if tensor.layout != torch.strided:
+                raise ContractError(
+                    f"the gradient of {name!r} is sparse, and is to be summed over replicas",
+                    remedy="leave sparse=True out, or plan with one replica for its stage",
+                )
+            parts.append(tensor.detach().reshape(-1).to(dtype))
+        present = torch.tensor([name in tensors for name in bucket], dtype=dtype)
+        return torch.cat([*parts, present])
+
+    def ready(self, number: int) -> bool:
+        return all(handle.ready() for handle in self._posted[number])
+
+    def wait(self, number: int) -> dict[str, tuple[Tensor, int]]:
+        """The sums, each with the number of replicas that had a part; none where nobody had."""
+        found: dict[str, tuple[Tensor, int]] = {}
+        for bucket, handle in zip(self._buckets, self._posted.pop(number), strict=True):
+            flat = handle.wait()
+            assert flat is not None
+            sizes = [prod(self._shapes[name].sizes) for name in bucket]
+            *parts, present = torch.split(flat, [*sizes, len(bucket)])
+            for name, part, replicas in zip(bucket, parts, present.real.tolist(), strict=True):
+                if replicas:
+                    found[name] = part.view(self._shapes[name].sizes), int(replicas)
+        return found
+
+    def abandon(self) -> None:
+        self._posted.clear()
+        self._sums.abandon()
+
+
+def _buckets(shapes: Mapping[str, Shape]) -> list[list[str]]:
+    """Names in the order in which backward ends with them, in runs of one dtype."""
+    found: list[list[str]] = []
+    taken = 0
+    for name in reversed(list(shapes)):
+        one = shapes[name]
+        full = taken + one.num_bytes > BUCKET_BYTES
+        if not found or full or shapes[found[-1][0]].dtype != one.dtype:
+            found.append([])
+            taken = 0
+        found[-1].append(name)
+        taken += one.num_bytes
+    return found

@@ -1,0 +1,132 @@
+"""The workers of one process: every stage of its ranks, with weights, transport and replicas."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.compiled import Compiled
+from pdcompile.plan import Plan
+from pdcompile.runtime.compute import Compute
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.random_streams import Streams
+from pdcompile.runtime.replicas import Replicas, ReplicaWeights
+from pdcompile.runtime.second_run import SecondRun
+from pdcompile.runtime.state.model_state import State, dtype_of
+from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.launch import World
+from pdcompile.runtime.transport.norms import Norms
+from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
+from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Sums
+from pdcompile.runtime.weights import StageWeights
+
+
+class Workers:
+    """What `Session` starts with; `world` is None in one process.
+
+    `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
+    weights of each stage, of its first replica here; `written`: buffers that training writes.
+    """
+
+    def __init__(
+        self, compiled: Compiled, model: nn.Module, state: State, ranks: list[int],
+        world: World | None,
+    ) -> None:  # fmt: skip
+        self._compiled, self._model, self._state, self._world = compiled, model, state, world
+        self._spec = compiled.stream.spec
+        self._streams = Streams(compiled.plan.training.seed)
+        self._wires: Wires = defaultdict(deque)
+        self._boards: dict[int, Board] = defaultdict(dict)
+        ops = compiled.capture.train.ops
+        self.written = frozenset(fqn for op in ops for fqn in op.buffers_written)
+        self.first: dict[int, StageWeights] = {}
+        self.of_rank: dict[int, Worker] = {}
+        self.in_order: list[Worker] = []
+        here = [(rank, stages) for rank, stages in self._spec.holders if rank in ranks]
+        self._stages = sorted({stage for _, stages in here for stage in stages})
+        for rank, stages in here:
+            transport = self._transport(rank)
+            norms = Norms(transport, state.owned, state.dtypes)
+            held = {stage: self._worker(stage, norms, transport) for stage in stages}
+            for worker in held.values():
+                worker.held = held
+            self.in_order += held.values()
+            self.of_rank[rank] = held[stages[0]]
+        self.in_order.sort(key=lambda worker: worker.stage)
+
+    def _transport(self, rank: int) -> Transport:
+        if self._world is None:
+            return LocalTransport(rank, self._wires)
+        plan = int(self._compiled.plan.hash()[:15], 16)
+        return GroupTransport(self._world.group, rank, plan, self._spec.reach)
+
+    def _worker(self, stage: int, norms: Norms, transport: Transport) -> Worker:
+        plan, train = self._compiled.plan, self._compiled.capture.train
+        weights = self._weights(stage)
+        again = plan.stages[stage].recompute
+        second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
+        compute = Compute(stage, plan.tied, weights, self._streams, _autocast(plan), second)
+        dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
+        worker = Worker(stage, compute, plan, weights, norms, transport, dtype)
+        worker.replicas = self._replicas(stage, transport.rank, weights)
+        return worker
+
+    def _weights(self, stage: int) -> StageWeights:
+        compiled, interface = self._compiled, self._compiled.interfaces[stage]
+        tied = tied_here(compiled.plan, self._stages)
+        taken = {fqn for fqn, stages in tied if stage in stages[1:]}
+
+        def tensor(fqn: str) -> Tensor:
+            found = self._state.tensors[fqn]
+            if fqn in taken:  # the first of these stages has the model's own
+                return nn.Parameter(found.detach().clone())
+            return found
+
+        stage_class = compiled.stage_classes[stage]
+        weights = self.first.get(stage)
+        if weights is None:
+            copies = (one.fqn for one in compiled.plan.tied if stage in one.stages[1:])
+            weights = self.first[stage] = StageWeights(
+                stage_class,
+                interface,
+                tensor,
+                copies=frozenset(copies),
+                versions=self._spec.versions(stage),
+                apart=compiled.overlaps,
+                model=self._model,
+            )
+        else:
+            weights = ReplicaWeights(
+                weights, stage_class, interface, tensor, written=self.written, model=self._model
+            )
+        for module in weights.modules:
+            self._streams.attach(module, interface)
+        return weights
+
+    def _replicas(self, stage: int, rank: int, weights: StageWeights) -> Replicas | None:
+        ranks = self._spec.ranks[stage]
+        if len(ranks) == 1:
+            return None
+        index = ranks.index(rank)
+        if self._world is None:
+            sums: Sums = LocalSums(self._boards[stage], len(ranks), index)
+        else:
+            sums = GroupSums(self._world.subgroup(f"replicas/{stage}", ranks), ranks, index)
+        return Replicas(sums, weights, self.written)
+
+
+def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:
+    """Tied parameters, with those of these stages that hold them."""
+    return [(one.fqn, [s for s in one.stages if s in stages]) for one in plan.tied]
+
+
+def _autocast(plan: Plan) -> Callable[[], AbstractContextManager[Any]]:
+    if plan.training.autocast is None:
+        return nullcontext
+    device, _, dtype = plan.training.autocast.rpartition(":")
+    return lambda: torch.autocast(device or "cpu", dtype_of(dtype))

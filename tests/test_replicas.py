@@ -1,0 +1,259 @@
+"""Stages with replicas, running: what the reference computes, up to the order of sums."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pdcompile
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.options import Options
+from pdcompile.options.option_checks import check_options
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
+from tests.test_runtime_distributed import COMMON
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+OPTIONS: dict[str, Any] = {"costs": "estimated", "verify": "off", "progress": False}
+CLOSE = {"rtol": 0.0, "atol": 2e-5}
+
+
+def pair(model: nn.Module, **given: Any) -> tuple[Any, Any]:
+    """A pipeline in this process and its reference."""
+    common: dict[str, Any] = {
+        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "microbatches": 4, "schedule": given.pop("schedule", "1f1b"),
+        "max_grad_norm": given.pop("max_grad_norm", None),
+    }  # fmt: skip
+    expected = pdcompile.reference(deepcopy(model), **common)
+    x, y = batch_for(model, 8)
+    return pdcompile.compile(model, x, example_target=y, **common, **OPTIONS, **given), expected
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if not name.endswith(but or ("no such name",)):
+            torch.testing.assert_close(value, theirs[name], **CLOSE)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize(
+    ("build", "replicas"),
+    [
+        (mlp, (3, 1)),
+        (unet, (1, 2, 1)),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((mlp, (2, 1)), (mlp, (2, 2)), (gpt, (4,)), (unet, (1, 3)))
+        ),
+    ],
+)
+def test_training_is_that_of_the_reference(
+    build: Any, replicas: tuple[int, ...], schedule: str
+) -> None:
+    """Clipping, short minibatches with fewer microbatches than replicas, evaluation, outputs."""
+    model = build()
+    pipe, expected = pair(model, replicas=replicas, schedule=schedule, max_grad_norm=0.3)
+    assert tuple(stage.replicas for stage in pipe.plan.stages) == replicas
+    assert pipe.ranks == tuple(range(sum(replicas)))
+    for t, size in enumerate((8, 8, 1, 5, 8)):
+        x, y = batch_for(model, size, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+        torch.testing.assert_close(ours.outputs, theirs.outputs, **CLOSE)
+        if t == 2:
+            torch.testing.assert_close(pipe.predict(x), expected.predict(x), **CLOSE)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    found = pipe.eval_step(x, target=y)
+    assert float(found.loss) == pytest.approx(float(expected.eval_step(x, target=y).loss), abs=2e-5)
+    assert pipe.to_model() is model
+    close(dict(model.state_dict()), expected.full_state_dict())
+
+
+def test_draws_are_those_of_the_microbatches() -> None:
+    model = gpt(layers=2, dropout=0.3)
+    pipe, expected = pair(model, replicas=(2, 2))
+    for t in range(3):
+        x, y = batch_for(model, 8, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_without_an_update_accumulate(schedule: str) -> None:
+    model = mlp()
+    pipe, expected = pair(model, replicas=(2, 1), schedule=schedule)
+    for t in range(2):
+        x, y = batch_for(model, 8, t)
+        pipe.forward_backward(x, target=y)
+        expected.forward_backward(x, target=y)
+    gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], **CLOSE)
+    norms = [float(one.clip_grad_norm_(0.01)) for one in (pipe, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for one in (pipe, expected):
+        one.optimizer.step()
+        one.zero_grad()
+        one.step(x, target=y)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+
+
+class Sometimes(nn.Module):
+    """A layer that a part of the microbatches uses: the others have no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.mean() > 1e9:
+            x = self.rare(x)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+def test_a_parameter_that_no_microbatch_uses_has_no_gradient() -> None:
+    """Weight decay would move it if it had one of zeros."""
+    torch.manual_seed(0)
+    model = Sometimes()
+    before = model.rare.weight.detach().clone()
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+    pipe = pdcompile.compile(
+        model, x, example_target=y, loss_fn=nn.functional.mse_loss, replicas=2, stages=1,
+        optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.5), microbatches=4, **OPTIONS,
+    )  # fmt: skip
+    pipe.step(x, target=y)
+    assert torch.equal(model.rare.weight, before)
+    assert not torch.equal(model.first.weight, before)
+
+
+def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
+    """Each replica's statistics are of its own microbatches until then."""
+    model = convnet()
+    alone = [deepcopy(model), deepcopy(model)]
+    pipe, _ = pair(model, replicas=2, stages=1)
+    x, y = batch_for(model, 8)
+    pipe.step(x, target=y)
+    for n, part in enumerate(x.tensor_split(4)):
+        alone[n % 2].train()(part)
+    found = pipe.full_state_dict()
+    for name, value in alone[0].named_buffers():
+        other = alone[1].get_buffer(name)
+        mean = (value + other) / 2 if value.is_floating_point() else value
+        torch.testing.assert_close(found[name], mean)
+    # They go on from there, and a loaded state is that of all replicas.
+    pipe.step(x, target=y)
+    pipe.load_state_dict(found)
+    close(pipe.full_state_dict(), found)
+    pipe.predict(x)
+    assert torch.equal(pipe.full_state_dict()["bn1.running_mean"], found["bn1.running_mean"])
+
+
+def test_the_planner_decides() -> None:
+    x, y = batch_for(mlp(), 8)
+    given = {"loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": Cluster.local(4), **OPTIONS}
+    for replicas, stages in (("equal", None), ("any", None), ("any", 2), (2, None), (4, 1)):
+        pipe = pdcompile.compile(
+            mlp(), x, example_target=y, replicas=replicas, stages=stages, **given
+        )
+        counts = [stage.replicas for stage in pipe.plan.stages]
+        assert stages in (None, len(counts))
+        if isinstance(replicas, int):
+            assert set(counts) == {replicas}
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "two", (), (2, 0), [2, 1], None])
+def test_what_is_no_number_of_replicas(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        check_options(Options(replicas=wrong))
+
+
+def test_counts_that_contradict_each_other() -> None:
+    x, y = batch_for(mlp(), 8)
+    given: dict[str, Any] = {"loss_fn": loss_for("mlp"), "microbatches": 4, **OPTIONS}
+    for options in (
+        {"replicas": (2, 1), "stages": 3},
+        {"replicas": (2, 1), "cluster": Cluster.local(4)},
+        {"replicas": 2, "stages": 2, "cluster": Cluster.local(3)},
+    ):
+        with pytest.raises(ConfigError, match="stages"):
+            pdcompile.compile(mlp(), x, example_target=y, **given, **options)
+
+
+TORCHRUN = (
+    COMMON
+    + """
+import pdcompile
+def close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-5)
+
+for build, schedule, outputs in ((models.mlp, "1f1b", "all"), (models.unet, "2bw", "last")):
+    model = build()
+    common = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.SGD, lr=0.1),
+                  schedule=schedule, microbatches=4, max_grad_norm=0.3)
+    eager = reference(copy.deepcopy(model), **common)
+    inputs, target = models.batch_for(model, 8)
+    pipe = pdcompile.compile(model, inputs, example_target=target, replicas=REPLICAS,
+                             outputs=outputs, costs="estimated", verify="off", **common)
+    for t, size in enumerate([8, 1, 5, 8]):
+        inputs, target = models.batch_for(eager.to_model(), size, t)
+        ours, theirs = (one.step(inputs, target=target) for one in (pipe, eager))
+        assert abs(float(ours.loss) - float(theirs.loss)) < 2e-5
+        if outputs == "all":
+            torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=2e-5)
+    ours, theirs = (one.predict(inputs) for one in (pipe, eager))
+    if rank == pipe.plan.stages[-1].ranks[0] or outputs == "all":
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    else:
+        assert ours is None
+    full, part = pipe.full_state_dict(), pipe.state_dict()
+    close(full, eager.full_state_dict() if rank == 0 else {})
+    close(part, {name: value for name, value in eager.full_state_dict().items() if name in part})
+    # replicas hold equal weights, to the bit
+    stage = next(stage for stage in pipe.plan.stages if rank in stage.ranks)
+    torch.save(part, f"{schedule}.{rank}")
+    meet(schedule)
+    other = torch.load(f"{schedule}.{stage.ranks[0]}")
+    assert not states_equal(part, other)
+    if schedule == "1f1b":
+        pipe.forward_backward(inputs, target=target)
+        eager.forward_backward(inputs, target=target)
+        gradients = {name: one.grad for name, one in eager.named_parameters()}
+        for name, one in pipe.named_parameters():
+            torch.testing.assert_close(one.grad, gradients[name], rtol=0, atol=2e-5)
+    pipe.close()
+say("equal")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [(2, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow),
+     pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((4,), marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    run = processes(TORCHRUN.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == sum(replicas), run
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdcompile.options.configuration import machines
+
+    with pytest.raises(LaunchError, match=r"2 stages on 3 ranks, but WORLD_SIZE is 4"):
+        machines(Options(replicas=(2, 1)), 4)
