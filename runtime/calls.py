@@ -26,8 +26,8 @@ from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.options import Options
-from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.stage.compute import Feed
 
 
 def begin_call(

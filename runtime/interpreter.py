@@ -16,14 +16,14 @@ from pdcompile.batch.step_result import total_loss
 from pdcompile.eager.gradients import clip, memory_of
 from pdcompile.errors import ClosedError, DeadlockError
 from pdcompile.plan import Plan
-from pdcompile.runtime.compute import Compute, Feed
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.replicas import OF_REPLICAS, Replicas
+from pdcompile.runtime.stage.compute import Compute, Feed
+from pdcompile.runtime.stage.replicas import OF_REPLICAS, Replicas
+from pdcompile.runtime.stage.weights import StageWeights
+from pdcompile.runtime.stage.wiring import expected
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
-from pdcompile.runtime.weights import StageWeights
-from pdcompile.runtime.wiring import expected
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.spec import spec_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import difference, snapshot
-from pdcompile.runtime.weights import StageWeights
+from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
 _Place = tuple[int, str]  # 0: an attribute of the optimizer; n: a value of param_groups[n - 1]

@@ -12,10 +12,10 @@ from pdcompile.batch import BatchLayout, concatenate, unflatten_output
 from pdcompile.ir.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
-from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.interpreter import Box
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.wiring import expected
+from pdcompile.runtime.stage.compute import Feed
+from pdcompile.runtime.stage.wiring import expected
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 

@@ -22,11 +22,11 @@ from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
-from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch

@@ -15,18 +15,18 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
-from pdcompile.runtime.compute import Feed
 from pdcompile.runtime.failure.agreement import Agreement
 from pdcompile.runtime.failure.guarded import Guarded
 from pdcompile.runtime.interpreter import Box, run_together
 from pdcompile.runtime.optimizer import Updater
-from pdcompile.runtime.replicas import ReplicaWeights
+from pdcompile.runtime.stage.compute import Feed
+from pdcompile.runtime.stage.replicas import ReplicaWeights
+from pdcompile.runtime.stage.wiring import Wiring, wire
 from pdcompile.runtime.state.initial import initial_state
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.watch.coupling import refuse_coupled
 from pdcompile.runtime.watch.model_watch import ModelWatch
 from pdcompile.runtime.watch.optimizer_watch import OptimizerWatch
-from pdcompile.runtime.wiring import Wiring, wire
 from pdcompile.runtime.workers import Workers, tied_here
 from pdcompile.schedule import Schedule
 from pdcompile.schedule.spec import Broadcast

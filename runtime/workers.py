@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
 from pdcompile.plan import Plan
-from pdcompile.runtime.compute import Compute
 from pdcompile.runtime.interpreter import Worker
-from pdcompile.runtime.random_streams import Streams
-from pdcompile.runtime.replicas import Replicas, ReplicaWeights
-from pdcompile.runtime.second_run import SecondRun
+from pdcompile.runtime.stage.compute import Compute
+from pdcompile.runtime.stage.random_streams import Streams
+from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
+from pdcompile.runtime.stage.second_run import SecondRun
+from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
 from pdcompile.runtime.transport.in_process import LocalTransport, Wires
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Sums
-from pdcompile.runtime.weights import StageWeights
 
 
 class Workers:

@@ -18,8 +18,8 @@ import pdcompile
 from pdcompile.errors import ConfigError
 from pdcompile.passes.costs.live_storages import LiveStorages
 from pdcompile.reference import reference
-from pdcompile.runtime.compute import Compute
 from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.runtime.stage.compute import Compute
 from tests.helpers import models
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal

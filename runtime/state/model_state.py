@@ -11,9 +11,9 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.runtime.interpreter import Box
+from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.given_state import check_state
 from pdcompile.runtime.transport.contract import Expected
-from pdcompile.runtime.weights import StageWeights
 from pdcompile.schedule import Kind
 from pdcompile.schedule.spec import Broadcast
 from pdcompile.weights import set_tensor

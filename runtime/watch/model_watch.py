@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from pdcompile.eager import digest
 from pdcompile.eager.modes import modes_after_switch, modes_in
 from pdcompile.errors import ConfigError
+from pdcompile.runtime.stage.weights import gradient_hooks
 from pdcompile.runtime.watch.attribute_watch import AttributeWatch, is_below
 from pdcompile.runtime.watch.optimizer_watch import in_flight_error
-from pdcompile.runtime.weights import gradient_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",

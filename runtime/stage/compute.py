@@ -21,11 +21,11 @@ from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
-from pdcompile.runtime.random_streams import Streams
-from pdcompile.runtime.second_run import Kept, SecondRun
+from pdcompile.runtime.stage.random_streams import Streams
+from pdcompile.runtime.stage.second_run import Kept, SecondRun
+from pdcompile.runtime.stage.weights import StageWeights
+from pdcompile.runtime.stage.wiring import Wiring, expected
 from pdcompile.runtime.transport.contract import check_tensor
-from pdcompile.runtime.weights import StageWeights
-from pdcompile.runtime.wiring import Wiring, expected
 from pdcompile.schedule import Kind
 
 Leaves = dict[str, Any]  # of the caller's, by path

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.runtime.stage.weights import Gradients, StageWeights
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
-from pdcompile.runtime.weights import Gradients, StageWeights
 from pdcompile.schedule import Action
 
 OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)

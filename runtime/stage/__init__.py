@@ -1,0 +1,1 @@
+"""One stage at run time: modules and weights, forward and backward, replicas, random draws."""
