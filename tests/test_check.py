@@ -78,6 +78,30 @@ def test_the_proof_says_what_it_proved() -> None:
     assert "4, 1, 4" in text
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["stash", "vsync"]), st.integers(1, 8), st.data())
+def test_updates_after_every_microbatch_are_proved(
+    name: str, num_stages: int, data: st.DataObject
+) -> None:
+    """w_s + 1 microbatches in flight, and a version more than the weights are minibatches old."""
+    last = num_stages - 1
+    tied = tuple(
+        TiedParameter(f"w{s}", (s, last), 1) for s in range(last) if data.draw(st.booleans())
+    )
+    options = rich(name, {"clip": data.draw(st.sampled_from([None, 1.0])), "tied": tied}) or {}
+    down = sorted(data.draw(st.lists(st.integers(0, 12), min_size=num_stages, max_size=num_stages)))
+    warmup = tuple(max(depth, s) for s, depth in enumerate(down))[::-1]
+    plan = make_plan(name, num_stages, 1, depths=warmup, **options)
+    proof, spec = str(check(plan)), spec_of(plan)
+    ages = list(warmup) if name == "stash" else [warmup[0]] * num_stages
+    in_flight = [depth + 1 for depth in warmup]
+    assert [spec.versions(s) for s in range(num_stages)] == [age + 1 for age in ages]
+    assert f"at most {in_flight} microbatches per stage, planned {in_flight}" in proof
+    late = bool(options.get("clip") or options.get("tied"))
+    held = [ages[s] - warmup[s] + 1 if late and spec.late(s) else 1 for s in range(num_stages)]
+    assert [spec.gradient_buffers(s) for s in range(num_stages)] == held
+
+
 RICH: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipping": {"clip": 1.0},

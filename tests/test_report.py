@@ -19,6 +19,7 @@ from pdcompile.passes.simulate import drained
 from pdcompile.plan import MemoryLedger
 from pdcompile.report import chrome, html, labels, picture, plan_table, svg, timeline
 from tests.helpers.report_data import Event, one_f_one_b, plan
+from tests.helpers.schedules import make_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -233,3 +234,12 @@ def test_drained_timeline_has_every_backward() -> None:
             kind: sum(bar.kind == kind for bar in shown) for kind in ("forward", "backward", "step")
         }
         assert counts == {"forward": 3 * 4 * 2, "backward": 3 * 4 * 2, "step": 3 * 2}
+
+
+def test_a_timeline_of_minibatches_of_one_is_numbered_by_them() -> None:
+    events = drained(make_plan("stash", 2, 1), 3)
+    shown = timeline.bars(events)
+    assert timeline.numbered(shown) == "minibatch"
+    labels = [bar.label for bar in shown if bar.rank == 1 and bar.kind != "step"]
+    assert labels == ["F0", "B0", "F1", "B1", "F2", "B2"]
+    assert "number: minibatch;" in svg.draw([svg.Panel("stash", events)])

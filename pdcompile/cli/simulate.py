@@ -20,8 +20,13 @@ MOST_LINES = 32  # of the timeline, where numbers need the room
 def simulate(
     plan: PlanFile,
     steps: Annotated[
-        int, typer.Option(min=1, help="Minibatches in the timeline, which ends with a drain.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Minibatches in the timeline, which ends with a drain. [default: as many as show "
+            "a full pipeline, 3 or more]",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev (.json)."),
@@ -55,8 +60,10 @@ def simulate(
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.svg import Panel
+    from pdcompile.schedule.spec import spec_of
 
     loaded = Plan.load(plan)
+    steps = steps or 2 * spec_of(loaded).reach - 1
     forecast = simulated(loaded).forecast
     loaded = replace(loaded, forecast=forecast)
     events = drained(loaded, steps)
@@ -81,7 +88,9 @@ def simulate(
     console = stdout()
     bands = max(1, MOST_LINES // max(1, len(loaded.stages)))
     console.print(timeline.text(events, width=console.width, bands=bands))
-    console.print("F forward, B backward, U update, dots idle; the number is the microbatch")
+    number = timeline.numbered(shown)
+    key = f"F forward, B backward, U update, dots idle; the number is the {number}"
+    console.print(key)
     console.print(memory_table(loaded))
     console.print(forecast_line(loaded))
     for path in (trace, html, picture):

@@ -66,7 +66,7 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
                 edgecolor="white",
                 linewidth=0.4,
             )
-            label = str(bar.microbatch) if bar.microbatch >= 0 else ""
+            label = str(bar.number) if bar.number >= 0 else ""
             if label and (bar.end - bar.start) / longest * 130 >= len(label):
                 axis.text(
                     (bar.start + bar.end) / 2 * scale,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pdcompile.report.timeline import Bar, Event, Kind, bars, duration, idle
+from pdcompile.report.timeline import Bar, Event, Kind, bars, duration, idle, numbered
 from pdcompile.units import format_seconds
 
 # Fill of even and odd minibatches; distinct in lightness too, for those who see no colour.
@@ -49,7 +49,7 @@ def draw(panels: Sequence[Panel]) -> str:
         y += GAP + 6
     parts.append(_axis(y, total))
     y += 26
-    parts.append(_legend(y))
+    parts.append(_legend(y, numbered(bar for _, shown in content for bar in shown)))
     height = y + 24
     body = "\n".join(parts)
     return (
@@ -89,7 +89,7 @@ def _bar(bar: Bar, y: int, total: float) -> str:
         f'<rect class="bar" x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
         f'height="{ROW - 2}" fill="{FILLS[bar.kind][odd]}"><title>{escape(hover)}</title></rect>'
     )
-    label = str(bar.microbatch) if bar.microbatch >= 0 else ""
+    label = str(bar.number) if bar.number >= 0 else ""
     if label and right - left >= 6 * len(label) + 3:
         kind = "label odd" if odd else "label"
         drawn += _text((left + right) / 2, y + 16, label, kind)
@@ -101,13 +101,13 @@ def _axis(y: int, total: float) -> str:
     return "".join(_text(_x(t, total), y + 4, format_seconds(t), "tick") for t in ticks)
 
 
-def _legend(y: int) -> str:
+def _legend(y: int, number: str) -> str:
     x, parts = MARGIN, []
     for kind, fills in FILLS.items():
         parts.append(f'<rect x="{x}" y="{y - 6}" width="14" height="12" fill="{fills[0]}"/>')
         parts.append(f'<rect x="{x + 14}" y="{y - 6}" width="14" height="12" fill="{fills[1]}"/>')
         parts.append(_text(x + 34, y + 4, NAMES[kind], "key"))
         x += 110
-    note = "number: microbatch; dark and light: even and odd minibatches; grey: idle"
+    note = f"number: {number}; dark and light: even and odd minibatches; grey: idle"
     parts.append(_text(x, y + 4, note, "key"))
     return "".join(parts)

@@ -55,11 +55,12 @@ class Bar:
     microbatch: int  # −1 for an optimizer step
     start: float
     end: float
+    number: int  # what is written on it, −1 for nothing: see `numbered`
 
     @property
     def label(self) -> str:
         """``F3``, ``B3``, ``U``."""
-        return LETTERS[self.kind] + (str(self.microbatch) if self.microbatch >= 0 else "")
+        return LETTERS[self.kind] + (str(self.number) if self.number >= 0 else "")
 
     def describe(self) -> str:
         where = f"stage {self.stage}, minibatch {self.minibatch}"
@@ -72,6 +73,7 @@ def bars(events: Iterable[Event]) -> tuple[Bar, ...]:
     """The compute events of a timeline, ordered by rank and start, from second 0."""
     chosen = [event for event in events if str(event.action) in COMPUTE]
     first = min((event.start_seconds for event in chosen), default=0.0)
+    several = any(event.microbatch > 0 for event in chosen)
     found = [
         Bar(
             event.rank,
@@ -81,10 +83,16 @@ def bars(events: Iterable[Event]) -> tuple[Bar, ...]:
             event.microbatch,
             event.start_seconds - first,
             event.end_seconds - first,
+            event.microbatch if several or event.microbatch < 0 else event.minibatch,
         )
         for event in chosen
     ]
     return tuple(sorted(found, key=lambda bar: (bar.rank, bar.start, bar.end)))
+
+
+def numbered(shown: Iterable[Bar]) -> str:
+    """What the number of a bar is: a minibatch is its only microbatch, or has several."""
+    return "microbatch" if any(bar.microbatch > 0 for bar in shown) else "minibatch"
 
 
 def duration(shown: Sequence[Bar]) -> float:
@@ -100,8 +108,9 @@ def idle(shown: Sequence[Bar]) -> float:
 
 
 def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
-    """One line a rank: ``F2--`` a forward of microbatch 2, ``B2====`` its backward, ``U`` an
-    update, dots where the rank is idle; colours tell minibatches apart.
+    """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
+    ``B2====`` its backward, ``U`` an update, dots where the rank is idle; colours tell
+    minibatches apart.
 
     `width` is the number of characters of a line, the rank's name included.  The timeline goes
     on in a further band of lines, up to `bands` of them, where that gives most bars their number.
