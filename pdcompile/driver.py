@@ -198,8 +198,10 @@ def compile(
         cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
         stages: how many; None: one a device.
         schedule: "1f1b" and "gpipe" update as eager gradient accumulation does; "2bw" never
-            drains and uses gradients of weights one minibatch old; "auto": the planner
-            decides schedule, microbatches and warm-up, as ``pdcompile plan`` does.
+            drains and uses gradients of weights one minibatch old; "stash" and "vsync" update
+            after every microbatch, with gradients of weights as old as the warm-up is deep;
+            "auto": the planner decides schedule, microbatches and warm-up, as ``pdcompile plan``
+            does, among the first three.
         replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data
@@ -208,7 +210,7 @@ def compile(
             again just before its backward: less memory for more time, and the same results to
             the last bit.  True: all; a bool for each stage; "auto": the planner decides, and
             lets those recompute that would not fit into their memory.
-        microbatches: pieces that a minibatch is split into.
+        microbatches: pieces that a minibatch is split into (stash, vsync: 1).
         memory: limit of every device in bytes, or as "16 GB".
         constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.

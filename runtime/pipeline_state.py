@@ -185,7 +185,8 @@ class PipelineState(ModuleHints):
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of the state, detached, under the model's names: the tensors
-        themselves, which under 2bw are of this moment (later updates go to other memory).
+        themselves, which where minibatches overlap are of this moment (later updates go to other
+        memory).
 
         Flushes first, so every rank calls it.  Its ``_metadata`` has the `position`.
         """

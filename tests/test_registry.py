@@ -122,3 +122,9 @@ def test_names_of_schedules_stand_in_the_registry_alone() -> None:
     assert {name: strings for name, strings in found.items() if strings} == {}
     registry = modules()["pdcompile.schedule.registry"]
     assert sum(bool(named.search(text)) for text in literals(registry)) >= len(KINDS)
+
+
+def test_the_readme_says_what_every_schedule_costs() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for name in KINDS:
+        assert readme.count(f"\n| `{name}` | ") == 1, name
