@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.costs.live_storages import LiveStorages
 from pdcompile.reference import reference
 from pdcompile.runtime.pipeline import Pipeline
@@ -260,3 +261,44 @@ def test_between_forward_and_backward_a_stage_keeps_its_inputs(
     # In one process a value is sent without a copy, and the outputs are kept.
     expected = sum(edge.bytes for edge in pipe.plan.edges) + written
     assert held[0] == 4 * expected + outputs.numel() * 4 + losses
+
+
+# -- what is asked for -----------------------------------------------------------------------
+
+
+def test_auto_recomputes_where_memory_is_short() -> None:
+    model = models.gpt(layers=4)
+    inputs, target = models.batch_for(model, 8)
+
+    def planned(**options: Any) -> Pipeline:
+        return pdcompile.compile(
+            copy.deepcopy(model), inputs, example_target=target, loss_fn=models.loss_for(model),
+            optimizer=partial(torch.optim.SGD, lr=0.1), stages=2, microbatches=4,
+            schedule="gpipe", outputs="none", costs="estimated", verify="off", progress=False,
+            **options,
+        )  # fmt: skip
+
+    def most(pipe: Pipeline) -> int:
+        assert pipe.plan.forecast is not None
+        return max(ledger.total_bytes for ledger in pipe.plan.forecast.ledgers)
+
+    plain, every = planned(), planned(recompute=True)
+    assert all(stage.recompute for stage in every.plan.stages)
+    limit = (most(plain) + 2 * most(every)) // 3
+    assert most(every) < limit < most(plain)
+    with pytest.raises(InfeasibleError):
+        planned(memory=limit)
+    auto = planned(memory=limit, recompute="auto")
+    assert most(auto) <= limit
+    assert any(stage.recompute for stage in auto.plan.stages)
+    assert not any(stage.recompute for stage in planned(recompute="auto").plan.stages)
+    losses = [float(pipe.step(inputs, target=target).loss) for pipe in (plain, every, auto)]
+    assert len(set(losses)) == 1
+
+
+def test_a_given_plan_keeps_its_choice() -> None:
+    plan = compiled(Awkward(), 2, recompute=(True, False)).plan
+    again = compiled(Awkward(), 2, plan=plan).plan
+    assert [stage.recompute for stage in again.stages] == [True, False]
+    with pytest.raises(PlanError, match="recompute"):
+        compiled(Awkward(), 2, plan=plan, recompute=True)

@@ -329,7 +329,7 @@ def scope_of(space: SearchSpace, cluster: Cluster) -> str:
     """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
     parts = [str(space), RULES]
-    if len(orders) > 1 and every_order:
+    if len(orders) > 1 and every_order and not space.in_order:
         parts.append(f"all orders of unlike devices ({len(orders)})")
     return "; ".join([*parts, *left_out(space, cluster)])
 
@@ -337,7 +337,7 @@ def scope_of(space: SearchSpace, cluster: Cluster) -> str:
 def left_out(space: SearchSpace, cluster: Cluster) -> Iterator[str]:
     """The parts of a large cluster's space that are never tried."""
     orders, every_order = arrangements(cluster)
-    if not every_order:
+    if not every_order and not space.in_order:
         yield f"some orders of unlike devices ({len(orders)})"
     ranks = len(cluster.devices)
     counts = space.counts(ranks)

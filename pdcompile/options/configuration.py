@@ -110,8 +110,8 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
         return (given,) * stages
     if len(given) != stages:
         raise ConfigError(
-            f"recompute={tuple(given)} is for {len(given)} stages, and there are {stages}",
-            remedy=f"one bool a stage, for all stages (True or False), or stages={len(given)}",
+            f"stages: {stages}, but recompute={tuple(given)} has {len(given)} of them",
+            remedy=f"a bool for each stage, one for all (True or False), or stages={len(given)}",
         )
     return tuple(given)
 

@@ -112,13 +112,14 @@ class SearchSpace:
 
     def __str__(self) -> str:
         """What a certificate's scope says of it."""
+        again = "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
+        if self.recomputed:
+            again = f"on stages {', '.join(str(s) for s, on in enumerate(self.recomputed) if on)}"
         parts = [
-            f"{'any number of' if self.stages is None else self.stages} stages",
+            f"{'any number of' if self.stages is None else self.stages} stages"
+            + (" in the order of ranks" if self.in_order else ""),
             f"replicas {_listed(self.replicas)}",
-            "recomputation "
-            + (
-                "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
-            ),
+            f"recomputation {again}",
             f"schedules {', '.join(self.schedules)}",
             f"microbatches {', '.join(map(str, self.microbatches))}",
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",

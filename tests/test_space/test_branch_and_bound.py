@@ -106,6 +106,35 @@ def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
     assert every.certificate.objective_seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("again", [(True, True, True), (True, False, True), (False, False, True)])
+def test_a_cut_for_stages_of_which_some_recompute(again: tuple[bool, ...], schedule: str) -> None:
+    """Nothing is better where just these stages run their forward twice."""
+    graph, cluster = chain(7), cluster_of(*(Device(),) * 3, rate=1e2)
+    choices = tuple(sorted(set(again)))
+    cut = SearchSpace(
+        "1", choices, (schedule,), (4,), stages=3, in_order=True,
+        recomputed=again if len(choices) > 1 else (),
+    )  # fmt: skip
+    plan = explored(graph, cluster, cut)
+    assert tuple(stage.recompute for stage in plan.stages) == again
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,)]
+    check(plan, at(graph)(4), cluster)
+    problem = coarsen(at(graph)(4), (StageLimits(),) * 3, num_microbatches=4)
+    every = every_candidate(problem, cut, Setting(schedule, 4), (0, 1, 2), (1,))
+    best = min(
+        seconds_of(problem, cluster, one)
+        for one in every
+        if tuple(option.recompute for option in one.options) == again
+    )
+    assert plan.certificate.status == "optimal"
+    assert plan.certificate.objective_seconds == pytest.approx(best)
+    plain = explored(graph, cluster, replace(cut, recompute=(False,), recomputed=()))
+    assert plain.certificate.objective_seconds <= plan.certificate.objective_seconds
+    work = max(s.forward_seconds + s.backward_pass_seconds for s in plan.stages)
+    assert plan.certificate.objective_seconds >= work * (4 if schedule == "1f1b" else 1)
+
+
 def test_unlike_devices_take_the_positions_that_suit_them() -> None:
     """The fast device gets the heavy end of the chain, wherever its rank is."""
     graph = chain(6)

@@ -94,6 +94,35 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(
     assert [stage.ops for stage in ours.stages] == [stage.ops for stage in told.stages]
 
 
+def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    flags = ("--cluster", "local:2", "--costs", "estimated", "--recompute", "1,0")
+    code, _, err = run(capsys, "plan", target, *flags, "-o", str(file))
+    assert code == 0, err
+    plan = Plan.from_json(file.read_text())
+    assert [stage.recompute for stage in plan.stages] == [True, False]
+    assert "recomputation on stages 0" in plan.certificate.scope
+    code, out, _ = run(capsys, "explain", str(file))
+    assert code == 0
+    assert "recomputes" in out
+    losses = []
+    for given in (("--plan", str(file)), (*flags[:4], "--recompute", "off")):
+        code, out, err = run(
+            capsys, "run", target, *given, "--steps", "2", "--every", "1", "--json"
+        )
+        assert code == 0, err
+        losses.append(json.loads(out)["losses"])
+    assert losses[0] == losses[1]
+    code, _, err = run(capsys, "run", target, "--plan", str(file), "--recompute", "on")
+    assert code == 2
+    assert "the plan has recompute=(True, False)" in " ".join(err.split())
+    code, _, err = run(capsys, "run", target, *flags[:4], "--recompute", "1,0,1")
+    assert code == 2
+    assert "recompute=(True, False, True) has 3" in " ".join(err.split())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
