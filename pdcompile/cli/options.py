@@ -60,6 +60,14 @@ class Flags:
         ),
     ] = None
     schedule: Annotated[str, training(help=f"{described()}; auto: the planner chooses.")] = DEFAULT
+    replicas: Annotated[
+        str,
+        machines(
+            metavar="R|R,R,…|equal|any",
+            help="Devices of a stage, which take microbatches in turn: so many for all stages, one "
+            "number a stage, equally many for all, or as many as is best.",
+        ),
+    ] = "1"
     recompute: Annotated[
         str,
         training(
@@ -148,6 +156,7 @@ class Flags:
         _cluster(self.cluster)
         _refine(self.refine)
         _recompute(self.recompute)
+        _replicas(self.replicas)
         _one_of("--outputs", self.outputs, ("none", "last", "all"))
         if ":" not in self.loss_reduction:
             _one_of("--loss-reduction", self.loss_reduction, ("mean", "sum", "FILE:FUNCTION"))
@@ -167,6 +176,7 @@ class Flags:
             "loss_reduction": _reduction(self.loss_reduction),
             "refine": _refine(self.refine),
             "recompute": _recompute(self.recompute),
+            "replicas": _replicas(self.replicas),
         }
         if "microbatches" not in more:
             made["microbatches"] = _microbatches(self.microbatches)
@@ -219,13 +229,6 @@ class PlanFlags(Flags):
             help="Microbatches in a minibatch, auto, or several to choose from: 4,8,16.",
         ),
     ] = "auto"
-    replicas: Annotated[
-        str,
-        search(
-            metavar="1|equal|any",
-            help="Devices of a stage: one; equally many for all stages; or as many as is best.",
-        ),
-    ] = "1"
     warmup: Annotated[
         str | None,
         search(
@@ -254,13 +257,13 @@ class PlanFlags(Flags):
 
     def _search(self) -> dict[str, Any]:
         """The options of the search.  Raises ConfigError: a flag has no such value."""
-        _one_of("--replicas", self.replicas, ("1", "equal", "any"))
         _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
         staleness = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
         found: dict[str, Any] = {"max_staleness": staleness}
         asked = (self.replicas, self.warmup) != ("1", None) or self.recompute in ("on", "auto")
         if asked or "," in self.microbatches or self.schedule == "auto":
-            found["replicas"] = self.replicas
+            if self.replicas == "1":  # of as many stages as are best
+                found["replicas"] = self.replicas
             if self.warmup not in (None, "auto"):
                 found["extra_warmup"] = _numbers("--warmup", self.warmup)
             if self.microbatches != "auto":
@@ -343,6 +346,22 @@ def _recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
             remedy="one of off, on, auto, or 0 and 1 for each stage, such as 1,0,1",
         )
     return tuple(part == "1" for part in parts)
+
+
+def _replicas(text: str) -> Any:
+    if text in ("equal", "any"):
+        return text
+    try:
+        counts = tuple(map(int, text.split(",")))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1:
+        raise ConfigError(
+            f"--replicas {text} is not a valid value",
+            where="--replicas",
+            remedy="a number for all stages (2), one for each (3,1), equal or any",
+        )
+    return counts if len(counts) > 1 else counts[0]
 
 
 def _microbatches(text: str) -> Any:
