@@ -89,21 +89,22 @@ class Workers:
 
         stage_class = compiled.stage_classes[stage]
         weights = self.first.get(stage)
+        copies = frozenset(one.fqn for one in compiled.plan.tied if stage in one.stages[1:])
         if weights is None:
-            copies = (one.fqn for one in compiled.plan.tied if stage in one.stages[1:])
             weights = self.first[stage] = StageWeights(
                 stage_class,
                 interface,
                 tensor,
-                copies=frozenset(copies),
+                copies=copies,
                 versions=self._spec.versions(stage),
                 apart=compiled.overlaps,
                 model=self._model,
             )
         else:
             weights = ReplicaWeights(
-                weights, stage_class, interface, tensor, written=self.written, model=self._model
-            )
+                weights, stage_class, interface, tensor,
+                copies=copies, written=self.written, model=self._model,
+            )  # fmt: skip
         for module in weights.modules:
             self._streams.attach(module, interface)
         return weights

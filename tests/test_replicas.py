@@ -78,6 +78,31 @@ def test_training_is_that_of_the_reference(
     close(dict(model.state_dict()), expected.full_state_dict())
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    "replicas",
+    [(2, 2), (1, 2), pytest.param((2, 1, 3), marks=pytest.mark.slow),
+     pytest.param((3, 2), marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_tied_weights_on_replicated_stages(schedule: str, replicas: tuple[int, ...]) -> None:
+    """Gradients are chained by microbatch, and every replica of a copy gets the new weights."""
+    model = gpt(layers=3, tied=True)
+    pipe, expected = pair(model, replicas=replicas, schedule=schedule, max_grad_norm=0.3)
+    assert [one.stages for one in pipe.plan.tied] == [(0, len(replicas) - 1)]
+    for t, size in enumerate((8, 3, 8, 8)):
+        x, y = batch_for(model, size, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    if schedule == "1f1b":
+        for one in (pipe, expected):
+            one.forward_backward(x, target=y)
+            one.optimizer.step()
+            one.zero_grad()
+        torch.testing.assert_close(pipe.predict(x), expected.predict(x), **CLOSE)
+        close(pipe.full_state_dict(), expected.full_state_dict())
+
+
 def test_draws_are_those_of_the_microbatches() -> None:
     model = gpt(layers=2, dropout=0.3)
     pipe, expected = pair(model, replicas=(2, 2))

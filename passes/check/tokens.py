@@ -18,8 +18,10 @@ class Tokens(Transfers):
     of calls of step before this one.
     """
 
-    def __init__(self, spec: PipelineSpec, stage: int, *, forward_only: bool = False):
-        super().__init__(spec, stage, forward_only=forward_only)
+    def __init__(
+        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
+    ):
+        super().__init__(spec, stage, replica, forward_only=forward_only)
         self.forward_only = forward_only
         self.lag = 0 if forward_only else spec.lag(stage)
         self.versions = spec.versions(stage)

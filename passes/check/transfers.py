@@ -37,9 +37,11 @@ class Outlet:
 
 
 class Transfers:
-    """The transfers of a stage, and what was computed as far as they depend on it."""
+    """The transfers of a stage's replica, and what was computed as far as they depend on it."""
 
-    def __init__(self, spec: PipelineSpec, stage: int, *, forward_only: bool = False):
+    def __init__(
+        self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
+    ):
         self.spec, self.stage = spec, stage
         self.steps = 0  # updates so far
         self.in_flight: dict[Label, None] = {}
@@ -52,21 +54,25 @@ class Transfers:
         self.inlets: dict[tuple[Kind, int], Inlet] = {}
         self.outlets: dict[tuple[Kind, int, int, int], Outlet] = {}  # by peer and target
 
+        def peers(hop: Hop) -> tuple[int, ...]:
+            return (hop.peer,) if hop.peer >= 0 else spec.ranks[hop.stage]
+
         def arriving(found: Iterable[Hop]) -> list[Inlet]:
-            made = [Inlet(hop, spec.ranks[hop.stage], pools[hop.kind]) for hop in found]
+            made = [Inlet(hop, peers(hop), pools[hop.kind]) for hop in found]
             self.inlets |= {(one.hop.kind, one.hop.edge): one for one in made}
             return made
 
         def leaving(found: Iterable[Hop]) -> list[Outlet]:
             made = [Outlet(hop) for hop in found]
             for one in made:
-                kind, edge, stage, _, _, ambiguous = one.hop
-                for peer in spec.ranks[stage]:
-                    self.outlets[kind, edge, peer, stage if ambiguous else -1] = one
+                hop = one.hop
+                for peer in peers(hop):
+                    target = hop.stage if hop.ambiguous else -1
+                    self.outlets[hop.kind, hop.edge, peer, target] = one
                     one.outstanding[peer] = []
             return made
 
-        all_hops = hops(spec, stage)
+        all_hops = hops(spec, stage, replica)
         self.values_in = arriving(all_hops.before_forward)
         self.values_out = leaving(all_hops.after_forward)
         self.gradients_in = arriving(all_hops.before_backward)

@@ -33,7 +33,10 @@ class Walk:
         self.spec = spec
         self.forward_only = forward_only
         self.tokens = {
-            rank: {s: Tokens(spec, s, forward_only=forward_only) for s in stages}
+            rank: {
+                s: Tokens(spec, s, spec.ranks[s].index(rank), forward_only=forward_only)
+                for s in stages
+            }
             for rank, stages in spec.holders
         }
         self.exchange = Exchange(spec, channels)

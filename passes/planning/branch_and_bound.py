@@ -58,10 +58,7 @@ MAX_MOVES = 200  # of single groups, in the end
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
-RULES = (
-    "contiguous ranks; stages that share a trained parameter have one replica; "
-    "memory by formula and by the ledger of the schedule"
-)
+RULES = "contiguous ranks; memory by formula and by the ledger of the schedule"
 
 
 @dataclass

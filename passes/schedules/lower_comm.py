@@ -118,7 +118,7 @@ class StagePart:
     def __init__(self, column: Column, stage: int, state: StageState):
         self.column, self.stage = column, stage
         self.spec = column.spec
-        self.hops = hops(self.spec, stage)
+        self.hops = hops(self.spec, stage, self.spec.ranks[stage].index(column.rank))
         self.lag = self.spec.lag(stage)
         self.replicated = len(self.spec.ranks[stage]) > 1
         self.waiting = deque(state.pending)
@@ -142,13 +142,13 @@ class StagePart:
         self._receive(WAIT_RECV[hop.kind], hop, minibatch, microbatch)
 
     def _receive(self, action: Action, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.spec.rank(hop.stage, max(microbatch, 0))
+        peer = self.spec.peer(hop, microbatch)
         self.column.out.append(
             Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer)
         )
 
     def send(self, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.spec.rank(hop.stage, max(microbatch, 0))
+        peer = self.spec.peer(hop, microbatch)
         action, target = SEND[hop.kind], hop.stage if hop.ambiguous else -1
         sent = Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer, 0, target)
         if not hop.local:
@@ -242,9 +242,8 @@ class StagePart:
             self.unreceived.append((hop.edge, minibatch))
 
     def _channels(self, hop: Hop) -> list[deque[Instruction]]:
-        key = (hop.kind, hop.edge, self.spec.rank(hop.stage, 0))
-        target = hop.stage if hop.ambiguous else -1
-        return [self.column.sends[*key, target]] if (*key, target) in self.column.sends else []
+        key = (hop.kind, hop.edge, hop.peer, hop.stage if hop.ambiguous else -1)
+        return [self.column.sends[key]] if key in self.column.sends else []
 
     def post_collective(self, last: int) -> None:
         """In order of minibatches, also where a replica has no microbatch of one.

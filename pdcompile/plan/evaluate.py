@@ -265,11 +265,6 @@ class Evaluation:
             yield from (f"stage {s} is empty" for s in self.stages if s not in used)
         if problem.max_stages is not None and len(used) > problem.max_stages:
             yield f"{len(used)} stages are used, and {problem.max_stages} may be"
-        for parameter in problem.shared:
-            holders = {stage_of[i] for i in parameter.items}
-            for s in sorted(holders if parameter.trainable and len(holders) > 1 else ()):
-                if len(self.deployment.ranks[s]) > 1:
-                    yield f"stage {s} has replicas and shares {parameter.fqn!r}"
         for s, limit in enumerate(self.deployment.limits):
             if limit is not None and (needed := self.memory(s)) > limit:
                 yield f"stage {s} needs {needed} bytes of memory, and has {limit}"

@@ -342,15 +342,20 @@ class EventWalk:
         return end, event, final
 
     def updated(
-        self, reductions: Sequence[float], norms: float | None, finals: list[tuple[int, int, float]]
+        self,
+        reductions: Sequence[float],
+        norms: float | None,
+        finals: Sequence[tuple[StagePair, tuple[int, int], float]],
     ) -> float:
-        """When the last stage has stepped and the last copy of a tied parameter has arrived."""
+        """When the last stage has stepped and the last copy of a tied parameter has arrived.
+
+        `finals`: stages, ranks and seconds of each message with new weights.
+        """
         step = [now + seconds for now, seconds in zip(self.done, reductions, strict=True)]
         if norms is not None:
             step = [max(step) + norms] * len(step)
         free: dict[StagePair, float] = defaultdict(float)
-        for a, b, seconds in finals:
-            link = self.ranks[a][0], self.ranks[b][0]
+        for (a, b), link, seconds in finals:
             free[link] = max(free[link], step[a], step[b]) + seconds
         return max((*step, *free.values()))
 

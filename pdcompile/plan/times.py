@@ -105,10 +105,11 @@ class PipelineTimes:
                     received[self.ranks[b][0]] += seconds / every
             return sent, received
         for kind, a, b, size in self.messages:
-            turns = math.lcm(len(self.ranks[a]), len(self.ranks[b]))
-            every = turns * (num_microbatches if kind == "final" else 1)
-            for k in range(turns):
-                x, y = self._rank(a, k), self._rank(b, k)
+            # New weights go to each replica once a minibatch, a microbatch goes to one of them.
+            pairs, final = self._pairs(a, b), kind == "final"
+            pairs = pairs[: len(self.ranks[b])] if final else pairs
+            every = num_microbatches if final else len(pairs)
+            for x, y in pairs:
                 seconds = message_seconds(self.link(x, y), size) / every
                 sent[x] += seconds
                 received[y] += seconds
@@ -147,8 +148,7 @@ class PipelineTimes:
                 pairs.setdefault((one.source, one.target), []).append(one.bytes)
             for (a, b), sizes in pairs.items():
                 wires = []
-                for k in range(math.lcm(len(self.ranks[a]), len(self.ranks[b]))):
-                    x, y = self._rank(a, k), self._rank(b, k)
+                for x, y in self._pairs(a, b):
                     link = self.link(x, y)
                     seconds = tuple(message_seconds(link, size) for size in sizes)
                     half = any(self.half_duplex) and not link.full_duplex
@@ -162,9 +162,10 @@ class PipelineTimes:
             [self.reduction(s) for s in range(len(self.ranks))],
             message_seconds(self._among(), 0.0) if self.clips else None,
             [
-                (a, b, message_seconds(self.link(self.ranks[a][0], self.ranks[b][0]), size))
+                ((a, b), pair, message_seconds(self.link(*pair), size))
                 for kind, a, b, size in self._sent
                 if kind == "final"
+                for pair in self._pairs(a, b)[: len(self.ranks[b])]
             ],
         )
 
@@ -183,8 +184,12 @@ class PipelineTimes:
         first, *others = (rank for ranks in self.ranks for rank in ranks)
         return slowest(self.link(first, other) for other in others)
 
-    def _rank(self, s: int, k: int) -> int:
-        return self.ranks[s][k % len(self.ranks[s])]
+    def _pairs(self, a: int, b: int) -> list[tuple[int, int]]:
+        """The ranks of two stages that take a microbatch, in turn; the first ones are each rank
+        of b, with the one of a that serves it."""
+        ours, theirs = self.ranks[a], self.ranks[b]
+        turns = range(math.lcm(len(ours), len(theirs)))
+        return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in turns]
 
 
 def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool]:

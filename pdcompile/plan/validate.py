@@ -89,10 +89,6 @@ def pipeline(plan: Plan) -> Iterator[Finding]:
             message = f"{tied.fqn!r} is tied to fewer than two stages"
             yield path, message, "list only parameters held by several stages"
         yield from _ascending(tied.stages, len(plan.stages), path)
-        held = [plan.stages[s] for s in tied.stages if s < len(plan.stages)]
-        if any(stage.replicas > 1 for stage in held):
-            message = f"{tied.fqn!r} is tied across stages of which one is replicated"
-            yield path, message, "plan with one replica for these stages"
 
 
 def _ranks(plan: Plan) -> Iterator[Finding]:

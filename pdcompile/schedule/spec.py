@@ -32,6 +32,7 @@ class Hop(NamedTuple):
     window: int
     local: bool = False  # both stages are on one rank: nothing is sent, and nobody waits
     ambiguous: bool = False  # the rank at the other end holds more than this stage
+    peer: int = -1  # the rank at the other end; −1: the replica that takes the microbatch
 
 
 class Hops(NamedTuple):
@@ -139,6 +140,10 @@ class PipelineSpec:
         """Microbatches of a minibatch that the first replica of a stage takes."""
         return len(self.share(stage, 0, self.num_microbatches))
 
+    def peer(self, hop: Hop, microbatch: int) -> int:
+        """The rank at the other end of a hop."""
+        return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch)
+
     def shares_rank(self, stage: int) -> bool:
         """Does its rank hold other stages?"""
         (rank, *others) = self.ranks[stage]
@@ -202,12 +207,13 @@ def with_edges(spec: PipelineSpec, edges: tuple[Edge, ...]) -> PipelineSpec:
 
 
 @lru_cache(maxsize=4096)
-def hops(spec: PipelineSpec, stage: int) -> Hops:
-    """Everything that the stage sends and receives.
+def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
+    """Everything that a replica of the stage sends and receives.
 
     A value goes from its source to every target.  Its gradient goes last target → … → first
     target → source, each adding its own (eager's order of summation); the gradient of a tied
-    parameter goes last holder → … → owner; the owner's new weights go to every other holder.
+    parameter goes last holder → … → owner; the owner's new weights go to every other holder,
+    whose replicas get them from those of the owner in turn.
     """
     value_in, value_out, down, up, weight_out, weight_in = [], [], [], [], [], []
     for index, edge in enumerate(spec.edges):
@@ -229,7 +235,12 @@ def hops(spec: PipelineSpec, stage: int) -> Hops:
         up += [spec.hop(kind, index, stage, chain[place - 1])] if place else []
     for index, tied in enumerate(spec.tied):
         if stage == tied.stages[0]:
-            weight_out += [spec.hop(Kind.WEIGHT, index, stage, one) for one in tied.stages[1:]]
+            for one in tied.stages[1:]:
+                hop = spec.hop(Kind.WEIGHT, index, stage, one)
+                served = spec.ranks[one][replica :: len(spec.ranks[stage])]
+                weight_out += [hop._replace(peer=peer) for peer in served]
         elif stage in tied.stages:
-            weight_in.append(spec.hop(Kind.WEIGHT, index, stage, tied.stages[0]))
+            owner = tied.stages[0]
+            peer = spec.rank(owner, replica)
+            weight_in.append(spec.hop(Kind.WEIGHT, index, stage, owner)._replace(peer=peer))
     return Hops(*map(tuple, (value_in, value_out, down, up, weight_out, weight_in)))

@@ -97,6 +97,7 @@ class ReplicaWeights(StageWeights):
         interface: StageInterface,
         tensors: Callable[[str], Tensor],
         *,
+        copies: frozenset[str],
         written: Collection[str],
         model: nn.Module | None = None,
     ) -> None:
@@ -106,7 +107,7 @@ class ReplicaWeights(StageWeights):
             stage_class,
             interface,
             lambda fqn: self._own.get(fqn, tensors(fqn)),
-            copies=frozenset(),
+            copies=copies,
             versions=first.versions,
             apart=True,
             model=model,

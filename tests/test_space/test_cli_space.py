@@ -126,7 +126,7 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 is not a valid value"),
+        (("--replicas", "2,0"), "--replicas 2,0 is not a valid value"),
         (("--recompute", "some"), "--recompute some is not a valid value"),
         (("--microbatches", "2,x"), "neither auto nor numbers"),
         (("--microbatches", "2,9"), "9 microbatches of a minibatch of 8"),

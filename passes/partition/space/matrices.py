@@ -270,7 +270,7 @@ class Matrices:
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
         """Whether J∖I may be the stage if memory does not matter."""
-        allowed = self._nested[rows] & (self._whole_ties[rows] if r > 1 else True)
+        allowed = self._nested[rows].copy()
         if self.last is not None:
             held = self.segments.inside[:, self.last]
             final = p + r == len(seats.ranks)
@@ -295,12 +295,3 @@ class Matrices:
                 count = self.segments.inside[:, ends].sum(1)
                 found.append((parameter.bytes, count, np.array([len(ends)])))
         return found
-
-    @cached_property
-    def _whole_ties(self) -> Bool:
-        """J∖I holds all of a shared parameter's groups or none: its stage may have replicas."""
-        result = np.ones((self.size, self.size), dtype=bool)
-        for _, count, every in self._ties:
-            held = count[None, :] - count[:, None]
-            result &= (held == 0) | (held == every)
-        return result
