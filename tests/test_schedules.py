@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import (
@@ -25,6 +26,7 @@ from pdcompile.passes.schedules import (
 )
 from pdcompile.passes.simulate import TimelineEvent, drained, simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan.check import times_of
 from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.registry import KINDS, StageWork
 from pdcompile.schedule.spec import spec_of
@@ -234,8 +236,35 @@ def test_unusable_plans_are_refused() -> None:
         with pytest.raises(ScheduleError, match=message) as caught:
             make_stream(make_plan(name, stages, count, **(more[0] if more else {})))
         assert remedy in str(caught.value.remedy)
-    with pytest.raises(ScheduleError, match="replicated"):
-        make_stream(make_plan("1f1b", 2, 2, replicas=(1, 2), tied=(TiedParameter("w", (0, 1), 1),)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize("replicas", [(1, 3), (3, 1), (2, 3), (3, 2, 1)])
+def test_replicas_of_a_copy_get_new_weights_from_those_of_the_owner(
+    name: str, replicas: tuple[int, ...]
+) -> None:
+    """In turn, each once; proved in a stream, and simulated as the planner's clock has it."""
+    last = len(replicas) - 1
+    plan = make_plan(
+        name, last + 1, 6, replicas=replicas, edges=chain(last + 1, 3),
+        tied=(TiedParameter("w", (0, last), 5),),
+    )  # fmt: skip
+    cluster = Cluster.local(sum(replicas))
+    plan = replace(plan, cluster=cluster.to_toml())
+    check(plan)
+    program, _ = make_stream(plan).step(6)
+    first, ranks = range(replicas[0]), range(sum(replicas) - replicas[last], sum(replicas))
+    sent = [
+        (rank, one.peer)
+        for rank, column in enumerate(program.columns)
+        for one in column
+        if one.action is Action.SEND_WEIGHT
+    ]
+    if name != "2bw":
+        assert sorted(sent) == sorted((first[k % len(first)], y) for k, y in enumerate(ranks))
+        times = times_of(plan, cluster, [edge.value for edge in plan.edges])
+        found = times.makespan(plan.training.warmup, 6)
+        assert simulate(plan).forecast.step_seconds == pytest.approx(found)
 
 
 def test_update_of_2bw_early_and_late() -> None:

@@ -78,7 +78,7 @@ def plans(
         source = draw(st.integers(0, n - 2))
         targets = tuple(sorted(draw(st.sets(st.integers(source + 1, n - 1), min_size=1))))
         edges.append(Edge(f"v{index}", source, targets, 1, draw(st.booleans())))
-    ties = n > 1 and not replicas and kind.one_age
+    ties = n > 1 and kind.one_age
     for index in range(draw(st.integers(0, 2)) if ties else 0):
         holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
         tied.append(TiedParameter(f"w{index}", holders, 1))
