@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import pdcompile
+from pdcompile.schedule.registry import KINDS
 from tests.helpers import models
 
 RANKS, MICROBATCHES, CALLS = 2, 8, 5
@@ -133,7 +134,8 @@ def measure(case: Case) -> RankRow:
         model, inputs, target, loss_fn = MODELS[case.model]()
         pipe = pdcompile.compile(
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer], stages=RANKS,
-            microbatches=MICROBATCHES, schedule=case.schedule, costs="estimated", verify="off",
+            microbatches=1 if KINDS[case.schedule].updates_each else MICROBATCHES,
+            schedule=case.schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
             recompute=case.recompute,
         )  # fmt: skip

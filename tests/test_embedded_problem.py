@@ -109,6 +109,10 @@ def test_a_row_is_a_line() -> None:
         ("num_microbatches", 0, "problem.num_microbatches", "is 0"),
         ("memory", {"in_flight": [1]}, "problem.memory.in_flight", "on 2 stages"),
         ("memory", {"in_flight": [1, 0]}, "problem.memory.in_flight", "on 2 stages"),
+        ("memory", {"versions": [3, 2, 1]}, "problem.memory.versions", "on 2 stages"),
+        ("memory", {"versions": [2, 0]}, "problem.memory.versions", "on 2 stages"),
+        ("memory", {"versions": "2"}, "problem.memory.versions", "not a whole number"),
+        ("memory", {"gradient_buffers": [1]}, "problem.memory.gradient_buffers", "on 2 stages"),
         ("objective", "speed", "problem.objective", "not one of"),
     ],
 )

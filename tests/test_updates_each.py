@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.plan import Plan
+from pdcompile.problem.constraints import Together
 from tests.helpers import models
 from tests.helpers.launch import processes, torchrun
 
@@ -104,6 +105,14 @@ def test_trains_as_its_recurrence(name: str, schedule: str, stages: int) -> None
 @pytest.mark.parametrize("schedule", ["stash", "vsync"])
 def test_a_deeper_warm_up_is_older_weights(schedule: str, depths: tuple[int, ...]) -> None:
     compare(models.mlp(), schedule, 3, depths)
+
+
+def test_stash_with_a_tied_parameter_on_one_stage() -> None:
+    model = models.mlp()
+    model.layers[3].weight = model.layers[2].weight
+    together = Together("layers.2", "layers.3")
+    plan = compare(model, "stash", 2, constraints=(together,))
+    assert "layers.2.weight" in plan.stages[0].parameters
 
 
 @pytest.mark.parametrize(("stages", "depths"), [(2, ()), (3, (4, 2, 0)), (4, ())])

@@ -70,6 +70,8 @@ def write(plan: Plan, folder: Path) -> str:
          replace(HOSTS, devices=(Device(memory_bytes=10**6),) * 4), {}),
         (Scenario(schedule="gpipe"), HOSTS, {"schedule": "gpipe"}),
         (Scenario(schedule="2bw"), HOSTS, {"schedule": "2bw"}),
+        (Scenario(schedule="vsync", batch_size=4), HOSTS,
+         {"schedule": "vsync", "microbatches": 1, "batch_size": 4}),
         (Scenario(microbatches=8, batch_size=32), HOSTS, {"microbatches": 8, "batch_size": 32}),
     ],
 )  # fmt: skip

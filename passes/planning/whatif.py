@@ -300,7 +300,8 @@ def _training(training: Training, change: Scenario) -> Training:
         )
     batch, m = change.batch_size, change.microbatches
     batch = training.batch_size if batch is None else batch
-    m = training.num_microbatches if m is None else m
+    if m is None:
+        m = 1 if KINDS[name].updates_each else training.num_microbatches
     for option, number in (("--batch-size", batch), ("--microbatches", m)):
         if number < 1:
             raise ConfigError(f"{option} {number} is below 1", where=option, remedy="1 or more")

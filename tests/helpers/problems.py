@@ -74,6 +74,9 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
         )
     )
     rule = MemoryRule(r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5)), in_flight)
+    if seed % 3 == 0:  # a schedule whose stages hold unlike numbers of versions
+        versions = tuple(num_stages - s for s in range(num_stages))
+        rule = replace(rule, versions=versions, gradient_buffers=versions[::-1])
     if seed % 2:
         slots = tuple(count + 1 for count in in_flight)
         rule = replace(rule, received=slots, returned=tuple(min(2, n) for n in in_flight))
