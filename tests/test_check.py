@@ -41,14 +41,14 @@ def programs_of(plan: Plan, counts: tuple[int, ...]) -> list[Schedule]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(plans())
+@given(plans(max_stages=6, several=True))
 def test_every_generated_schedule_is_proved(plan: Plan) -> None:
     proof = check(plan)
     assert proof.num_instructions > 0
 
 
 @settings(max_examples=60, deadline=None)
-@given(plans(), st.data())
+@given(plans(max_stages=6, several=True), st.data())
 def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObject) -> None:
     sizes = st.integers(1, plan.training.num_microbatches)
     counts = tuple(data.draw(st.lists(sizes, min_size=1, max_size=6)))
@@ -56,7 +56,7 @@ def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObje
 
 
 @settings(max_examples=60, deadline=None)
-@given(plans(), st.integers(1, 9), st.booleans())
+@given(plans(max_stages=6, several=True), st.integers(1, 9), st.booleans())
 def test_evaluations_are_proved(plan: Plan, count: int, with_loss: bool) -> None:
     program = evaluation(plan, plan.edges, count, with_loss=with_loss)
     check_programs(plan, [program], plan.edges)
@@ -138,7 +138,7 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
     choices = [one._replace(minibatch=one.minibatch + pick.choice([-1, 1]))]
     if one.microbatch >= 0:
         choices.append(one._replace(microbatch=one.microbatch + pick.choice([-1, 1])))
-    if one.peer >= 0:
+    if one.peer >= 0 and plan.num_ranks > 1:
         others = [rank for rank in range(plan.num_ranks) if rank != one.peer]
         choices.append(one._replace(peer=pick.choice(others)))
     if one.edge >= 0:
@@ -153,7 +153,7 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
 
 
 @settings(max_examples=150, deadline=None)
-@given(plans(max_stages=4, max_microbatches=5), st.randoms(use_true_random=False))
+@given(plans(max_stages=6, max_microbatches=5, several=True), st.randoms(use_true_random=False))
 def test_aiming_elsewhere_is_caught(plan: Plan, pick: random.Random) -> None:
     counts = (plan.training.num_microbatches,) * 3
     programs = programs_of(plan, counts)

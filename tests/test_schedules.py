@@ -16,6 +16,7 @@ from pdcompile.passes.check import check
 from pdcompile.passes.schedules import (
     evaluation,
     gpipe,
+    interleaved,
     make_stream,
     memory_rule,
     one_f_one_b,
@@ -74,6 +75,12 @@ def test_1f1b_is_its_picture() -> None:
     assert words("1f1b", 4, 2) == "F0 F1 F2 B0 F3 B1 B2 B3"
     assert words("1f1b", 2, 5) == "F0 F1 B0 B1"
     assert picture(make_plan("1f1b", 4, 5)) == drawn_in(one_f_one_b)
+
+
+def test_interleaved_is_its_picture() -> None:
+    plan = make_plan("interleaved", 4, 4, per_rank=2)
+    assert picture(plan) == drawn_in(interleaved)
+    assert plan.training.warmup == (3, 2, 1, 0)
 
 
 def test_2bw_is_its_picture() -> None:
@@ -159,6 +166,7 @@ def test_depths_never_deadlock_and_respect_the_cap(
         (("1f1b", 2, 2, (1,)), "replicas"),
         (("1f1b", 2, 2, (), (1,)), "extra warm-up"),
         (("1f1b", 2, 2, (), -1), "negative"),
+        (("interleaved", 3, 2, (), 0, 2), "3 stages, 2 on every rank"),
     ],
 )
 def test_bad_warm_ups(arguments: tuple[object, ...], message: str) -> None:
@@ -216,7 +224,7 @@ def test_a_stream_takes_no_more_microbatches_than_planned() -> None:
 
 
 def test_unusable_plans_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, 2bw"):
+    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, interleaved, 2bw"):
         make_stream(make_plan("pipedream", 2, 2, depths=(1, 0)))
     with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
         make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
@@ -292,6 +300,7 @@ GOLDEN_PLANS = {
     "gpipe_two_a_rank": TWO_A_RANK,
     "gpipe": make_plan("gpipe", 2, 3),
     "1f1b": make_plan("1f1b", 3, 4),
+    "interleaved": make_plan("interleaved", 4, 3, per_rank=2),
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),

@@ -190,6 +190,7 @@ def _tasks(
                 spec.lag(stage),
                 spec.late(stage),
                 spec.gradient_buffers(stage),
+                len(spec.ranks),
                 limits,
                 flush=num_microbatches is None,
             )

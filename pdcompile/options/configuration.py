@@ -290,9 +290,10 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
             "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed
         )
     if options.schedule == "auto":
-        # A minibatch in one piece is another training: it is chosen by name.
-        every = allowed(options.max_staleness)
-        schedules = tuple(name for name in every if not KINDS[name].updates_each)
+        # A minibatch in one piece is another training, and several stages a rank another space:
+        # they are chosen by name.
+        every = map(KINDS.__getitem__, allowed(options.max_staleness))
+        schedules = tuple(k.name for k in every if not k.updates_each and k.usual == 1)
     return SearchSpace(
         replicas=_replicas(options.replicas, configuration.num_stages),
         recompute=again,

@@ -92,14 +92,17 @@ def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) 
 
 
 @lru_cache(maxsize=256)
-def order_of(schedule: str, works: tuple[tuple[int, int], ...]) -> list[Turn]:
-    """What a rank does in one minibatch, for the (warm-up, microbatches) of each of its stages.
+def order_of(schedule: str, works: tuple[tuple[int, int, int], ...], num_stages: int) -> list[Turn]:
+    """What a rank does in one minibatch, for its stages: (stage, warm-up, microbatches) of each.
 
     Warm-up 1 of 3 microbatches under 1F1B: F0 F1 B0 F2 B1 B2.
     """
-    stages = [StageWork(n, range(share), warmup) for n, (warmup, share) in enumerate(works)]
+    stages = [
+        StageWork(s, range(share), warmup, num_stages=num_stages) for s, warmup, share in works
+    ]
+    place = {s: n for n, (s, _, _) in enumerate(works)}
     kinds = {Action.FORWARD: True, Action.BACKWARD: False, Action.STEP: None}
-    return [(n, kinds[action], k) for n, action, _, k in kind_of(schedule).order(stages)]
+    return [(place[s], kinds[action], k) for s, action, _, k in kind_of(schedule).order(stages)]
 
 
 def makespan(
@@ -298,7 +301,7 @@ class EventWalk:
         first, last = min(hop), max(hop)
         count = len(wires[0].seconds)
         if any(len(stages) > 1 for stages in self.held.values()):
-            most = self.m
+            most = self.schedule.in_flight(self.warmup[first], self.m)
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
         lane = WireGroup(wires, len(wires), count, most * count)
@@ -395,8 +398,8 @@ class EventWalk:
         for own in held:
             for _ in range(min(own.pool, own.share)):
                 post(own, True)
-        works = tuple((own.warmup, own.share) for own in held)
-        for n, kind, j in order_of(self.schedule.name, works):
+        works = tuple((own.index, own.warmup, own.share) for own in held)
+        for n, kind, j in order_of(self.schedule.name, works, len(self.ranks)):
             own = held[n]
             s, k = own.index, own.first + j * own.replicas
             if kind is None:

@@ -181,7 +181,7 @@ class PipelineTimes:
         return ring_seconds(link, self.reduced[s], 1 + len(others))
 
     def _among(self) -> Link:
-        first, *others = (rank for ranks in self.ranks for rank in ranks)
+        first, *others = dict.fromkeys(rank for ranks in self.ranks for rank in ranks)
         return slowest(self.link(first, other) for other in others)
 
     def _pairs(self, a: int, b: int) -> list[tuple[int, int]]:

@@ -112,10 +112,34 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
                 message = f"rank {rank} holds stages {stages}; schedule "
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
                 yield path, message, f"give every rank to one stage, or use schedule {several}"
+    yield from _in_turn(plan, held)
     shared = [rank for rank, stages in held.items() if len(stages) > 1]
     if shared and any(stage.replicas > 1 for stage in plan.stages):
         message = f"rank {shared[0]} holds stages {held[shared[0]]}, and other stages have replicas"
         yield "stages", message, "one rank for each stage, or no replicas"
+
+
+def _in_turn(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
+    """Whether ranks that hold several stages have those that the schedule's order is for."""
+    kind, ranks = KINDS.get(plan.training.schedule), len(held)
+    if kind is None or not kind.in_turn or all(len(stages) == 1 for stages in held.values()):
+        return
+    for rank, stages in held.items():
+        expected = [*range(min(stages), len(plan.stages), ranks)]
+        if stages != expected or len(plan.stages) % ranks:
+            message = f"rank {rank} holds stages {stages} of {len(plan.stages)} on {ranks} ranks"
+            remedy = f"give stage s + {ranks} the rank of stage s, and every rank as many; or use "
+            yield (
+                f"stages[{stages[0]}].ranks",
+                message,
+                remedy
+                + "schedule "
+                + " or ".join(
+                    name
+                    for name, one in KINDS.items()
+                    if one.stages_per_rank is None and not one.in_turn
+                ),
+            )
 
 
 def _updates(plan: Plan) -> Iterator[Finding]:

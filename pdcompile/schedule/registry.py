@@ -41,6 +41,7 @@ class StageWork:
         lag: a forward of this call needs the updates of all minibatches before −lag.
         late: the update waits for other ranks; a stream places it as late as legal.
         buffers: minibatches whose gradients may be held at one time.
+        num_stages: of the whole pipeline.
         limits: of each microbatch whose backward the stage before runs in this call, the last
             forward of this call that may come before its backward here (−1: none).  A stage
             that waits for no forward which the stage before holds back cannot deadlock.
@@ -55,6 +56,7 @@ class StageWork:
     lag: int = 0
     late: bool = False
     buffers: int = 1
+    num_stages: int = 1
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)
     flush: bool = False
 
@@ -73,6 +75,9 @@ class ScheduleKind:
         warmup: "all": every microbatch goes forward before the first goes backward;
             "alternate": to a depth that the planner chooses, then one forward, one backward.
         stages_per_rank: how many stages a rank can hold; None: any number.
+        usual: how many it holds where nobody says.
+        in_turn: ranks that hold several have as many each, stage s the rank of stage s − R, of R
+            ranks.  What is then in flight is counted from the order, which decides it.
         update: what it promises about updates: a sentence without its subject.
         source: the paper.
         module: where the pure generator `order` is: it yields the tasks of one rank in one call,
@@ -86,6 +91,8 @@ class ScheduleKind:
     lag: Lag = 0
     warmup: Literal["all", "alternate"] = "alternate"
     stages_per_rank: int | None = 1
+    usual: int = 1
+    in_turn: bool = False
 
     @property
     def stream(self) -> bool:
@@ -187,6 +194,15 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="PipeDream-Flush: Narayanan et al., 2021, arXiv 2006.09503",
         module="pdcompile.passes.schedules.one_f_one_b",
+    ),
+    ScheduleKind(
+        "interleaved",
+        update="updates as eager gradient accumulation does, bit for bit",
+        source="Narayanan et al., 2021, arXiv 2104.04473, section 2.2",
+        module="pdcompile.passes.schedules.interleaved",
+        stages_per_rank=None,
+        usual=2,
+        in_turn=True,
     ),
     ScheduleKind(
         "2bw",

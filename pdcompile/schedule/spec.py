@@ -163,12 +163,12 @@ class PipelineSpec:
     def window(self, first: int, last: int) -> int:
         """Sends in flight on one channel between two stages, first < last.
 
-        A rank of several stages may be anywhere in the minibatch: nobody waits within it, not
-        even for a stage that waits for such a rank in turn.
+        Where ranks hold several stages, that is whatever the first stage has in flight: what has
+        gone backward there has been received by every later stage, and back.
         """
         flat = [rank for ranks in self.ranks for rank in ranks]
         if len(set(flat)) < len(flat):
-            return self.num_microbatches
+            return self.in_flight(first)
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)
 

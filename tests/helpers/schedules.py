@@ -32,10 +32,12 @@ def make_plan(
     replicas: tuple[int, ...] = (),
     extra: int | tuple[int, ...] = 0,
     depths: tuple[int, ...] | None = None,
+    per_rank: int = 1,
     seconds: Sequence[tuple[float, float]] | None = None,
     **stage: Any,
 ) -> Plan:
-    """A chain of stages with F = 1 and B = 2 unless told otherwise."""
+    """A chain of stages with F = 1 and B = 2 unless told otherwise; ranks take turns where each
+    has several."""
     counts = replicas or (1,) * num_stages
     times = seconds or [(1.0, 2.0)] * num_stages
     stages = tuple(
@@ -44,6 +46,7 @@ def make_plan(
             (),
             (),
             replicas=counts[s],
+            ranks=(s % (num_stages // per_rank),) if per_rank > 1 else (),
             forward_seconds=times[s][0],
             backward_seconds=times[s][1],
             **stage,
@@ -51,7 +54,7 @@ def make_plan(
         for s in range(num_stages)
     )
     if depths is None:
-        depths = warmup(name, num_stages, num_microbatches, replicas, extra)
+        depths = warmup(name, num_stages, num_microbatches, replicas, extra, per_rank)
     training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
     found = chain(num_stages) if edges is None else edges
     return Plan("hand-made", stages, found, tied, training, "", CERTIFICATE)
@@ -64,15 +67,19 @@ def plans(
     max_microbatches: int = 8,
     replicated: bool = True,
     stream: bool | None = None,
+    several: bool = False,
 ) -> Plan:
     """Any depth, microbatches, warm-up, edges (skips, several targets), replicas or tied sets, as
-    far as the schedule has them."""
+    far as the schedule has them; `several`: ranks may hold several stages."""
     kind = draw(st.sampled_from([k for k in KINDS.values() if stream in (None, k.stream)]))
     n = draw(st.integers(1, max_stages))
     m = 1 if kind.updates_each else draw(st.integers(1, max_microbatches))
     replicas: tuple[int, ...] = ()
     if replicated and not kind.updates_each and draw(st.booleans()):
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
+    counts = [k for k in range(1, n + 1) if n % k == 0]
+    shared = several and not replicas and kind.stages_per_rank is None
+    per_rank = draw(st.sampled_from(counts)) if shared else 1
     edges, tied = [], []
     for index in range(draw(st.integers(0, 4)) if n > 1 else 0):
         source = draw(st.integers(0, n - 2))
@@ -91,6 +98,7 @@ def plans(
         clip=draw(st.sampled_from([None, 1.0])) if kind.one_age else None,
         replicas=replicas,
         extra=draw(st.integers(0, 2)),
+        per_rank=per_rank,
     )
 
 

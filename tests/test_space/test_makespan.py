@@ -29,7 +29,7 @@ def on_cluster(plan: Plan, *levels: Level) -> tuple[Plan, Cluster]:
 @st.composite
 def timed(draw: st.DrawFn, stream: bool) -> Plan:
     """A plan with its own seconds, bytes and recomputed stages."""
-    plan = draw(plans(max_stages=4, max_microbatches=7, stream=stream))
+    plan = draw(plans(max_stages=6, max_microbatches=7, stream=stream, several=not stream))
     number = st.integers(1, 8)
     stages = tuple(
         replace(
@@ -49,7 +49,7 @@ def timed(draw: st.DrawFn, stream: bool) -> Plan:
 @settings(max_examples=150, deadline=None)
 @given(timed(stream=False), st.sampled_from([1e9, 8.0, 2.0]), st.sampled_from([1e9, 4.0]))
 def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) -> None:
-    plan, cluster = on_cluster(plan, Level("host", 4, near, 1 / 8), Level("net", 3, far, 1 / 4))
+    plan, cluster = on_cluster(plan, Level("host", 4, near, 1 / 8), Level("net", 5, far, 1 / 4))
     gradients = [edge.value for edge in plan.edges if edge.gradient]
     in_flight = [
         min(depth + 1, -(-plan.training.num_microbatches // stage.replicas))

@@ -1,0 +1,146 @@
+"""Interleaved 1F1B: several stages a rank in turn, proved, timed by formula, and mutated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.errors import DeadlockError, ScheduleError
+from pdcompile.passes.check import check, check_programs
+from pdcompile.passes.schedules import make_stream, warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.schedule import Action, Kind
+from tests.helpers.schedules import chain, make_plan, mutated
+
+
+def in_flight(plan: Plan, count: int) -> list[int]:
+    """The most of each stage in one call, counted from its program."""
+    now, most = [0] * len(plan.stages), [0] * len(plan.stages)
+    for column in make_stream(plan).step(count)[0].columns:
+        for one in column:
+            now[one.stage] += (one.action is Action.FORWARD) - (one.action is Action.BACKWARD)
+            most[one.stage] = max(most[one.stage], now[one.stage])
+    return most
+
+
+def sizes(ranks: int, per_rank: int, most: int) -> Iterator[Plan]:
+    for m in range(1, most + 1):
+        yield make_plan("interleaved", ranks * per_rank, m, per_rank=per_rank)
+
+
+@pytest.mark.parametrize("per_rank", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow),
+                                   pytest.param(5, marks=pytest.mark.slow),
+                                   pytest.param(6, marks=pytest.mark.slow)])  # fmt: skip
+def test_every_number_of_microbatches_is_proved(ranks: int, per_rank: int) -> None:
+    """The bubble is the formula's, and what is in flight is what was planned, never less of a
+    longer minibatch."""
+    before = [0] * (ranks * per_rank)
+    for plan in sizes(ranks, per_rank, 16):
+        m = plan.training.num_microbatches
+        check(plan)
+        if per_rank > 1:
+            found = in_flight(plan, m)
+            assert found == [depth + 1 for depth in plan.training.warmup]
+            assert all(old <= new for old, new in zip(before, found, strict=True))
+            before = found
+        if m % ranks == 0:
+            bubble = simulate(plan, timeline=False).forecast.bubble
+            assert bubble == pytest.approx((ranks - 1) / (per_rank * m + ranks - 1), abs=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 1.0), (2.0, 1.0), (0.5, 2.0)])
+def test_the_bubble_is_the_formula_whatever_a_backward_takes(seconds: tuple[float, float]) -> None:
+    plan = make_plan("interleaved", 8, 8, per_rank=2, seconds=[seconds] * 8)
+    assert simulate(plan).forecast.bubble == pytest.approx(3 / (2 * 8 + 3))
+
+
+def test_a_microbatch_less_takes_no_longer() -> None:
+    """Also where the last round is not full."""
+    for ranks, per_rank in ((2, 2), (3, 2), (4, 2), (3, 3)):
+        times = [simulate(one).forecast.step_seconds for one in sizes(ranks, per_rank, 13)]
+        assert times == sorted(times)
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> Plan:
+    """Values that skip stages, with gradients or without; tied parameters; any ranks' order."""
+    ranks, per_rank = draw(st.integers(1, 4)), draw(st.integers(2, 3))
+    n = ranks * per_rank
+    edges = [replace(one, gradient=draw(st.booleans())) for one in chain(n) if draw(st.booleans())]
+    for index in range(draw(st.integers(0, 3))):
+        source = draw(st.integers(0, n - 2))
+        targets = draw(st.sets(st.integers(source + 1, n - 1), min_size=1, max_size=3))
+        edges.append(Edge(f"v{index}", source, tuple(sorted(targets)), 1, draw(st.booleans())))
+    holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=3))))
+    plan = make_plan(
+        "interleaved", n, draw(st.integers(1, 9)), per_rank=per_rank, edges=tuple(edges),
+        tied=(TiedParameter("w", holders, 1),), clip=draw(st.sampled_from([None, 1.0])),
+    )  # fmt: skip
+    order = draw(st.permutations(range(ranks)))
+    stages = [replace(stage, ranks=(order[stage.index % ranks],)) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages))
+
+
+@settings(max_examples=40, deadline=None)
+@given(interleaved())
+def test_whatever_crosses_stages_is_proved(plan: Plan) -> None:
+    check(plan, range(1, plan.training.num_microbatches))
+
+
+@settings(max_examples=80, deadline=None)
+@given(interleaved(), st.randoms(use_true_random=False))
+def test_mutations_are_caught(plan: Plan, pick: random.Random) -> None:
+    """Something left out, done twice, or of another stage, microbatch or rank."""
+    program, _ = make_stream(plan).step(plan.training.num_microbatches)
+    rank = pick.randrange(plan.num_ranks)
+    column = list(program.columns[rank])
+    index = pick.randrange(len(column))
+    one = column[index]
+    if one.action.kind in (Kind.NORMS, Kind.LOSS):
+        return  # of the whole rank, whichever stage they name
+    stages = [other for other in range(len(plan.stages)) if other != one.stage]
+    changed = [[], [one, one], [one._replace(stage=pick.choice(stages))]]
+    if one.microbatch >= 0:
+        changed.append([one._replace(microbatch=one.microbatch + pick.choice([-1, 1]))])
+    if one.peer >= 0 and plan.num_ranks > 1:
+        others = [other for other in range(plan.num_ranks) if other != one.peer]
+        changed.append([one._replace(peer=pick.choice(others))])
+    if one.target >= 0:
+        changed.append([one._replace(target=-1)])
+    column[index : index + 1] = pick.choice(changed)
+    with pytest.raises((ScheduleError, DeadlockError)):
+        check_programs(plan, [mutated(program, rank, column)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ((0, 1, 1, 0), r"rank 0 holds stages \[0, 3\] of 4 on 2 ranks"),
+        ((0, 0, 1, 1), r"rank 0 holds stages \[0, 1\]"),
+        ((0, 1, 0), r"rank 0 holds stages \[0, 2\] of 3 on 2 ranks"),
+    ],
+)
+def test_other_stages_on_a_rank_are_refused(ranks: tuple[int, ...], message: str) -> None:
+    plan = make_plan("interleaved", len(ranks), 4)
+    held = zip(plan.stages, ranks, strict=True)
+    plan = replace(plan, stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in held))
+    with pytest.raises(ScheduleError, match=message) as caught:
+        check(plan)
+    assert "give stage s + 2 the rank of stage s" in str(caught.value.remedy)
+    assert str(caught.value.remedy).endswith("use schedule gpipe")
+
+
+def test_with_one_stage_a_rank_it_is_1f1b() -> None:
+    for extra in (0, 1):
+        assert warmup("interleaved", 4, 8, extra=extra) == warmup("1f1b", 4, 8, extra=extra)
+    ours, theirs = (
+        make_stream(make_plan(name, 3, 5)).step(5)[0] for name in ("interleaved", "1f1b")
+    )
+    assert ours.columns == theirs.columns
