@@ -124,7 +124,7 @@ def assert_same(ours: tuple[list[Any], Any], theirs: tuple[list[Any], Any]) -> N
     assert not states_equal(ours[1], theirs[1])
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
     st.lists(st.booleans(), min_size=1, max_size=3),
@@ -157,6 +157,48 @@ def test_the_callers_tensors_are_written_as_without_recomputation() -> None:
     assert torch.equal(ours[1], target)
     assert our_loss == loss
     assert not states_equal(our_state, state)
+
+
+class Force(nn.Module):
+    """A gradient inside of forward: the first run needs autograd, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = torch.tanh(self.second(torch.tanh(self.first(x)))).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.head(torch.tanh(self.head(force)))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_inside_of_forward() -> None:
+    assert_same(trained(Force(), 2, recompute=True), trained(Force()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_replicas_may_recompute(schedule: str) -> None:
+    options: dict[str, Any] = {
+        "stages": 2, "schedule": schedule, "replicas": (2, 1), "cluster": pdcompile.Cluster.local(3)
+    }  # fmt: skip
+    kept = trained(Awkward(), **options)
+    assert_same(trained(Awkward(), recompute=True, **options), kept)
+
+
+def test_several_stages_of_a_rank_may_recompute() -> None:
+    model = models.gpt(layers=2, dropout=0.1)
+    inputs, target = models.batch_for(model, 8)
+    states = []
+    for again in (False, True):
+        pipe = by_hand(
+            copy.deepcopy(model), 4, inputs, target, ranks=(0, 1, 0, 1), schedule="gpipe",
+            loss_fn=models.loss_for(model), optimizer=ADAMW, microbatches=4, recompute=again,
+        )  # fmt: skip
+        losses = [float(pipe.step(inputs, target=target).loss) for _ in range(2)]
+        states.append((losses, pipe.full_state_dict()))
+    assert_same(*states)
 
 
 @pytest.mark.slow
