@@ -26,6 +26,7 @@ def chain(
     name: str, num_stages: int, count: int, extra: int = 0, clip: float | None = None
 ) -> Plan:
     """A plan of equal stages, one value of one byte between neighbours."""
+    count = 1 if KINDS[name].updates_each else count
     return Plan(
         fingerprint="",
         stages=tuple(
@@ -59,13 +60,14 @@ def proofs() -> None:
         for name in KINDS:
             plan = chain(name, num_stages, count)
             begin = time.process_time()
-            program, _ = make_stream(plan).step(count)
+            m = plan.training.num_microbatches
+            program, _ = make_stream(plan).step(m)
             written = time.process_time() - begin
             begin = time.process_time()
             check(plan)
             proved = time.process_time() - begin
             print(
-                f"{name:>8} {num_stages:>6} {count:>5} {sum(map(len, program.columns)):>12,} "
+                f"{name:>8} {num_stages:>6} {m:>5} {sum(map(len, program.columns)):>12,} "
                 f"{written:>8.2f} {proved:>8.2f}"
             )
 
@@ -79,6 +81,9 @@ def bubbles(num_stages: int = 4, count: int = 8) -> None:
         ("2bw", 0, None),
         ("2bw", 1, None),
         ("2bw", 1, 1.0),
+        ("stash", 0, None),
+        ("stash", 1, None),
+        ("vsync", 1, 1.0),
     )
     header = " ".join(f"X={transfer:<6}" for transfer in TRANSFERS)
     print(f"{'schedule':>8} {'warm-up':>14} {'clip':>5}  {header}")
@@ -87,7 +92,7 @@ def bubbles(num_stages: int = 4, count: int = 8) -> None:
         cells = []
         for transfer in TRANSFERS:
             found = simulate(plan, links=equal_links(transfer)).forecast
-            cells.append(f"{found.step_seconds / count:<8.3f}")
+            cells.append(f"{found.step_seconds / plan.training.num_microbatches:<8.3f}")
         depths = " ".join(map(str, plan.training.warmup))
         print(f"{name:>8} {depths:>14} {'yes' if clip else 'no':>5}  {' '.join(cells)}")
 

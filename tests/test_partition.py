@@ -79,7 +79,7 @@ def test_integer_program_without_any_start(block: int, monkeypatch: pytest.Monke
     def nothing(found: search.Search) -> Segments:
         return Segments.build(found.model, all_ideals(found.model, 10_000) or [])
 
-    monkeypatch.setattr(search, "cut", nothing)
+    monkeypatch.setattr(search, "cut_by_program", nothing)
     monkeypatch.setattr(search, "MAX_CHAINS", 0)
     for seed in range(20_000 + 40 * block, 20_000 + 40 * block + 40):
         agrees_with_brute_force(seed)
