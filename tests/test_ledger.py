@@ -75,6 +75,21 @@ def test_values_in_flight_are_activations_and_not_sends() -> None:
     assert (second.activations_bytes, second.send_bytes) == (30, 20)  # gradients that are made anew
 
 
+def test_a_stage_that_recomputes_holds_activations_only_while_it_runs() -> None:
+    """Between forward and backward there are its inputs, and what is still being sent."""
+    plan = make_plan(
+        "2bw", 2, 4, edges=chain(2, 10), trainable_bytes=100, parameter_bytes=100, saved_bytes=30,
+        step_bytes=80, workspace_bytes=60,
+    )  # fmt: skip
+    again = replace(plan, stages=tuple(replace(one, recompute=True) for one in plan.stages))
+    kept, first = ledgers(plan)[0], ledgers(again)[0]
+    assert (kept.activations_bytes, kept.workspace_bytes, kept.send_bytes) == (60, 60, 0)
+    assert (first.activations_bytes, first.workspace_bytes, first.send_bytes) == (30, 60, 20)
+    large = replace(again, stages=tuple(replace(one, step_bytes=150) for one in again.stages))
+    stepping = ledgers(large)[0]
+    assert (stepping.activations_bytes, stepping.temporaries_bytes) == (0, 150)
+
+
 def test_a_stream_copies_the_inputs_of_minibatches_that_overlap() -> None:
     for name, count in (("1f1b", 0), ("2bw", 2)):
         plan = make_plan(name, 3, 6, edges=chain(3, 0), saved_bytes=5, input_bytes=7)

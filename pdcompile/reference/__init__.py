@@ -29,7 +29,7 @@ def reference(
 ) -> Reference:
     """Trains `model` in this process exactly as `pdcompile.compile` with the same arguments does.
 
-    Arguments for planning and placement (cluster, stages, memory, costs, verify, …) are accepted
+    Arguments for planning and placement (cluster, stages, recompute, memory, costs, …) are accepted
     and change nothing.  ``microbatches`` has to be a number: the planner's choice is
     ``pipe.plan.training.num_microbatches``.  Schedules whose weights are as old as the warm-up is
     deep (``stash``, ``vsync``) need ``plan=`` (vsync: or ``stages=``).
