@@ -76,6 +76,11 @@ def test_memory_limit_too_small_for_the_largest_layer() -> None:
         ({"schedule": "stash", "max_grad_norm": 1.0}, "stash", "2bw"),
         ({"schedule": "stash"}, "microbatches=2 under schedule='stash'", "microbatches=1"),
         ({"schedule": "vsync"}, "microbatches=2 under schedule='vsync'", "microbatches=1"),
+        (
+            {"schedule": "vsync", "microbatches": 1, "replicas": (1, 2)},
+            "replicas=(1, 2) under schedule='vsync'",
+            "one replica",
+        ),
         ({"max_grad_norm": 0.0}, "max_grad_norm", "1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm", "1.0"),
         ({"memory": "16 potatoes"}, "potatoes", "GB"),

@@ -126,6 +126,16 @@ def test_vsync_with_tied_weights_and_clipping(
     assert [one.stages for one in plan.tied] == [(0, stages - 1)]
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "clip"), [("convnet", "stash", None), ("gpt", "vsync", 0.1)]
+)
+def test_recomputing_changes_no_bit(name: str, schedule: str, clip: float | None) -> None:
+    """Forward runs again on the version that it ran on, with the same draws and statistics."""
+    again = (True, False, True)
+    plan = compare(getattr(models, name)(), schedule, 3, max_grad_norm=clip, recompute=again)
+    assert tuple(stage.recompute for stage in plan.stages) == again
+
+
 def in_between(t: int, pipe: Any) -> None:
     """Flushes, evaluations, states and changes of the newest weights, in mid-stream."""
     model = pipe.to_model() if t in (3, 5) else None

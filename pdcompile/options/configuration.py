@@ -188,7 +188,8 @@ def _refuse_several(options: Options, kind: ScheduleKind) -> None:
             "update of its own",
             remedy="microbatches=1, and smaller minibatches",
         )
-    if options.replicas not in ("1", 1):
+    counts = options.replicas if isinstance(options.replicas, tuple) else (options.replicas,)
+    if any(count not in ("1", 1) for count in counts):
         raise ConfigError(
             f"replicas={options.replicas!r} {asked}, where replicas would update in turn",
             remedy="one replica a stage, or another schedule",
