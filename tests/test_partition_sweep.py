@@ -36,6 +36,16 @@ def test_all_agree(sweep: Any, family: str, count: int) -> None:
     assert found.infeasible < 0.9 * count
 
 
+@pytest.mark.parametrize(
+    ("family", "seed"), [("chain", 240), ("chain", 548), ("links", 1218), ("memory", 703)]
+)
+def test_problems_of_which_the_solver_once_lost_the_optimum(
+    sweep: Any, family: str, seed: int
+) -> None:
+    """CP-SAT's presolve, as a whole or some of its steps, found nothing better where there is."""
+    assert sweep.sweep([family], 1, seed)[family].differences == []
+
+
 def test_a_disagreement_is_reported(
     sweep: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,9 +113,9 @@ def minimize(
     solver, solutions = cp_model.CpSolver(), Solutions()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 0
-    # OR-Tools 9.15 loses solutions in this presolve step and then certifies a wrong optimum
-    # (google/or-tools#5293; one in about 400 of our random problems).
-    solver.parameters.presolve_inclusion_work_limit = 0
+    # OR-Tools 9.15 loses solutions in presolve and then certifies a wrong optimum, or that there is
+    # none (google/or-tools#5274, #5293; one in some thousand of our random problems).
+    solver.parameters.cp_model_presolve = False
     solver.parameters.random_seed = seed
     seconds = budget.left
     if math.isfinite(seconds):
