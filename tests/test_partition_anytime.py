@@ -72,7 +72,7 @@ def test_control_c_before_there_is_a_plan_is_an_interrupt(
         signal.raise_signal(signal.SIGINT)
         return Segments.build(found.model, prefixes(found.model, 10, 0))
 
-    monkeypatch.setattr(search, "cut", interrupted)
+    monkeypatch.setattr(search, "cut_by_program", interrupted)
     with pytest.raises(KeyboardInterrupt):
         partition(gpt_problem(2, 2))
     assert signal.getsignal(signal.SIGINT) is before
