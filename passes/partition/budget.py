@@ -85,6 +85,7 @@ def minimize(
     *,
     seed: int = 0,
     effort: float = math.inf,
+    presolve: bool = False,
     on_bound: Callable[[float], object] = lambda _: None,
 ) -> Solved:
     """Solve a CP-SAT model on one core, until it is proved or the budget ends.
@@ -95,6 +96,8 @@ def minimize(
         on_solution: called with the value of literals in each solution, which are ever better;
             True ends the search.
         effort: limit in CP-SAT's deterministic seconds, which are the same on every machine.
+        presolve: for models in which a literal and its negation enforce relations of the same
+            variables.
         on_bound: called with improved lower bounds.
     """
     from ortools.sat.python import cp_model
@@ -113,9 +116,12 @@ def minimize(
     solver, solutions = cp_model.CpSolver(), Solutions()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 0
-    # OR-Tools 9.15 loses solutions in presolve and then certifies a wrong optimum, or that there is
-    # none (google/or-tools#5274, #5293; one in some thousand of our random problems).
-    solver.parameters.cp_model_presolve = False
+    # OR-Tools 9.15 loses solutions and then certifies a wrong optimum, or that there is none: with
+    # presolve in one of some thousand straight pipelines (google/or-tools#5274, #5293), without it
+    # where a literal and its negation each enforce a relation of the same two variables.
+    solver.parameters.cp_model_presolve = presolve
+    solver.parameters.presolve_inclusion_work_limit = 0
+    solver.parameters.cp_model_probing_level = 0
     solver.parameters.random_seed = seed
     seconds = budget.left
     if math.isfinite(seconds):

@@ -77,7 +77,7 @@ def prove(
             return broken is None and objective <= stop_at
 
         solved = minimize(
-            model.cp, budget, on_solution, seed=seed, effort=effort,
+            model.cp, budget, on_solution, seed=seed, effort=effort, presolve=True,
             on_bound=lambda units: progress(proved(units)),
         )  # fmt: skip
         if solved.infeasible:
