@@ -144,6 +144,8 @@ class Worker:
         self._rest: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
+            Action.BACKWARD_INPUT: self._backward,
+            Action.BACKWARD_WEIGHT: self._backward_weight,
             Action.FREE: self._free,
             Action.STEP: self._step,
             Action.POST_NORMS: self._post_norms,
@@ -308,9 +310,15 @@ class Worker:
             microbatch,
             max(minibatch - ins.lag, 0),
             lambda kind, edge: self._arrived.pop((kind, edge, minibatch, microbatch)),
+            split=ins.action is Action.BACKWARD_INPUT,
         )
         for kind, edge, gradient in sent:
             self._outgoing[kind, edge, minibatch, microbatch] = [gradient]
+
+    def _backward_weight(self, ins: Instruction) -> None:
+        minibatch = self.base + ins.minibatch
+        version = max(minibatch - ins.lag, 0)
+        self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
     # -- minibatches -------------------------------------------------------------------------
 

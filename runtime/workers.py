@@ -70,7 +70,10 @@ class Workers:
         weights = self._weights(stage)
         again = plan.stages[stage].recompute
         second = SecondRun(weights.modules[0], self._compiled, stage) if again else None
-        compute = Compute(stage, plan.tied, weights, self._streams, _autocast(plan), second)
+        compute = Compute(
+            stage, plan.tied, weights, self._streams, _autocast(plan), second,
+            whole=bool(self._compiled.interfaces[stage].opaque),
+        )  # fmt: skip
         dtype = torch.float32 if train.loss is None else dtype_of(train.values[train.loss].dtype)
         worker = Worker(stage, compute, plan, weights, norms, transport, dtype)
         worker.replicas = self._replicas(stage, transport.rank, weights)

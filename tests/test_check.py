@@ -15,7 +15,7 @@ from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.schedule import Action, Instruction, Phase, Schedule
-from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
+from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import KINDS
 from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import (
@@ -146,8 +146,11 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
         kind = one.action.kind
         others_of = [table[kind] for table in PHASES if table[kind] is not one.action]
         choices.append(one._replace(action=pick.choice(others_of)))
-    if one.action in (Action.FORWARD, Action.BACKWARD):
+    if one.action in (Action.FORWARD, *BACKWARDS):
         choices.append(one._replace(lag=abs(one.lag - 1)))
+    if one.action in BACKWARDS:
+        others_of = [action for action in BACKWARDS if action is not one.action]
+        choices.append(one._replace(action=pick.choice(others_of)))
     choices.append(one._replace(stage=one.stage + 1))
     return pick.choice(choices)
 

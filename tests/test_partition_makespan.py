@@ -34,8 +34,8 @@ from tests.helpers.problems import brute_force, chain_problem, evaluate, random_
 
 
 def picture(warmup: int, m: int) -> str:
-    turns = order_of(DEFAULT, ((warmup, m),))
-    return " ".join(f"{'F' if forward else 'B'}{k}" for _, forward, k in turns if k >= 0)
+    turns = order_of(DEFAULT, ((0, warmup, m, 0),), 1)
+    return " ".join(f"{action.value}{k}" for _, action, k in turns if k >= 0)
 
 
 def test_programs() -> None:

@@ -292,9 +292,9 @@ def test_between_forward_and_backward_a_stage_keeps_its_inputs(
     plain = Compute.backward
     with LiveStorages([inputs, target, *model.parameters(), *model.buffers()]) as live:
 
-        def backward(self: Compute, *args: Any) -> Any:
+        def backward(self: Compute, *args: Any, **given: Any) -> Any:
             held.append(live.now_bytes)
-            return plain(self, *args)
+            return plain(self, *args, **given)
 
         monkeypatch.setattr(Compute, "backward", backward)
         pipe.step(inputs, target=target)

@@ -80,9 +80,18 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
 
 
 def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
-    assert allowed(0) == ("gpipe", "1f1b", "interleaved", added)
-    assert allowed(1) == ("gpipe", "1f1b", "interleaved", "2bw", added)
-    assert allowed("any") == ("gpipe", "1f1b", "interleaved", "2bw", "stash", "vsync", added)
+    assert allowed(0) == ("gpipe", "1f1b", "interleaved", "zb-h1", added)
+    assert allowed(1) == ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw", added)
+    assert allowed("any") == (
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "2bw",
+        "stash",
+        "vsync",
+        added,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)

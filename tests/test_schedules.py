@@ -24,11 +24,13 @@ from pdcompile.passes.schedules import (
     two_bw,
     vsync,
     warmup,
+    zero_bubble,
 )
 from pdcompile.passes.simulate import TimelineEvent, drained, simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.check import times_of
 from pdcompile.schedule import Action, Instruction, Schedule
+from pdcompile.schedule.instruction import BACKWARDS
 from pdcompile.schedule.registry import KINDS, StageWork
 from pdcompile.schedule.spec import spec_of
 from tests.helpers.schedules import chain, make_plan, microbatches, plans, rich
@@ -36,9 +38,9 @@ from tests.helpers.schedules import chain, make_plan, microbatches, plans, rich
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def words(name: str, microbatches: int, depth: int) -> str:
+def words(name: str, microbatches: int, depth: int, delay: int = 0) -> str:
     """Forwards and backwards of a rank with one stage."""
-    work = StageWork(0, range(microbatches), depth)
+    work = StageWork(0, range(microbatches), depth, delay=delay)
     tasks = list(KINDS[name].order((work,)))
     assert tasks.pop() == (0, Action.STEP, 0, -1)
     return " ".join(f"{one.action.value}{one.microbatch}" for one in tasks)
@@ -55,7 +57,7 @@ def drawn(
     end = round(max(event.end_seconds for event in timeline))
     lines = [[".."] * end for _ in range(num_stages)]
     for event in timeline:
-        if event.action in (Action.FORWARD, Action.BACKWARD):
+        if event.action in (Action.FORWARD, *BACKWARDS):
             for second in range(round(event.start_seconds), round(event.end_seconds)):
                 lines[event.stage][second] = f"{event.action.value}{number(event)}"
     return [" ".join(line).strip(". ") for line in lines]
@@ -81,6 +83,13 @@ def test_interleaved_is_its_picture() -> None:
     plan = make_plan("interleaved", 4, 4, per_rank=2)
     assert picture(plan) == drawn_in(interleaved)
     assert plan.training.warmup == (3, 2, 1, 0)
+
+
+def test_zb_h1_is_its_picture() -> None:
+    assert words("zb-h1", 4, 1) == "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3"
+    assert words("zb-h1", 4, 1, 2) == "F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3"
+    assert words("zb-h1", 1, 2, 3) == "F0 I0 W0"
+    assert picture(make_plan("zb-h1", 4, 7)) == drawn_in(zero_bubble)
 
 
 def test_2bw_is_its_picture() -> None:
@@ -224,7 +233,7 @@ def test_a_stream_takes_no_more_microbatches_than_planned() -> None:
 
 
 def test_unusable_plans_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, interleaved, 2bw"):
+    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, interleaved, zb-h1, 2bw"):
         make_stream(make_plan("pipedream", 2, 2, depths=(1, 0)))
     with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
         make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
@@ -302,6 +311,7 @@ GOLDEN_PLANS = {
     "1f1b": make_plan("1f1b", 3, 4),
     "interleaved": make_plan("interleaved", 4, 3, per_rank=2),
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
+    "zb-h1": make_plan("zb-h1", 3, 5),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),

@@ -201,7 +201,7 @@ def test_the_memory_rule_is_what_the_walk_finds(name: str, clip: float | None, e
     rule = memory_rule(name, plan.training.warmup, count, clipping=clip is not None)
     for s, ledger in enumerate(simulate(plan).forecast.ledgers):
         assert ledger.weights_bytes == rule.versions_of(s)
-        assert ledger.activations_bytes == rule.in_flight[s]
+        assert ledger.activations_bytes == rule.counts(s)[0]
         assert ledger.gradients_bytes <= rule.buffers_of(s)
     assert ledger.gradients_bytes == rule.buffers_of(s)
 

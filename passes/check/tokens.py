@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pdcompile.passes.check.transfers import Label, Transfers, Violation
 from pdcompile.schedule import Action, Instruction, Kind
+from pdcompile.schedule.instruction import BACKWARDS, TO_INPUTS, TO_WEIGHTS
 from pdcompile.schedule.spec import PipelineSpec
 
 
@@ -28,6 +29,8 @@ class Tokens(Transfers):
         replicated = len(spec.ranks[stage]) > 1
         self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
         self.depth = 1 if forward_only else spec.in_flight(stage)
+        splits = spec.kind.splits_backward
+        self.backward_actions = BACKWARDS[1:] if splits else BACKWARDS[:1]
         self.backwards: dict[int, list[int]] = {}
         self.to_free: set[Label] = set()
         self.posted = dict.fromkeys(self.collectives, 0)
@@ -37,7 +40,7 @@ class Tokens(Transfers):
         self.peak_in_flight = 0
         self.rules |= {
             Action.FORWARD: self.forward,
-            Action.BACKWARD: self.backward,
+            **dict.fromkeys(self.backward_actions, self.backward),
             Action.STEP: self.step,
             Action.FREE: self.free,
             Action.LOSS: self.loss,
@@ -86,17 +89,29 @@ class Tokens(Transfers):
         self._compute(one, label)
         if label not in self.in_flight:
             raise Violation("a backward without its forward before it")
-        done = self.backwards.setdefault(minibatch, [])
-        if done and microbatch <= done[-1]:
-            raise Violation(f"backward after that of microbatch {done[-1]}: not ascending")
         if self.collectives and self.posted[self.collectives[0]] > minibatch:
             raise Violation("a backward after the gradients were given to the collective")
-        self.arrived(self.gradients_in, label)
-        self.all_sent(self.values_out, label)
+        if one.action in TO_INPUTS:
+            self.arrived(self.gradients_in, label)
+            self.all_sent(self.values_out, label)
+            self._ascending(self.begun, label)
+            self.made(self.gradients_out, label)
+        elif microbatch not in self.begun.get(minibatch, ()):
+            raise Violation("gradients of weights before those of the inputs")
+        if one.action is Action.BACKWARD_INPUT:
+            self.used(self.gradients_in, label)
+        if one.action in TO_WEIGHTS:
+            self._ascending(self.backwards, label)
+            del self.in_flight[label]
+            self.to_free.add(label)
+
+    @staticmethod
+    def _ascending(order: dict[int, list[int]], label: Label) -> None:
+        minibatch, microbatch = label
+        done = order.setdefault(minibatch, [])
+        if done and microbatch <= done[-1]:
+            raise Violation(f"backward after that of microbatch {done[-1]}: not ascending")
         done.append(microbatch)
-        del self.in_flight[label]
-        self.to_free.add(label)
-        self.made(self.gradients_out, label)
 
     def _compute(self, one: Instruction, label: Label) -> None:
         """Microbatch, update and weight version of a forward or backward."""
@@ -152,6 +167,7 @@ class Tokens(Transfers):
             raise Violation("an update before the tied weights of the one before arrived")
         self.steps += 1
         self.forwards.pop(minibatch, None)
+        self.begun.pop(minibatch, None)
         self.backwards.pop(minibatch, None)
         self.made(self.weights_out, (minibatch, -1))
 
@@ -235,6 +251,7 @@ class Tokens(Transfers):
         return (
             tuple((t - base, i) for t, i in self.in_flight),
             tuple((t - base, tuple(one)) for t, one in sorted(self.forwards.items())),
+            tuple((t - base, tuple(one)) for t, one in sorted(self.begun.items())),
             tuple((t - base, tuple(one)) for t, one in sorted(self.backwards.items())),
             self.links(base),
             self.steps - base,

@@ -46,6 +46,7 @@ class Transfers:
         self.steps = 0  # updates so far
         self.in_flight: dict[Label, None] = {}
         self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
+        self.begun: dict[int, list[int]] = {}  # of them, with the gradients of their inputs
         self.peak_slots = 0
         pools = dict.fromkeys(TRANSFERS, GRADIENT_SLOTS) | {
             Kind.VALUE: FORWARD_ONLY_SLOTS if forward_only else spec.pool(stage),
@@ -117,7 +118,7 @@ class Transfers:
         elif one.action is Action.POST_RECV_WEIGHT:
             if label[0] + 1 != self.steps:
                 raise Violation("posted before this stage's own update, or too late")
-        elif label not in self.in_flight:
+        elif label not in self.in_flight or label[1] in self.begun.get(label[0], ()):
             raise Violation("posted for a microbatch that is already done")
         live[label] = False
         self.peak_slots = max(self.peak_slots, len(live))
@@ -177,7 +178,11 @@ class Transfers:
 
     def release(self, label: Label) -> None:
         """The slots of a microbatch are free."""
-        for one in (*self.values_in, *self.gradients_in):
+        self.used((*self.values_in, *self.gradients_in), label)
+
+    @staticmethod
+    def used(inlets: Iterable[Inlet], label: Label) -> None:
+        for one in inlets:
             one.live.pop(label, None)
 
     def nothing_forgotten(self) -> None:

@@ -55,7 +55,7 @@ class StageUse:
     binding_seconds: float
     idle: float  # fraction of the time that the device does not compute
     forwards: int = 0
-    backwards: int = 0
+    backwards: float = 0  # a part of a split one is half of it
     critical_seconds: float = 0.0  # of forwards and backwards
 
 
@@ -114,7 +114,7 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
         if not flush and in_flight:
             uses["round trip"] = trip / in_flight
         binds = max(uses, key=lambda name: uses[name])
-        ahead, back = (path.forward[s], path.backward[s]) if path else (0, 0)
+        ahead, back = (path.forward[s], path.backward[s]) if path else (0, 0.0)
         found.append(
             StageUse(
                 stage=s,

@@ -15,6 +15,8 @@ seconds, w its warm-up:
   d = w_s − w_t + 1: with q round trips between them, D + w_t·(F_s+W_s) + q·(both + transfers) +
   the rest on s; and the same for all stages from s on.
 
+Where backward is split, W is the part up to the gradients of the inputs, also on the way.
+
 D and T are sums along the chain of intervals, of which the least are kept.  States above the
 makespan in question are dropped until nothing changes; if no chain is left, it is impossible.
 """
@@ -34,6 +36,7 @@ from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.plan.makespan import Path, Timing, critical_path, warmup_of
 from pdcompile.problem import StageLimits
+from pdcompile.schedule.registry import kind_of
 
 Vector = NDArray[np.float64]
 
@@ -50,13 +53,19 @@ def flush_bound(segments: Segments) -> Cost:
       backward a stage does w_s + 1 forwards, and at the end so many backwards);
     - D + q·(F_s+W_s+T) + r·max(F_s, W_s): with w_s + 1 in flight, forward k waits for backward
       k − w_s − 1, so that round trips follow each other: q = ⌈m/(w_s+1)⌉, r = m−1−(q−1)(w_s+1).
+
+    Where backward is split all of these hold with W up to the gradients of the inputs; and the
+    first two with all of W_s, but without the ways back in D: nobody waits for the rest.
     """
     model = segments.model
     m = model.problem.num_microbatches
     warmup = warmup_of(model.problem.memory.in_flight, model.num_stages, m)
     linked = always_linked(model, "forward") and always_linked(model, "backward")
     fastest = max(stage.speed for stage in model.problem.stages)
-    before: Vector = (segments.forward + segments.backward)[0] / fastest
+    kind = kind_of(model.problem.memory.schedule)
+    first_part = kind.halves(1.0)[0]  # of a backward
+    before: Vector = (segments.forward + first_part * segments.backward)[0] / fastest
+    ahead: Vector = segments.forward[0] / fastest
     hops_before, hops_after = _least_hops(segments) if linked else ([], [])
     final = last_transfer(segments) if linked else before
 
@@ -70,7 +79,10 @@ def flush_bound(segments: Segments) -> Cost:
         down = (before + hops_before[stage])[:, None]
         after = (before[-1] - before + hops_after[stage])[None, :]
         last = final[None, :] if stage == 0 else final[:, None]
-        paths: Matrix = last + down + _passage(f, w, after, m, warmup[stage] + 1)
+        paths: Matrix = last + down + _passage(f, first_part * w, after, m, warmup[stage] + 1)
+        if kind.splits_backward:
+            whole = _ends(f, w, after, m, warmup[stage] + 1)
+            paths = np.maximum(paths, ahead[:, None] + np.maximum(result, whole))
         return paths
 
     return cost
@@ -82,12 +94,17 @@ def _passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
     F and W of the stage, T in `after`, at most `depth` in flight: the three paths of `flush_bound`
     without D.
     """
-    own, more, less = f + w, np.maximum(f, w), np.minimum(f, w)
+    own, more = f + w, np.maximum(f, w)
     trips = -(-m // depth)
     rest = m - 1 - (trips - 1) * depth
-    ends = own + after + (m - 1) * more + (m - depth) * less
     around = trips * (own + after) + rest * more
-    result: Matrix = np.maximum(np.maximum(m * own, ends), around)
+    result: Matrix = np.maximum(np.maximum(m * own, _ends(f, w, after, m, depth)), around)
+    return result
+
+
+def _ends(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
+    """The second path: `depth` forwards before any backward, so many backwards at the end."""
+    result: Matrix = f + w + after + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
     return result
 
 
@@ -258,12 +275,13 @@ class _Tables:
         longest = int(fits.sum(1).max())
         if not longest or n * longest * longest > MAX_ENTRIES:
             return None
+        part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
         first = np.arange(n)[:, None]
         last = first + np.arange(1, longest + 1)
         inside = last <= n
         last = np.minimum(last, n)
         own = [
-            (segments.forward[first, last] / speed, segments.backward[first, last] / speed)
+            (segments.forward[first, last] / speed, part * segments.backward[first, last] / speed)
             for speed in speeds
         ]
         allowed = [segments.allowed(s)[first, last] & inside for s in range(len(speeds))]
@@ -277,7 +295,8 @@ class _Tables:
             for stage in model.problem.stages[:-1]
         ]
         warmup = warmup_of(model.problem.memory.in_flight, model.num_stages, m)
-        before, final = work[0] / max(speeds), last_transfer(segments)
+        before = (segments.forward + part * segments.backward)[0] / max(speeds)
+        final = last_transfer(segments)
         return _Tables(segments, longest, warmup, own, allowed, hops, before, final)
 
     def chain(self, makespan: float, budget: Budget) -> tuple[int, ...] | None:

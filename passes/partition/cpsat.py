@@ -30,6 +30,7 @@ from pdcompile.passes.partition.model import Flow, Model, always_linked
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
 from pdcompile.plan.evaluate import violations
 from pdcompile.plan.makespan import Direction, Path, StagePair
+from pdcompile.schedule.registry import PARTS
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
 
@@ -289,13 +290,13 @@ class IntegerProgram:
         self.paths.add(path)
         total: Linear = 0
         for s in range(self.model.num_stages):
-            total = total + path.forward[s] * self.loads.forward(s)
-            total = total + path.backward[s] * self.loads.backward(s)
+            total = total + PARTS * path.forward[s] * self.loads.forward(s)
+            total = total + round(PARTS * path.backward[s]) * self.loads.backward(s)
         linked = []
         for hop, kind, count in path.hops:
-            total = total + count * self.loads.hop(hop, kind)
+            total = total + PARTS * count * self.loads.hop(hop, kind)
             linked.append(self.loads.linked(hop, kind))
-        self._enforce(self.time >= total, linked)
+        self._enforce(PARTS * self.time >= total, linked)
         return True
 
     def forbid(self, stages: tuple[int, ...]) -> None:

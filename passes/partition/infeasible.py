@@ -138,7 +138,7 @@ def _alone(model: Model, group: int, stage: int) -> int:
     )
     return (
         math.ceil(model.fixed_bytes(group, stage) + copies)
-        + model.in_flight(stage) * model.saved_bytes[group]
+        + model.saved(stage) * model.saved_bytes[group]
         + model.workspace_bytes[group]
     )
 
@@ -160,7 +160,7 @@ def _item_too_large(model: Model) -> InfeasibleError | None:
         kept = f" and {extra} items kept with it" if extra else ""
         return InfeasibleError(
             f"stage memory {format_bytes(limit or 0)} cannot hold {name!r}{kept}: "
-            f"{format_bytes(need)} ({_rule(model)}, {model.in_flight(stage)} in flight)",
+            f"{format_bytes(need)} ({_rule(model)}, {model.saved(stage)} in flight)",
             where=f"stage {stage}",
         )
     return None
@@ -172,7 +172,7 @@ def _sum_too_large(model: Model) -> InfeasibleError | None:
         return None
     total = sum(limit for limit in limits if limit is not None)
     stages = range(model.num_stages)
-    least = min(model.in_flight(s) for s in stages)
+    least = min(model.saved(s) for s in stages)
     need = min(map(model.all_fixed_bytes, stages)) + least * sum(model.saved_bytes)
     if need <= total:
         return None

@@ -101,6 +101,10 @@ class Model:
         given = self.problem.memory.in_flight
         return given[stage] if given else 1
 
+    def saved(self, stage: int) -> int:
+        """Microbatches whose activations a stage holds."""
+        return self.problem.memory.counts(stage)[0]
+
     def fixed_bytes(self, group: int, stage: int) -> float:
         """What a group's own parameters take on a stage, with gradients and optimizer state."""
         times = self.problem.memory.versions_of(stage) + self._updated(stage)

@@ -118,15 +118,18 @@ def memory_rule(
     kind, counts = kind_of(name), replicas or (1,) * len(warmup)
     shares = [-(-num_microbatches // count) for count in counts]
     in_flight = tuple(map(kind.in_flight, warmup, shares))
+    held = [kind.depth_held(depth, warmup[0]) for depth in warmup]
+    saved = tuple(map(kind.in_flight, held, shares))
     late = clipping or max(counts) > 1
     return MemoryRule(
         _alike(kind.versions(depth, warmup[0]) for depth in warmup),
         _alike(kind.gradient_buffers(depth, warmup[0], late=late) for depth in warmup),
         optimizer_factor,
         in_flight,
-        tuple(map(kind.slots, warmup, shares)),
+        tuple(map(kind.slots, held, shares)),
         tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
         name,
+        saved if saved != in_flight else (),
     )
 
 

@@ -8,7 +8,8 @@ early as the slot pool allows, sends are waited for as late as their window allo
     SEND        right after the forward or backward that made it
     WAIT_SEND   before the send that comes `window` later on the same channel; in a stream this
                 may be in a later call
-    FREE        after the microbatch's backward (forward-only programs: after its forward)
+    FREE        after the microbatch's backward, both parts of it where it is split
+                (forward-only programs: after its forward)
 
 Deadlock-free under rendezvous sends, because nothing but WAIT blocks and each WAIT needs only
 what an earlier microbatch (or a later stage) does; `passes.check` proves it for each program.
@@ -21,7 +22,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pdcompile.schedule import Action, Instruction, Kind, Schedule
-from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
+from pdcompile.schedule.instruction import (
+    POST_RECV,
+    SEND,
+    TO_INPUTS,
+    TO_WEIGHTS,
+    WAIT_RECV,
+    WAIT_SEND,
+)
 from pdcompile.schedule.registry import GRADIENT_SLOTS, Task
 from pdcompile.schedule.spec import FORWARD_ONLY_SLOTS, Broadcast, Hop, PipelineSpec, hops
 
@@ -74,18 +82,17 @@ class Column:
             lane, is_last = self.lanes[stage], last[stage, action, minibatch] == n
             if action is Action.FORWARD:
                 lane.forward(minibatch, microbatch, is_last)
-            elif action is Action.BACKWARD:
-                lane.backward(
-                    minibatch, microbatch, is_last and (stage, minibatch) not in left_over
-                )
-            else:
+            elif action is Action.STEP:
                 lane.step(minibatch)
+            else:
+                is_last = is_last and (stage, minibatch) not in left_over
+                lane.backward(action, minibatch, microbatch, is_last)
 
     def _left_over(self, listed: list[Task]) -> set[tuple[int, int]]:
         """(stage, minibatch) that still have a backward to come after this call."""
         todo = [(stage, t, i) for stage, lane in self.lanes.items() for t, i in lane.waiting]
         todo += [(s, t, i) for s, action, t, i in listed if action is Action.FORWARD]
-        done = {(s, t, i) for s, action, t, i in listed if action is Action.BACKWARD}
+        done = {(s, t, i) for s, action, t, i in listed if action in TO_WEIGHTS}
         return {one[:2] for one in todo if one not in done}
 
     def channel(self, send: Instruction) -> deque[Instruction]:
@@ -203,17 +210,22 @@ class StagePart:
             for peer in self.spec.others(self.column.rank):
                 self.column.out.append(Instruction(Action.TELL_LOSS, self.stage, peer=peer))
 
-    def backward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
-        for hop in self.hops.before_backward:
+    def backward(self, action: Action, minibatch: int, microbatch: int, is_last: bool) -> None:
+        """All of it, or one part of a split one: to the inputs, or to the weights."""
+        sends, ends = action in TO_INPUTS, action in TO_WEIGHTS
+        for hop in self.hops.before_backward if sends else ():
             self.wait(hop, minibatch, microbatch)
-        self.waiting.popleft()
-        self.put(Action.BACKWARD, minibatch, microbatch, self.lag)
-        for hop in self.hops.after_backward:
+        self.put(action, minibatch, microbatch, self.lag)
+        for hop in self.hops.after_backward if sends else ():
             self.send(hop, minibatch, microbatch)
-        self.put(Action.FREE, minibatch, microbatch)
-        self.post_gradients(GRADIENT_SLOTS - 1)
-        self.post_value()
-        if is_last:
+        if ends:
+            self.put(Action.FREE, minibatch, microbatch)
+        if sends:
+            self.waiting.popleft()
+            self.post_gradients(GRADIENT_SLOTS - 1)
+        if ends:
+            self.post_value()
+        if ends and is_last:
             self.post_collective(minibatch)
 
     # -- update ----------------------------------------------------------------------------

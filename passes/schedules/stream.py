@@ -25,6 +25,7 @@ from pdcompile.passes.schedules.lower_comm import (
 )
 from pdcompile.plan import Edge, Plan
 from pdcompile.schedule import Action, Schedule
+from pdcompile.schedule.instruction import TO_INPUTS
 from pdcompile.schedule.registry import StageWork, Task, flush_schedules
 from pdcompile.schedule.spec import Broadcast, PipelineSpec, spec_of, with_edges
 
@@ -193,6 +194,7 @@ def _tasks(
                 len(spec.ranks),
                 limits,
                 flush=num_microbatches is None,
+                delay=spec.delay(stage),
             )
         )
     return list(spec.kind.order(works))
@@ -205,7 +207,7 @@ def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches
     for _, action, minibatch, microbatch in reversed(tasks):
         if action is Action.FORWARD:
             next_forward = microbatch
-        elif action is Action.BACKWARD:
+        elif action in TO_INPUTS:
             one = (minibatch, microbatch)
             found[one] = min(next_forward - 1, limits.get(one, num_microbatches))
     return found

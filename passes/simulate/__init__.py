@@ -11,7 +11,7 @@ from pdcompile.passes.schedules.stream import make_stream
 from pdcompile.passes.simulate.clock import Clock, Links, TimelineEvent
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import Forecast, Plan
-from pdcompile.schedule import Action, Phase, Schedule
+from pdcompile.schedule import Phase, Schedule
 from pdcompile.schedule.spec import spec_of
 
 __all__ = ["Link", "Links", "Simulation", "TimelineEvent", "simulate", "simulate_programs"]
@@ -106,7 +106,7 @@ def _forecast(
         for rank, column in enumerate(program.columns):
             for one in column:
                 if one.action.phase is Phase.COMPUTE:
-                    busy += _busy(plan, one.action, one.stage, clock.step_seconds)
+                    busy += clock.seconds.get((one.action, one.stage), clock.step_seconds)
                 elif one.peer != rank:
                     sent[rank] += clock.bytes_of(one)
     num_ranks = clock.spec.num_ranks
@@ -117,14 +117,6 @@ def _forecast(
         sent_bytes=tuple(sent),
         ledgers=ledgers(plan, walked),
     )
-
-
-def _busy(plan: Plan, action: Action, stage: int, step_seconds: float) -> float:
-    if action is Action.FORWARD:
-        return plan.stages[stage].forward_seconds
-    if action is Action.BACKWARD:
-        return plan.stages[stage].backward_pass_seconds
-    return step_seconds if action is Action.STEP else 0.0
 
 
 def drained(plan: Plan, steps: int, *, step_seconds: float = 0.0) -> tuple[TimelineEvent, ...]:

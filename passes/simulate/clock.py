@@ -3,7 +3,8 @@
 The timing model, all of it:
 - A rank executes its instructions in order; posts, sends and FREE take no time.  FORWARD and
   BACKWARD take the stage's seconds (a stage that recomputes adds its forward to its backward,
-  after the gradient has come), STEP what is given (0).  After a program the rank goes on
+  after the gradient has come; the two parts of a split backward take half of it each), STEP what
+  is given (0).  After a program the rank goes on
   with the next one at once.
 - A transfer is ready when its SEND and its POST_RECV have both been executed (rendezvous).
   It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
@@ -27,6 +28,7 @@ from pdcompile.cluster import Link, message_seconds, ring_seconds, slowest
 from pdcompile.errors import ScheduleError
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.registry import kind_of
 from pdcompile.schedule.spec import spec_of
 
 Links = Callable[[int, int], Link]
@@ -68,6 +70,18 @@ class _Channel:
     num_send_waited: int = 0
 
 
+def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
+    """What each action takes on each stage, but for updates."""
+    found, kind = {}, kind_of(plan.training.schedule)
+    for s, stage in enumerate(plan.stages):
+        again = stage.forward_seconds if stage.recompute else 0.0
+        found[Action.FORWARD, s] = stage.forward_seconds
+        found[Action.BACKWARD, s] = stage.backward_pass_seconds
+        first, later = kind.halves(stage.backward_pass_seconds, again)
+        found[Action.BACKWARD_INPUT, s], found[Action.BACKWARD_WEIGHT, s] = first, later
+    return found
+
+
 _RECEIVES = frozenset((Phase.POST_RECV, Phase.WAIT_RECV))
 
 
@@ -91,6 +105,7 @@ class Clock:
         self.links = links
         self.spec = spec_of(plan)
         self.step_seconds = step_seconds
+        self.seconds = compute_seconds(plan)
         self.events: list[TimelineEvent] = []
         num_ranks = self.spec.num_ranks
         self.ends = [[0.0] * num_ranks for _ in programs]
@@ -175,11 +190,7 @@ class Clock:
 
     def _seconds(self, one: Instruction) -> float:
         """What a forward, backward or update takes."""
-        if one.action is Action.FORWARD:
-            return self.plan.stages[one.stage].forward_seconds
-        if one.action is Action.BACKWARD:
-            return self.plan.stages[one.stage].backward_pass_seconds
-        return self.step_seconds
+        return self.seconds.get((one.action, one.stage), self.step_seconds)
 
     def _send(self, rank: int, one: Instruction, base: int) -> bool:
         channel = self._channel(one, rank, one.peer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import POST_RECV
+from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, TO_INPUTS, TO_WEIGHTS
 from pdcompile.schedule.spec import PipelineSpec, spec_of
 
 _TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
@@ -24,7 +24,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Gradients: buffers of the same parameters, from a minibatch's first backward to its update.
     Activations: saved bytes times the microbatches between forward and backward; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
-    microbatch's inputs, which are receive slots.
+    microbatch's inputs, which are receive slots.  Where backward is split a set is held until its
+    second part.
     Receive: slots of values, which are kept for the next ones, and the memory of other messages
     from their post to their use.  Send: gradients until they are out, and values where that is
     later than their microbatch's backward (until then they are activations, unless their stage
@@ -69,6 +70,7 @@ class _StageLedger:
     rank: int
     held: dict[int, _StageLedger]
     in_flight: int = 0
+    split: int = 0  # of them, between the two parts of their backward
     buffers: set[int] = field(default_factory=set)  # minibatches that have gradients
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
     received: int = 0  # bytes of gradients and new weights that have memory
@@ -113,13 +115,8 @@ class _StageLedger:
             self.in_flight += 1
             self.outputs[at[0]] += 1
             self._note(running=True)
-        elif action is Action.BACKWARD:
-            self.buffers.add(at[0])
-            self._note(workspace=self.stage.workspace_bytes, running=True)
-            self.in_flight -= 1
-            self.received -= self.arriving.pop(at, 0)
-            self.inputs[at[0]] -= 1
-            self.inputs = +self.inputs  # without those that are used up
+        elif action in BACKWARDS:
+            self._backward(action, at)
         elif action is Action.STEP:
             self._note(temporaries=self.stage.step_bytes)
             self.buffers.discard(at[0])
@@ -133,6 +130,18 @@ class _StageLedger:
             else:
                 self._message(action, one.edge, at)
         self._note()
+
+    def _backward(self, action: Action, at: _Microbatch) -> None:
+        """All of it, or a part: the first takes the gradients, the last ends the microbatch."""
+        self.buffers.add(at[0])
+        self.split -= action is Action.BACKWARD_WEIGHT
+        self._note(workspace=self.stage.workspace_bytes, running=True)
+        if action in TO_INPUTS:
+            self.received -= self.arriving.pop(at, 0)
+            self.inputs[at[0]] -= 1
+            self.inputs = +self.inputs  # without those that are used up
+        self.split += action is Action.BACKWARD_INPUT
+        self.in_flight -= action in TO_WEIGHTS
 
     def _hand_over(self, one: Instruction, at: _Microbatch) -> None:
         """Another stage of the rank keeps a value, or a gradient until its backward."""
@@ -198,7 +207,7 @@ class _StageLedger:
         self, workspace: int = 0, temporaries: int = 0, *, running: bool = False
     ) -> tuple[int, ...]:
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
-        sets = int(running) if self.stage.recompute else self.in_flight
+        sets = self.split + running if self.stage.recompute else self.in_flight
         gradients = len(self.buffers) * self.owned
         kept, received = sets * self.stage.saved_bytes, self.pool + self.received
         # What is in flight has its outputs among its activations; a second run makes its own.

@@ -32,6 +32,15 @@ class Entrance:
         node.register_prehook(_taker(self._found))
 
     @property
+    def leaf(self) -> Tensor:
+        """Where backward towards the value ends; nothing is accumulated there."""
+        node = self.value.grad_fn
+        assert node is not None
+        (accumulator, _), *_ = node.next_functions
+        leaf: Tensor = accumulator.variable  # type: ignore[union-attr]
+        return leaf
+
+    @property
     def gradient(self) -> Tensor | None:
         return self._found[0] if self._found else None
 

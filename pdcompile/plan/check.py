@@ -267,7 +267,7 @@ def _stages(
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     """The closed formula, with what the plan says that a stage saves and with what its ops do."""
     training = plan.training
-    kind, warmup = kind_of(training.schedule), _warmup(plan)
+    kind, warmup, m = kind_of(training.schedule), _warmup(plan), training.num_microbatches
     costs = {op.name: op.cost for op in graph.ops}
     ranks = ranks_of(plan.stages)
     on_rank: Counter[int] = Counter()
@@ -281,7 +281,8 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
         added = sum(cost.saved_bytes for cost in known)
         largest = max((cost.workspace_bytes for cost in known), default=0)
         received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
-        count = _in_flight(plan)[s]
+        depth, share = kind.depth_held(warmup[s], warmup[0]), -(-m // stage.replicas)
+        count = kind.in_flight(depth, share)
         sets = 1 if stage.recompute else count
         needed = (
             stage.parameter_bytes
@@ -361,6 +362,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         [stage.trainable_bytes for stage in plan.stages],
         plan.training.max_grad_norm is not None,
         plan.training.schedule,
+        [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
     )
 
 
@@ -369,7 +371,7 @@ def _replicated(plan: Plan) -> bool:
 
 
 def _in_flight(plan: Plan) -> list[int]:
-    """Microbatches that one replica of each stage holds at most."""
+    """Microbatches of one replica of each stage between forward and backward, at most."""
     kind, m = kind_of(plan.training.schedule), plan.training.num_microbatches
     return [
         kind.in_flight(depth, -(-m // stage.replicas))

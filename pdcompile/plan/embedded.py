@@ -148,6 +148,7 @@ def inconsistencies(problem: PartitionProblem) -> Iterator[Finding]:
         ("versions", "weight versions"),
         ("gradient_buffers", "gradients"),
         ("in_flight", "microbatches in flight"),
+        ("saved", "microbatches held"),
         ("received", "receive slots"),
         ("returned", "receive slots of gradients"),
     ):

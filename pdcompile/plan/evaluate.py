@@ -147,6 +147,7 @@ class Evaluation:
             [self.trainable(s) if len(self.deployment.ranks[s]) > 1 else 0 for s in self.stages],
             self.deployment.clips,
             self.deployment.schedule,
+            again,
         )
 
     @cached_property

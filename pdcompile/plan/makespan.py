@@ -26,15 +26,22 @@ from functools import lru_cache
 from itertools import count as counting
 from typing import Literal, NamedTuple, TypeAlias, Union
 
-from pdcompile.schedule.instruction import Action
-from pdcompile.schedule.registry import DEFAULT, GRADIENT_SLOTS, StageWork, kind_of, window
+from pdcompile.schedule.instruction import TO_WEIGHTS, Action
+from pdcompile.schedule.registry import (
+    DEFAULT,
+    GRADIENT_SLOTS,
+    PARTS,
+    StageWork,
+    kind_of,
+    window,
+)
 
 StagePair: TypeAlias = tuple[int, int]  # sending and receiving stage
 Direction: TypeAlias = Literal["forward", "backward", "final"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "final")
-ComputeEvent: TypeAlias = tuple[int, bool, int]  # stage, is forward, microbatch
-#: which of the rank's stages, is it a forward (None: the update), which of its microbatches
-Turn: TypeAlias = tuple[int, bool | None, int]
+ComputeEvent: TypeAlias = tuple[int, Action, int]  # stage, what it does, microbatch
+#: which of the rank's stages, what it does, which of its microbatches
+Turn: TypeAlias = tuple[int, Action, int]
 Event: TypeAlias = Union[ComputeEvent, tuple["Wire", int], None]  # noqa: UP007  (a name in quotes)
 
 
@@ -43,6 +50,7 @@ class Timing:
     """What one microbatch takes: seconds per stage, and per hop for all its values together.
 
     `final_hops` happen once, after the sender's last backward (new weights of tied parameters).
+    `again` is what `backward` has in it of forwards that run again; empty: nothing.
     """
 
     forward: tuple[float, ...]
@@ -51,6 +59,7 @@ class Timing:
     backward_hops: Mapping[StagePair, float] = field(default_factory=dict)
     final_hops: Mapping[StagePair, float] = field(default_factory=dict)
     full_duplex: bool = True
+    again: tuple[float, ...] = ()
 
     def of_kind(self, kind: Direction) -> Mapping[StagePair, float]:
         if kind == "final":
@@ -62,11 +71,12 @@ class Timing:
 class Path:
     """A chain of work in which each waits for the one before: how often each of it occurs.
 
-    Without traffic on one of its hops the chain falls apart and says nothing.
+    Without traffic on one of its hops the chain falls apart and says nothing.  Either part of a
+    split backward is half a backward (of a stage that does not recompute).
     """
 
     forward: tuple[int, ...]  # per stage
-    backward: tuple[int, ...]
+    backward: tuple[float, ...]
     hops: tuple[tuple[StagePair, Direction, int], ...]
 
     def seconds(self, timing: Timing) -> float:
@@ -92,17 +102,19 @@ def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) 
 
 
 @lru_cache(maxsize=256)
-def order_of(schedule: str, works: tuple[tuple[int, int, int], ...], num_stages: int) -> list[Turn]:
-    """What a rank does in one minibatch, for its stages: (stage, warm-up, microbatches) of each.
+def order_of(
+    schedule: str, works: tuple[tuple[int, int, int, int], ...], num_stages: int
+) -> list[Turn]:
+    """What a rank does in one minibatch: (stage, warm-up, microbatches, delay) of its stages.
 
     Warm-up 1 of 3 microbatches under 1F1B: F0 F1 B0 F2 B1 B2.
     """
     stages = [
-        StageWork(s, range(share), warmup, num_stages=num_stages) for s, warmup, share in works
+        StageWork(s, range(share), warmup, num_stages=num_stages, delay=delay)
+        for s, warmup, share, delay in works
     ]
-    place = {s: n for n, (s, _, _) in enumerate(works)}
-    kinds = {Action.FORWARD: True, Action.BACKWARD: False, Action.STEP: None}
-    return [(place[s], kinds[action], k) for s, action, _, k in kind_of(schedule).order(stages)]
+    place = {s: n for n, (s, *_) in enumerate(works)}
+    return [(place[s], action, k) for s, action, _, k in kind_of(schedule).order(stages)]
 
 
 def makespan(
@@ -141,7 +153,10 @@ def _walk(
     full_duplex: bool,
 ) -> EventWalk:
     ranks = [(s,) for s in range(len(timing.forward))]
-    walk = EventWalk(timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule)
+    walk = EventWalk(
+        timing.forward, timing.backward, ranks, warmup, num_microbatches, schedule,
+        again=timing.again,
+    )  # fmt: skip
     for kind in DIRECTIONS[:2]:
         table = timing.of_kind(kind)
         hops = sorted(table, key=lambda hop: (abs(hop[0] - hop[1]), hop))
@@ -264,6 +279,7 @@ class EventWalk:
         forward, backward: seconds of one microbatch on each stage.
         ranks: of each stage; one may hold several stages.
         warmup: forwards of each stage before its first backward, beyond one.
+        again: of `backward`, forwards that run again; empty: none.
     """
 
     def __init__(
@@ -274,10 +290,17 @@ class EventWalk:
         warmup: Sequence[int],
         num_microbatches: int,
         schedule: str = DEFAULT,
+        again: Sequence[float] = (),
     ):
-        self.seconds = {True: forward, False: backward}
         self.ranks, self.warmup, self.m = ranks, warmup, num_microbatches
         self.schedule = kind_of(schedule)
+        parts = list(map(self.schedule.halves, backward, again or (0.0,) * len(backward)))
+        self.seconds: dict[Action, Sequence[float]] = {
+            Action.FORWARD: forward,
+            Action.BACKWARD: backward,
+            Action.BACKWARD_INPUT: [first for first, _ in parts],
+            Action.BACKWARD_WEIGHT: [later for _, later in parts],
+        }
         self.held: dict[int, list[int]] = {}  # stages of each rank
         for s, own in enumerate(ranks):
             for rank in own:
@@ -368,20 +391,24 @@ class EventWalk:
 
     def path(self, event: Event, final: StagePair | None) -> Path:
         """How often forward and backward of each stage, and each hop, lead to the event."""
-        computed = {True: [0] * len(self.ranks), False: [0] * len(self.ranks)}
+        forward, backward = [0] * len(self.ranks), [0.0] * len(self.ranks)
         hops: Counter[tuple[StagePair, Direction]] = Counter()
         if final is not None:
             hops[final, "final"] = 1
         while event is not None:
             if len(event) == 3:
-                computed[event[1]][event[0]] += 1
+                s, action, _ = event
+                if action is Action.FORWARD:
+                    forward[s] += 1
+                else:
+                    backward[s] += 1 if action is Action.BACKWARD else 1 / PARTS
                 event = self.cause[event]
             else:
                 wire, i = event
                 hops[wire.hop, wire.kind] += 1
                 event = wire.cause(i)
         found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
-        return Path(tuple(computed[True]), tuple(computed[False]), found)
+        return Path(tuple(forward), tuple(backward), found)
 
     def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
         """Wires that a rank waits for."""
@@ -398,23 +425,25 @@ class EventWalk:
         for own in held:
             for _ in range(min(own.pool, own.share)):
                 post(own, True)
-        works = tuple((own.index, own.warmup, own.share) for own in held)
-        for n, kind, j in order_of(self.schedule.name, works, len(self.ranks)):
+        works = tuple((own.index, own.warmup, own.share, own.delay) for own in held)
+        for n, action, j in order_of(self.schedule.name, works, len(self.ranks)):
             own = held[n]
             s, k = own.index, own.first + j * own.replicas
-            if kind is None:
+            if action is Action.STEP:
                 if now > self.done[s] or self.because[s] is None:
                     self.done[s], self.because[s] = now, because
                 continue
-            for lane in own.into[kind]:
+            kind = action is Action.FORWARD
+            moves = action is not Action.BACKWARD_WEIGHT
+            for lane in own.into[kind] if moves else ():
                 wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
                 while len(wire.arrived) <= last:
                     yield wire
                 if wire.arrived[last] > now:
                     now, because = wire.arrived[last], (wire, last)
-            self.cause[s, kind, k] = because
-            now, because = now + own.seconds[kind], (s, kind, k)
-            for lane, place in own.out[kind]:
+            self.cause[s, action, k] = because
+            now, because = now + own.seconds[action], (s, action, k)
+            for lane, place in own.out[kind] if moves else ():
                 wire = lane.wires[k % lane.turns]
                 early = k // lane.turns * lane.messages + place - lane.window
                 if early >= 0:
@@ -428,20 +457,20 @@ class EventWalk:
                 own.forwards += 1
                 if own.forwards - own.backwards <= GRADIENT_SLOTS:
                     post(own, False)
-            else:
+            elif moves:
                 own.backwards += 1
                 if j + GRADIENT_SLOTS < own.forwards:
                     post(own, False)
-                if j + own.pool < own.share:
-                    post(own, True)
+            if action in TO_WEIGHTS and j + own.pool < own.share:
+                post(own, True)
 
 
 class _Stage:
     """One stage on one rank, as far as the walk of the rank has come."""
 
     __slots__ = (
-        "backwards", "expected", "first", "forwards", "index", "into", "out", "pool", "replicas",
-        "seconds", "share", "warmup",
+        "backwards", "delay", "expected", "first", "forwards", "index", "into", "out", "pool",
+        "replicas", "seconds", "share", "warmup",
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
@@ -449,9 +478,11 @@ class _Stage:
         self.index, self.warmup = s, walk.warmup[s]
         self.replicas, self.first = len(ranks), ranks.index(rank)
         self.share = len(range(self.first, walk.m, self.replicas))
-        self.pool = walk.schedule.slots(self.warmup, -(-walk.m // self.replicas))
+        held = walk.schedule.depth_held(self.warmup, walk.warmup[0])
+        self.delay = held - self.warmup
+        self.pool = walk.schedule.slots(held, -(-walk.m // self.replicas))
         self.into = {f: lanes[s] for f, lanes in walk.into.items()}
         self.out = {f: lanes[s] for f, lanes in walk.out.items()}
-        self.seconds = {f: seconds[s] for f, seconds in walk.seconds.items()}
+        self.seconds = {action: seconds[s] for action, seconds in walk.seconds.items()}
         self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
         self.forwards = self.backwards = 0

@@ -45,6 +45,7 @@ class PipelineTimes:
         reduced: bytes that the ranks of a stage reduce once a minibatch.
         clips: whether an update waits for the norms of all ranks.
         schedule: whose order the ranks follow.
+        again: of `backward`, forwards that run again; empty: none.
     """
 
     forward: Sequence[float]
@@ -56,6 +57,7 @@ class PipelineTimes:
     reduced: Sequence[int]
     clips: bool = False
     schedule: str = DEFAULT
+    again: Sequence[float] = ()
 
     @property
     def straight(self) -> bool:
@@ -88,6 +90,7 @@ class PipelineTimes:
             tables["backward"],
             tables["final"],
             not any(self.half_duplex),
+            tuple(self.again),
         )
 
     def _of(self, pair: tuple[int, int]) -> Link:
@@ -139,8 +142,9 @@ class PipelineTimes:
         if self.straight and not self.clips:
             return makespan(self.timing, warmup, num_microbatches, self.schedule)
         walk = EventWalk(
-            self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule
-        )
+            self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
+            self.again,
+        )  # fmt: skip
         for kind in DIRECTIONS[:2]:
             listed = [one for one in self._sent if one.kind == kind]
             pairs: dict[StagePair, list[int]] = {}

@@ -71,7 +71,7 @@ class MemoryRule:
     """How many bytes a stage needs at least: filled in by the schedule functions.
 
     bytes = trainable·versions[s] + updated·(gradient_buffers[s] + optimizer_factor) + frozen
-            + in_flight[s]·saved + received[s]·what comes in + returned[s]·its gradients
+            + saved[s]·what one keeps + received[s]·what comes in + returned[s]·its gradients
             + workspace
 
     A stage updates what it trains, without copies of shared parameters that an earlier stage
@@ -86,6 +86,7 @@ class MemoryRule:
     received: tuple[int, ...] = ()  # receive slots of each value; empty: as many as in flight
     returned: tuple[int, ...] = ()  # receive slots of each gradient; empty: none
     schedule: str = DEFAULT  # whose order and slots these are
+    saved: tuple[int, ...] = ()  # microbatches whose activations are held; empty: those in flight
 
     def versions_of(self, stage: int) -> int:
         """Weight versions that a stage holds."""
@@ -98,7 +99,7 @@ class MemoryRule:
 
     def counts(self, stage: int) -> tuple[int, int, int]:
         """How often a stage holds what it saves, what it receives, and gradients that return."""
-        held = self.in_flight[stage] if self.in_flight else 1
+        held = (self.saved or self.in_flight)[stage] if self.in_flight else 1
         received = self.received[stage] if self.received else held
         return held, received, self.returned[stage] if self.returned else 0
 

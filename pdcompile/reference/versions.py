@@ -3,7 +3,7 @@
 Minibatch t (from 0) runs on W_max(t − lag, 0), its gradients update W_t.  Written for N stages
 with warm-up depths w_s, the schedules are
 
-    gpipe, 1f1b    lag 0: eager gradient accumulation
+    flushes        lag 0: eager gradient accumulation (gpipe, 1f1b, zb-h1)
     2bw            lag 1 on every stage
     vsync          lag w_0 on every stage
     stash          lag w_s on stage s

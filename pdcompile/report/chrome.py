@@ -8,7 +8,13 @@ from typing import Any
 from pdcompile.report.timeline import COMPUTE, Event
 
 COMPUTE_TRACK, LINK_TRACK = 0, 1
-COLOURS = {"F": "thread_state_running", "B": "good", "STEP": "thread_state_iowait"}
+COLOURS = {
+    "F": "thread_state_running",
+    "B": "good",
+    "I": "good",
+    "W": "rail_response",
+    "STEP": "thread_state_iowait",
+}
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def deciding(found: Explanation) -> Text:
             f"stage {use.stage} decides: {why} takes {format_seconds(use.binding_seconds)} of "
             f"each microbatch's {format_seconds(found.objective_seconds)}"
         )
-    alike: dict[tuple[int, int], list[StageUse]] = {}
+    alike: dict[tuple[int, float], list[StageUse]] = {}
     for one in found.stages:
         if one.forwards or one.backwards:
             alike.setdefault((one.forwards, one.backwards), []).append(one)
@@ -84,6 +84,7 @@ def deciding(found: Explanation) -> Text:
         stages = ", ".join(labels.ranges({one.stage for one in uses}))
         where = f"stage {stages}" if len(uses) == 1 else f"each of stages {stages}"
         seconds = format_seconds(sum(one.critical_seconds for one in uses))
+        back = int(back) if back == int(back) else back  # half of one that is split
         work = f"{labels.counted(ahead, 'forward')} and {labels.counted(back, 'backward')}"
         parts.append(f"{work} of {where} ({seconds})")
     parts.append(f"transfers ({format_seconds(found.transfer_seconds)})")

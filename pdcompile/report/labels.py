@@ -46,7 +46,7 @@ def ranks(numbers: Sequence[int]) -> str:
     return _ranges("", set(numbers)) if numbers else "-"
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
+def counted(number: float, one: str, many: str | None = None) -> str:
     """``1 stage``, ``2 stages``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 

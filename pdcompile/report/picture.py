@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdcompile.errors import ConfigError
-from pdcompile.report.svg import FILLS, NAMES, Panel, draw
+from pdcompile.report.svg import FILLS, NAMES, Panel, draw, kinds_in
 from pdcompile.report.timeline import bars, duration, idle
 from pdcompile.units import format_seconds
 
@@ -83,7 +83,8 @@ def _matplotlib(panels: Sequence[Panel], path: Path) -> None:
         axis.spines[:].set_visible(False)
     axes[-1].set_xlim(0, longest * scale)
     axes[-1].set_xlabel(f"{unit}; dark and light: even and odd minibatches", fontsize=8)
-    keys = [Patch(color=FILLS[kind][0], label=NAMES[kind]) for kind in FILLS]
+    kinds = kinds_in(bar for _, shown in content for bar in shown)
+    keys = [Patch(color=FILLS[kind][0], label=NAMES[kind]) for kind in kinds]
     figure.legend(handles=keys, loc="lower right", ncols=3, fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path)

@@ -94,7 +94,8 @@ def in_flight(plan: Plan, stage: int) -> int:
     most = -(-training.num_microbatches // plan.stages[stage].replicas)
     if stage >= len(training.warmup):
         return most
-    return kind_of(training.schedule).in_flight(training.warmup[stage], most)
+    kind, depths = kind_of(training.schedule), training.warmup
+    return kind.in_flight(kind.depth_held(depths[stage], depths[0]), most)
 
 
 def _sends(plan: Plan, stage: int) -> str:

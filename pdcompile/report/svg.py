@@ -13,9 +13,12 @@ from pdcompile.units import format_seconds
 FILLS: dict[Kind, tuple[str, str]] = {
     "forward": ("#4f8ff7", "#9cc2ff"),
     "backward": ("#2f9e5f", "#93d6ae"),
+    "backward to inputs": ("#2f9e5f", "#93d6ae"),
+    "backward to weights": ("#8a4fc4", "#c9a6e8"),
     "step": ("#d08a13", "#efc46d"),
 }
-NAMES: dict[Kind, str] = {"forward": "forward", "backward": "backward", "step": "update"}
+SPLIT: tuple[Kind, ...] = ("backward to inputs", "backward to weights")
+NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in FILLS}
 
 WIDTH, MARGIN, ROW, GAP = 1000, 64, 26, 6
 
@@ -49,7 +52,7 @@ def draw(panels: Sequence[Panel]) -> str:
         y += GAP + 6
     parts.append(_axis(y, total))
     y += 26
-    parts.append(_legend(y, numbered(bar for _, shown in content for bar in shown)))
+    parts.append(_legend(y, [bar for _, shown in content for bar in shown]))
     height = y + 24
     body = "\n".join(parts)
     return (
@@ -101,13 +104,20 @@ def _axis(y: int, total: float) -> str:
     return "".join(_text(_x(t, total), y + 4, format_seconds(t), "tick") for t in ticks)
 
 
-def _legend(y: int, number: str) -> str:
+def kinds_in(shown: Iterable[Bar]) -> list[Kind]:
+    """What a legend explains: what is there, in the order of `FILLS`."""
+    present = {bar.kind for bar in shown}
+    return [kind for kind in FILLS if kind in present or kind not in SPLIT]
+
+
+def _legend(y: int, shown: Sequence[Bar]) -> str:
     x, parts = MARGIN, []
-    for kind, fills in FILLS.items():
+    for kind in kinds_in(shown):
+        fills = FILLS[kind]
         parts.append(f'<rect x="{x}" y="{y - 6}" width="14" height="12" fill="{fills[0]}"/>')
         parts.append(f'<rect x="{x + 14}" y="{y - 6}" width="14" height="12" fill="{fills[1]}"/>')
         parts.append(_text(x + 34, y + 4, NAMES[kind], "key"))
-        x += 110
-    note = f"number: {number}; dark and light: even and odd minibatches; grey: idle"
+        x += 110 if len(NAMES[kind]) < 10 else 165
+    note = f"number: {numbered(shown)}; dark and light: even and odd minibatches; grey: idle"
     parts.append(_text(x, y + 4, note, "key"))
     return "".join(parts)

@@ -12,15 +12,31 @@ from typing import Literal, Protocol
 
 from rich.text import Text
 
-Kind = Literal["forward", "backward", "step"]
+Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
 
 # Instructions that occupy the device; everything else waits or moves bytes.
-COMPUTE: dict[str, Kind] = {"F": "forward", "B": "backward", "STEP": "step"}
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "step": "U"}
-FILL: dict[Kind, str] = {"forward": "-", "backward": "=", "step": "U"}
+COMPUTE: dict[str, Kind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to inputs",
+    "W": "backward to weights",
+    "STEP": "step",
+}
+LETTERS: dict[Kind, str] = {
+    kind: "U" if kind == "step" else letter for letter, kind in COMPUTE.items()
+}
+FILL: dict[Kind, str] = {
+    "forward": "-",
+    "backward": "=",
+    "backward to inputs": "=",
+    "backward to weights": "~",
+    "step": "U",
+}
 STYLES: dict[Kind, tuple[str, str]] = {  # even and odd minibatches
     "forward": ("black on #7fb2ff", "black on #b5d3ff"),
     "backward": ("black on #7fcf9a", "black on #b4e4c3"),
+    "backward to inputs": ("black on #7fcf9a", "black on #b4e4c3"),
+    "backward to weights": ("black on #c9a6e8", "black on #e2cff3"),
     "step": ("black on #f0b84f", "black on #f7d697"),
 }
 
@@ -109,8 +125,8 @@ def idle(shown: Sequence[Bar]) -> float:
 
 def text(events: Iterable[Event], *, width: int = 96, bands: int = 1) -> Text:
     """One line a rank: ``F2--`` a forward of microbatch 2 (or minibatch 2, where each is one),
-    ``B2====`` its backward, ``U`` an update, dots where the rank is idle; colours tell
-    minibatches apart.
+    ``B2====`` its backward (``I2==`` and ``W2~~`` where it is split), ``U`` an update, dots where
+    the rank is idle; colours tell minibatches apart.
 
     `width` is the number of characters of a line, the rank's name included.  The timeline goes
     on in a further band of lines, up to `bands` of them, where that gives most bars their number.

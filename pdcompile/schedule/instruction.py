@@ -42,12 +42,14 @@ class Action(StrEnum):
     """The instruction set: a phase and a kind.  Post never blocks, wait may.
 
     Compute: FORWARD, BACKWARD (one microbatch on one stage), STEP (optimizer update of one
-    minibatch on one stage).
+    minibatch on one stage).  A BACKWARD may be split: BACKWARD_INPUT makes the gradients that
+    earlier stages wait for, BACKWARD_WEIGHT those of the parameters, any time later.
     Values (per edge of the plan, microbatch, peer rank): POST_RECV/WAIT_RECV of an activation,
     SEND (posts; the sender keeps the tensor until WAIT_SEND), the same for gradients
     (*_GRADIENT), with the chained sum in them.
     FREE ends the life of a microbatch's receive slots on a stage (activation and gradient
-    slots after its backward; in a forward-only program after its forward).
+    slots after its backward; in a forward-only program after its forward).  BACKWARD_INPUT frees
+    the gradient slots itself: what it still needs of them is kept with the activations.
     Tied parameters (edge field: index into plan.tied): SEND_TIED / POST_RECV_TIED /
     WAIT_RECV_TIED carry the per-microbatch gradient chain (m-th microbatch) towards the
     owner; SEND_WEIGHT / POST_RECV_WEIGHT / WAIT_RECV_WEIGHT carry the updated parameter of a
@@ -68,6 +70,8 @@ class Action(StrEnum):
 
     FORWARD = "F", Phase.COMPUTE, Kind.VALUE
     BACKWARD = "B", Phase.COMPUTE, Kind.GRADIENT
+    BACKWARD_INPUT = "I", Phase.COMPUTE, Kind.GRADIENT
+    BACKWARD_WEIGHT = "W", Phase.COMPUTE, Kind.GRADIENT
     STEP = "STEP", Phase.COMPUTE, Kind.WEIGHT
     POST_RECV = "POST_RECV", Phase.POST_RECV, Kind.VALUE
     WAIT_RECV = "WAIT_RECV", Phase.WAIT_RECV, Kind.VALUE
@@ -112,6 +116,12 @@ class Action(StrEnum):
     __hash__ = str.__hash__  # Enum's own is written in Python and slows every lookup
 
 
+#: the actions of a backward that is not split, and of one that is
+BACKWARDS = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+#: those that give earlier stages their gradients
+TO_INPUTS = frozenset((Action.BACKWARD, Action.BACKWARD_INPUT))
+#: those that end a microbatch's backward on a stage
+TO_WEIGHTS = frozenset((Action.BACKWARD, Action.BACKWARD_WEIGHT))
 #: what stages send each other: the edge field counts edges or tied parameters of the plan
 TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
 #: what the edge field counts, as a letter: edges, tied parameters, outputs, names of tensors
@@ -133,7 +143,7 @@ class Instruction(NamedTuple):  # a dataclass takes four times as long to make
     `stage` is −1 where it is about the whole rank.
     `edge` indexes plan.edges (values) or plan.tied (tied and weight actions), −1 elsewhere.
     `peer` is the rank at the other end of a send or receive, −1 elsewhere.
-    `lag`: FORWARD and BACKWARD of minibatch t run on weights W_max(t − lag, 0); a forward-only
+    `lag`: forward and backward of minibatch t run on weights W_max(t − lag, 0); a forward-only
     program runs on the newest weights.
     `target` is the stage that receives, where the peer of a send holds several; −1 elsewhere.
     A send to the own rank hands a value to another stage of it: it costs nothing, and neither

@@ -14,6 +14,7 @@ from pdcompile.schedule.instruction import Action
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
 GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
+PARTS = 2  # of a split backward, equally long: costs do not tell them apart
 
 #: how many minibatches old weights are; in words where it follows from the plan, and every
 #: microbatch is then a minibatch with an update of its own
@@ -46,6 +47,8 @@ class StageWork:
             forward of this call that may come before its backward here (−1: none).  A stage
             that waits for no forward which the stage before holds back cannot deadlock.
         flush: nothing more comes: end what is pending.
+        delay: where backward is split, by how many microbatches the gradients of the weights may
+            come after those of the inputs.
     """
 
     stage: int
@@ -59,6 +62,7 @@ class StageWork:
     num_stages: int = 1
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)
     flush: bool = False
+    delay: int = 0
 
 
 Order = Callable[[Sequence[StageWork]], Iterator[Task]]
@@ -78,6 +82,8 @@ class ScheduleKind:
         usual: how many it holds where nobody says.
         in_turn: ranks that hold several have as many each, stage s the rank of stage s − R, of R
             ranks.  What is then in flight is counted from the order, which decides it.
+        splits_backward: the gradients of the weights are computed after those of the inputs, when
+            nothing more urgent is to be done: a microbatch is held until then.
         update: what it promises about updates: a sentence without its subject.
         source: the paper.
         module: where the pure generator `order` is: it yields the tasks of one rank in one call,
@@ -93,6 +99,7 @@ class ScheduleKind:
     stages_per_rank: int | None = 1
     usual: int = 1
     in_turn: bool = False
+    splits_backward: bool = False
 
     @property
     def stream(self) -> bool:
@@ -143,6 +150,21 @@ class ScheduleKind:
         if self.stream:
             return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
+
+    def depth_held(self, warmup: int, first: int) -> int:
+        """How deep a warm-up would hold as much as a stage does, by the first stage's.
+
+        Where backward is split, every stage holds as many microbatches as the first one.
+        """
+        return max(warmup, first) if self.splits_backward else warmup
+
+    def halves(self, backward: float, again: float = 0.0) -> tuple[float, float]:
+        """Seconds of a backward up to the gradients of the inputs, and of what is done later.
+
+        A split backward is taken to be two halves; `again`: of a forward that runs again before.
+        """
+        later = (backward - again) / PARTS if self.splits_backward else 0.0
+        return backward - later, later
 
     def in_flight(self, warmup: int, share: int) -> int:
         """The most microbatches of one replica, which takes `share`, between forward and backward.
@@ -203,6 +225,13 @@ _ROWS = (
         stages_per_rank=None,
         usual=2,
         in_turn=True,
+    ),
+    ScheduleKind(
+        "zb-h1",
+        update="updates as eager gradient accumulation does, bit for bit",
+        source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
+        module="pdcompile.passes.schedules.zero_bubble",
+        splits_backward=True,
     ),
     ScheduleKind(
         "2bw",

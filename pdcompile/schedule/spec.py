@@ -130,11 +130,18 @@ class PipelineSpec:
 
     def in_flight(self, stage: int) -> int:
         """The most microbatches of one replica between forward and backward."""
-        return self.kind.in_flight(self.warmup[stage], self._most(stage))
+        return self.kind.in_flight(self._held(stage), self._most(stage))
 
     def pool(self, stage: int) -> int:
         """Receive slots of each activation edge that enters the stage, per replica."""
-        return self.kind.slots(self.warmup[stage], self._most(stage))
+        return self.kind.slots(self._held(stage), self._most(stage))
+
+    def delay(self, stage: int) -> int:
+        """By how many microbatches gradients of weights may come after those of inputs."""
+        return self._held(stage) - self.warmup[stage]
+
+    def _held(self, stage: int) -> int:
+        return self.kind.depth_held(self.warmup[stage], self.warmup[0])
 
     def _most(self, stage: int) -> int:
         """Microbatches of a minibatch that the first replica of a stage takes."""

@@ -3,7 +3,8 @@
 Each value from another stage that needs a gradient comes in by an `Entrance`.  Backward is one
 call into autograd, with its roots in eager's order of summation: first what later stages have
 already summed for what came in here (chained edges, tied parameters), then the gradients of what
-went out, then the loss.  A stage that recomputes runs forward again for it (`SecondRun`).
+went out, then the loss.  A stage that recomputes runs forward again for it (`SecondRun`).  Where
+the schedule splits it, it stops where no earlier stage waits, and goes on later (`Rest`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pdcompile.eager.randomness import DrawScope
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
+from pdcompile.runtime.stage.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.stage.wiring import Wiring, expected
 from pdcompile.runtime.transport.contract import check_tensor
@@ -60,6 +62,8 @@ class _Flight:
     loss: Tensor | None = None
     draws: DrawScope | None = None  # of opaque modules, which may run again
     kept: Kept | None = None  # of a stage that recomputes: it has no graph until its backward
+    rest: Rest | None = None  # between the two parts of its backward
+    sent: list[Tensor] = field(default_factory=list)  # by the first part
 
 
 class Compute:
@@ -73,13 +77,16 @@ class Compute:
         streams: Streams,
         autocast: Callable[[], AbstractContextManager[Any]],
         second: SecondRun | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """`second`: of a stage that recomputes."""
+        """`second`: of a stage that recomputes; `whole`: its backward cannot be split."""
         self._stage = stage
         self._weights = weights
         self._streams = streams
         self._autocast = autocast
         self._second = second
+        self._whole = whole
         held = [(n, one) for n, one in enumerate(tied) if stage in one.stages]
         self._summed_later = [(n, one.fqn) for n, one in held if stage != one.stages[-1]]
         self._passed_on = [(n, one.fqn) for n, one in held if stage != one.stages[0]]
@@ -163,18 +170,62 @@ class Compute:
         return check_loss(module.loss(*arguments), "loss_fn")
 
     def backward(
-        self, feed: Feed, microbatch: int, version: int, receive: Callable[[Kind, int], Tensor]
+        self,
+        feed: Feed,
+        microbatch: int,
+        version: int,
+        receive: Callable[[Kind, int], Tensor],
+        *,
+        split: bool = False,
     ) -> list[tuple[Kind, int, Tensor]]:
         """Accumulate the stage's gradients; `receive(kind, edge)` gives what later stages sent.
 
         Returns what goes to earlier stages as (GRADIENT, edge, sum) and (TIED, index, sum).
+        `split`: only what that needs, with `backward_weight` to follow.
         """
-        wiring = feed.wiring
         flight = self._flights.pop((feed.minibatch, microbatch))
         if flight.kept is not None:
             flight = self._again(feed, microbatch, version, flight.kept)
         self._weights.begin_backward(feed.minibatch, version)
-        roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [
+        roots = self._roots(feed.wiring, flight, version, receive)
+        rest = Rest()
+        if split and not self._whole and flight.draws is None:
+            passed_on = [self._weights.parameter(version, fqn) for _, fqn in self._passed_on]
+            rest = first_part(roots, [*passed_on, *(one.leaf for one in flight.entered.values())])
+        elif roots and flight.draws is not None:
+            flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
+        elif roots:
+            accumulate(roots)
+        sent = [
+            (Kind.GRADIENT, edge, entrance.gradient_or_zeros())
+            for edge, entrance in flight.entered.items()
+        ]
+        for index, fqn in self._passed_on:
+            sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))
+        given = [gradient for _, _, gradient in sent]
+        self._weights.separate_gradients(version, [*given, *rest.gradients])
+        if split:
+            flight = _Flight(rest=rest, sent=given)
+            self._flights[feed.minibatch, microbatch] = flight
+        return sent
+
+    def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
+        """Accumulate the gradients that a split `backward` left."""
+        flight = self._flights.pop((feed.minibatch, microbatch))
+        assert flight.rest is not None
+        self._weights.begin_backward(feed.minibatch, version)
+        flight.rest.run()
+        self._weights.separate_gradients(version, flight.sent)
+
+    def _roots(
+        self,
+        wiring: Wiring,
+        flight: _Flight,
+        version: int,
+        receive: Callable[[Kind, int], Tensor],
+    ) -> list[Root]:
+        """Where backward begins, in eager's order of summation."""
+        roots: list[Root] = [
             (entrance.value, receive(Kind.GRADIENT, edge))
             for edge, entrance in flight.entered.items()
             if edge in wiring.chained
@@ -188,15 +239,4 @@ class Compute:
                 roots.append((origin, gradient))
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append((flight.loss, None))
-        if roots:
-            tensors: Any = [one for one, _ in roots]  # tensors and gradient edges may be mixed
-            run = flight.draws.backward_of if flight.draws is not None else torch.autograd.backward
-            run(tensors, [one for _, one in roots])
-        sent = [
-            (Kind.GRADIENT, edge, entrance.gradient_or_zeros())
-            for edge, entrance in flight.entered.items()
-        ]
-        for index, fqn in self._passed_on:
-            sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))
-        self._weights.separate_gradients(version, [gradient for _, _, gradient in sent])
-        return sent
+        return roots

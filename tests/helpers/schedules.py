@@ -189,7 +189,13 @@ class Meaning:
             value = hash(("F", one.stage, label, weights, arrived))
             me.values["own", label] = value
             me.forwards[minibatch] = (*me.forwards.get(minibatch, ()), value)
-        elif one.action is Action.BACKWARD:
+        elif one.action is Action.BACKWARD_WEIGHT:
+            value = me.values.pop(("half", label), None)
+            if value is None:
+                raise Broken("gradients of weights without those of the inputs")
+            weights = self._weights(me, minibatch, one)
+            me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), hash((value, weights)))
+        elif one.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
             arrived = self._inputs(me, rank, label, forward=False)
             weights = self._weights(me, minibatch, one)
             forward = me.values.pop(("own", label), None)
@@ -197,7 +203,10 @@ class Meaning:
                 raise Broken("no forward")
             value = hash(("B", one.stage, label, weights, forward, arrived))
             me.values["gradient", label] = value
-            me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), value)
+            if one.action is Action.BACKWARD_INPUT:
+                me.values["half", label] = value
+            else:
+                me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), value)
         elif one.action is Action.STEP:
             new = hash(
                 (

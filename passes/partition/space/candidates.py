@@ -39,14 +39,15 @@ def _holding(candidate: Candidate, s: int) -> Holding:
     setting, option = candidate.setting, candidate.options[s]
     kind, depth = kind_of(setting.schedule), candidate.warmup[s]
     share = -(-setting.num_microbatches // option.replicas)
-    in_flight = kind.in_flight(depth, share)
+    held = kind.depth_held(depth, candidate.warmup[0])
+    in_flight = kind.in_flight(held, share)
     late = setting.clipping or option.replicas > 1
     return Holding(
         kind.versions(depth, candidate.warmup[0]),
         kind.gradient_buffers(depth, candidate.warmup[0], late=late),
         setting.optimizer_factor,
         1 if option.recompute else in_flight,
-        kind.slots(depth, share),
+        kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),
     )
 

@@ -43,7 +43,8 @@ class Paths:
     back: Matrix
 
     @staticmethod
-    def of(segments: Segments) -> Paths:
+    def of(segments: Segments, first_part: float = 1.0) -> Paths:
+        """`first_part`: of a backward, what those wait for that come after it."""
         model, size = segments.model, len(segments.ideals)
         n = model.num_groups
         if size * size * n > MAX_CELLS:
@@ -51,12 +52,13 @@ class Paths:
             return Paths(none, none, none)
         before, after = _neighbours(model, gradients=False)
         upwards, returning = _neighbours(model, gradients=True)
-        both = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
+        back = [first_part * w for w in model.backward]
+        both = [f + w for f, w in zip(model.forward, back, strict=True)]
         beside = partial(_longest_beside, segments.inside)
         return Paths(
             beside(after, _longest(model.forward, before, range(n)), before=True),
             beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
-            beside(returning, _longest(model.backward, upwards, range(n)), before=True),
+            beside(returning, _longest(back, upwards, range(n)), before=True),
         )
 
 
@@ -175,12 +177,15 @@ class Matrices:
             trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
             return trip
         # Until its first backward a replica does depth + 1 forwards, and at the end so many
-        # backwards; in between one microbatch goes all the way to the end and back.
+        # backwards; in between one microbatch goes all the way to the end and back.  Nobody waits
+        # for the second part of a split backward, which comes last.
         reduction = self.setting.num_microbatches * self._reduction(seats, p, r, rows)
         through = own + behind + (share - 1) * np.maximum(f, own - f)
         through = through + max(share - 1 - depth, 0) * np.minimum(f, own - f)
         result: Matrix = before + np.maximum(share * own, through)
-        result = np.maximum(result + back, before + share * own + reduction)
+        if not kind_of(self.setting.schedule).splits_backward:
+            result = result + back
+        result = np.maximum(result, before + share * own + reduction)
         return np.where(np.isfinite(load), result, np.inf)
 
     # -- seconds -----------------------------------------------------------------------------
@@ -215,7 +220,7 @@ class Matrices:
 
     @cached_property
     def _paths(self) -> Paths:
-        return Paths.of(self.segments)
+        return Paths.of(self.segments, kind_of(self.setting.schedule).halves(1.0)[0])
 
     # -- memory and what is allowed --------------------------------------------------------------
 
@@ -258,12 +263,13 @@ class Matrices:
         kind = kind_of(setting.schedule)
         depth, first, share = self.depth(seats, p, r), self.depth(seats, 0, 1), -(-m // r)
         buffers = kind.gradient_buffers(depth, first, late=setting.clipping or r > 1)
-        in_flight = kind.in_flight(depth, share)
+        held = kind.depth_held(depth, first if self.straight else depth)
+        in_flight = kind.in_flight(held, share)
         return self.segments.bytes(
             kind.versions(depth, first),
             buffers + setting.optimizer_factor,
             1 if option.recompute else in_flight,
-            kind.slots(depth, share),
+            kind.slots(held, share),
             min(GRADIENT_SLOTS, in_flight),
             rows,
         )

@@ -1,0 +1,170 @@
+"""A backward in two parts: to what earlier stages wait for, and to the other parameters.
+
+Autograd's graph of a stage is walked once.  *Early* are the nodes that lead to a wanted leaf: an
+entrance, or a parameter whose gradient is passed on.  They run first, and what each early node
+got is kept if a parameter hangs on it by an edge that leaves the early nodes.  Later such a node
+runs again, for that edge alone.  The sum of a parameter's uses is autograd's own only if autograd
+makes it in one run: so a parameter that hangs on several early nodes is wanted early, too.
+
+Wanted early as well are parameters with hooks, those that a Function of Python's uses (it would
+run as a whole twice) and those that were written through a view.  A stage with opaque modules is
+not split at all: whatever they hang onto the graph runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]  # with its gradient
+
+
+class Rest:
+    """The second part of one microbatch's backward; `run` it once."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[list[Root], list[Tensor]]] = []  # roots, and the leaves to reach
+
+    def add(self, roots: list[Root], leaves: list[Tensor]) -> None:
+        if roots and leaves:
+            self._runs.append((roots, leaves))
+
+    def run(self) -> None:
+        """Accumulate the gradients of the parameters that are left."""
+        while self._runs:
+            roots, leaves = self._runs.pop()
+            accumulate(roots, leaves)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What is kept until then."""
+        return [one for roots, _ in self._runs for _, one in roots if one is not None]
+
+
+def accumulate(
+    roots: Sequence[Root], leaves: Sequence[Tensor] | None = None, *, again: bool = False
+) -> None:
+    """Run backward from the roots, in their order, to these leaves (None: to all)."""
+    tensors: Any = [one for one, _ in roots]  # tensors and gradient edges may be mixed
+    torch.autograd.backward(
+        tensors, [one for _, one in roots], retain_graph=again, inputs=leaves or None
+    )
+
+
+def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
+    """Run backward as far as it leads to the `wanted` leaves; returns what is left to do."""
+    graph, rest = _Graph(roots), Rest()
+    early = graph.early(wanted)
+    ends = graph.by_end(early)
+    kept: dict[Node, list[Tensor | None]] = {node: [] for node in ends if node is not None}
+    handles = [node.register_prehook(_keeper(found)) for node, found in kept.items()]
+    try:
+        leaves = [one for node, one in graph.leaves.items() if node in early]
+        if leaves:
+            accumulate(roots, leaves, again=bool(ends))
+    finally:
+        for handle in handles:
+            handle.remove()
+    outside = [root for root, node in zip(roots, graph.roots, strict=True) if node not in early]
+    rest.add(outside, ends.pop(None, []))
+    for node, leaves in ends.items():
+        assert node is not None
+        found = [
+            (GradientEdge(node, n), one) for n, one in enumerate(kept[node]) if one is not None
+        ]
+        rest.add([*found], leaves)
+    return rest
+
+
+def _keeper(found: list[Tensor | None]) -> Any:
+    """A hook that keeps the gradients that a node gets; it refers to the list alone."""
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        found[:] = gradients
+
+    return keep
+
+
+@dataclass
+class _Graph:
+    """Autograd's nodes behind some roots; a node comes after all nodes that lead to it."""
+
+    given: Sequence[Root]
+    roots: list[Node] = field(default_factory=list)
+    following: dict[Node, list[Node]] = field(default_factory=dict)
+    leaves: dict[Node, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for one, _ in self.given:
+            edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
+            self.roots.append(edge.node)
+        ended: dict[Node, list[Node]] = {}
+        begun: set[Node] = set()
+        stack = [(node, False) for node in self.roots]
+        while stack:
+            node, over = stack.pop()
+            if over:
+                ended[node] = [one for one, _ in node.next_functions if one is not None]
+                continue
+            if node in begun:
+                continue
+            begun.add(node)
+            stack.append((node, True))
+            stack += [(one, False) for one, _ in node.next_functions if one is not None]
+        self.following = dict(reversed(ended.items()))
+        for node in self.following:
+            variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
+            if isinstance(variable, Tensor):
+                self.leaves[node] = variable
+
+    def early(self, wanted: Iterable[Tensor]) -> set[Node]:
+        """The nodes that run first: all that lead to a wanted leaf, or to one that joins them."""
+        among = {id(one) for one in wanted}
+        first = {n for n, leaf in self.leaves.items() if id(leaf) in among or _hooked(leaf)}
+        while True:
+            early = set(first)
+            for node in reversed(self.following):
+                if not early.isdisjoint(self.following[node]):
+                    early.add(node)
+            more = {
+                leaf
+                for leaf, ends in self._ends(early).items()
+                if len(ends) > 1 or any(end is not None and _whole(end) for end in ends)
+            }
+            if not more:
+                return early
+            first |= more
+
+    def by_end(self, early: set[Node]) -> dict[Node | None, list[Tensor]]:
+        """Leaves that come later, by the early node that they hang on (None: on none)."""
+        found: dict[Node | None, list[Tensor]] = {}
+        for leaf, (end,) in self._ends(early).items():
+            found.setdefault(end, []).append(self.leaves[leaf])
+        return found
+
+    def _ends(self, early: set[Node]) -> dict[Node, set[Node | None]]:
+        """For each leaf that comes later: the early nodes whose edges lead to it by others."""
+        ends: dict[Node, set[Node | None]] = {node: set() for node in self.following}
+        for node in self.roots:
+            if node not in early:
+                ends[node].add(None)
+        for node, following in self.following.items():
+            for one in following:
+                if one not in early:
+                    ends[one] |= {node} if node in early else ends[node]
+        return {leaf: ends[leaf] for leaf in self.leaves if leaf not in early}
+
+
+def _hooked(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def _whole(node: Node) -> bool:
+    """Does the node run as a whole, whatever is asked of it?"""
+    return isinstance(node, BackwardCFunction) or "CopySlices" in node.name()

@@ -1,0 +1,305 @@
+"""A backward in two parts computes what one does as a whole, bit for bit, and early what it can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pdcompile.eager.entrance import Entrance
+from pdcompile.runtime.stage import compute
+from pdcompile.runtime.stage.split_backward import Rest, accumulate, first_part
+from tests.helpers import models
+from tests.helpers.launch import processes
+from tests.test_opaque import routed
+from tests.test_recompute import assert_same, trained
+from tests.test_runtime import assert_same_training, pair
+
+ZERO = {"schedule": "zb-h1"}
+
+
+# -- parts of a graph --------------------------------------------------------------------------
+
+
+class Scale(torch.autograd.Function):
+    """A Function of Python's own that counts how often it runs backward."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        Scale.runs += 1
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Stage(nn.Module):
+    """One of every kind of use of a parameter that matters; `only` names the one that is there."""
+
+    def __init__(self, only: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.conv = nn.LayerNorm(8), nn.Conv1d(1, 1, 3, padding=1)
+        self.batch, self.group = nn.BatchNorm1d(8), nn.GroupNorm(2, 8)
+        self.table = nn.Embedding(5, 8)
+        self.lstm = nn.LSTM(8, 8)
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.scale = nn.Parameter(torch.randn(8))
+        self.only = only
+
+    def parts(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        index = torch.tensor([0, 3, 1, 3, 4, 2, 2, 0])
+        return {
+            "linear": lambda x: self.second(torch.relu(self.first(x))),
+            "norms": lambda x: self.group(self.batch(self.norm(x))),
+            "convolution": lambda x: self.conv(x[:, None])[:, 0],
+            "embedding": lambda x: x + self.table(index)[: len(x)],
+            "recurrent": lambda x: self.lstm(x[:, None])[0][:, 0],
+            "weight norm": lambda x: self.weighted(x),
+            "a bias": lambda x: x + self.bias,
+            "a bias that is a view": lambda x: x + self.bias.view(2, 4).reshape(8),
+            "twice": lambda x: self.third(torch.tanh(self.third(x))),
+            "side by side": lambda x: x @ self.scale.diag() + x * self.scale,
+            "Python's": lambda x: Scale.apply(x, self.scale),  # type: ignore[no-any-return,no-untyped-call]
+            "through a view": self._written,
+            "tied": lambda x: x @ self.table.weight.T @ self.table.weight,
+        }
+
+    def _written(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, :4] = self.scale[:4]
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, part in self.parts().items():
+            if self.only in ("", name):
+                x = part(x) if name == "embedding" else x + part(x)
+        return x
+
+
+def gradients(stage: Stage, split: bool) -> tuple[list[Tensor], dict[str, Tensor | None], set[str]]:
+    """What goes back, what is accumulated for three microbatches, and which parameters had
+    gradients before any second part ran."""
+    sent, rests = [], list[Rest]()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        entrance = Entrance(torch.randn(6, 8))
+        roots: Any = [(stage(entrance.value), torch.randn(6, 8))]
+        if split:
+            rests.append(first_part(roots, [entrance.leaf]))
+        else:
+            accumulate(roots)
+        sent.append(entrance.gradient_or_zeros())
+    early = {name for name, one in stage.named_parameters() if one.grad is not None}
+    for rest in rests:
+        rest.run()
+    return sent, {name: one.grad for name, one in stage.named_parameters()}, early
+
+
+EARLY = {
+    "twice": {"third.weight", "third.bias"},
+    "side by side": {"scale"},
+    "Python's": {"scale"},
+    "through a view": {"scale"},
+    "tied": {"table.weight"},
+}
+
+
+@pytest.mark.parametrize("part", [*Stage().parts(), ""])
+def test_every_use_of_a_parameter(part: str) -> None:
+    """Bit for bit; what can come later does, and no Function of Python's runs twice."""
+    stage = Stage(part)
+    twin = copy.deepcopy(stage)
+    Scale.runs = 0
+    sent, found, early = gradients(stage, split=True)
+    runs, Scale.runs = Scale.runs, 0
+    other, expected, _ = gradients(twin, split=False)
+    assert runs == Scale.runs
+    for one, two in zip(sent, other, strict=True):
+        assert torch.equal(one, two)
+    for name, gradient in expected.items():
+        assert gradient is None or torch.equal(found[name], gradient), name
+        assert (gradient is None) == (found[name] is None)
+    if part:
+        assert early == EARLY.get(part, set())
+
+
+def test_what_was_asked_for_comes_first() -> None:
+    """A tied parameter that is passed on, and one whose hook the user wants to see run once."""
+    stage, seen = Stage("linear"), []
+    stage.second.weight.register_hook(lambda gradient: seen.append(1))
+    entrance = Entrance(torch.randn(6, 8))
+    roots: Any = [(stage.first.weight, torch.ones(8, 8)), (stage(entrance.value).sum(), None)]
+    rest = first_part(roots, [entrance.leaf, stage.first.weight])
+    assert stage.first.weight.grad is not None
+    assert stage.second.weight.grad is not None
+    assert stage.first.bias.grad is stage.second.bias.grad is None
+    rest.run()
+    assert stage.first.bias.grad is not None
+    assert stage.second.bias.grad is not None
+    assert seen == [1]
+
+
+def test_a_root_that_only_parameters_need() -> None:
+    """The first stage has no earlier one: nothing runs before the second part."""
+    stage = Stage("linear")
+    roots: Any = [(stage(torch.randn(6, 8)).sum(), None)]
+    rest = first_part(roots, [])
+    assert all(one.grad is None for one in stage.parameters())
+    rest.run()
+    assert stage.first.weight.grad is not None
+
+
+def compare(model: nn.Module, stages: int, **options: Any) -> None:
+    """Losses, outputs and weights of the pipeline and of the reference."""
+    twin = copy.deepcopy(model)
+    assert_same(trained(model, stages, **ZERO, **options), trained(twin, **ZERO, **options))
+
+
+def test_gradients_that_are_kept_are_not_added_to() -> None:
+    """A view of what is kept may become .grad, which the next microbatch adds to in place."""
+    model = nn.Sequential(Shifted(), nn.Linear(8, 8), Shifted(), nn.Linear(8, 8))
+    compare(model, 2)
+
+
+class Shifted(nn.Module):
+    """Adds a view of a parameter twice: its gradient comes with the first part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(2, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 8:
+            return torch.relu(x + self.shift.view(8, 8)) + 1  # type: ignore[no-any-return]
+        return torch.relu(x + self.shift.view(8, 8)[: len(x)]) + 1  # type: ignore[no-any-return]
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "convnet", "unet"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_trains_like_the_reference(name: str, stages: int) -> None:
+    """GPT has tied weights, the U-Net skip connections."""
+    assert_same_training(*pair(getattr(models, name)(), "zb-h1", stages))
+
+
+@pytest.mark.parametrize("again", [False, True, (True, False, True)])
+def test_draws_clips_and_recomputes_like_the_reference(again: Any) -> None:
+    model = models.gpt(layers=2, dropout=0.2)
+    assert_same_training(*pair(model, "zb-h1", 3, seed=5, max_grad_norm=0.3, recompute=again))
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_recurrent_layers_and_embeddings(autocast: str | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Sequence(), nn.LayerNorm(8), Sequence(), nn.Linear(8, 8))
+    compare(model, 3, autocast=autocast)
+
+
+class Sequence(nn.Module):
+    """Takes rows for a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.places = nn.LSTM(8, 8, batch_first=True), nn.Embedding(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = x[:, None, :] + self.places.weight
+        return x + self.lstm(sequence)[0].sum(1)  # type: ignore[no-any-return]
+
+
+def test_gradients_for_a_loop_of_ones_own() -> None:
+    pipe, eager, model = pair(models.gpt(), "zb-h1", 3, optimizer=None)
+    inputs, target = models.batch_for(model, 8)
+    for runner in (pipe, eager):
+        for _ in range(2):
+            runner.forward_backward(inputs, target=target)
+    gradients = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name])
+
+
+@pytest.mark.filterwarnings("ignore:captured as opaque")
+def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what it hangs onto the graph."""
+    split: list[Rest] = []
+    plain = compute.first_part
+
+    def watched(*args: Any) -> Rest:
+        split.append(plain(*args))
+        return split[-1]
+
+    monkeypatch.setattr(compute, "first_part", watched)
+    assert_same(trained(routed(), stages=3, **ZERO), trained(routed(), **ZERO))
+    assert 0 < len(split) < 3 * 3 * 4  # stages, steps, microbatches
+
+
+def test_hooks_of_parameters_run_once_a_microbatch() -> None:
+    counts = []
+    for schedule in ("1f1b", "zb-h1"):
+        model, seen = models.mlp(), list[int]()
+        for one in model.parameters():
+            one.register_hook(lambda gradient, s=seen: s.append(1))
+        pipe, _, _ = pair(model, schedule, 2)
+        seen.clear()
+        inputs, target = models.batch_for(model, 8)
+        pipe.step(inputs, target=target)
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
+
+
+def test_parameters_come_after_what_earlier_stages_wait_for() -> None:
+    """The point of it: the second part does real work on every stage."""
+    found: list[int] = []
+    run = Rest.run
+
+    def watched(self: Rest) -> None:
+        found.append(sum(len(leaves) for _, leaves in self._runs))
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rest, "run", watched)
+        pipe, _, model = pair(models.mlp(layers=6), "zb-h1", 3)
+        inputs, target = models.batch_for(model, 8)
+        pipe.step(inputs, target=target)
+    assert sum(found) == 4 * len(list(model.parameters()))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.lists(st.sampled_from(sorted(Stage().parts())), min_size=2, max_size=6), st.integers(1, 6)
+)
+def test_any_stack_of_parts(names: list[str], microbatches: int) -> None:
+    compare(nn.Sequential(*map(Stage, names)), 2, microbatches=microbatches)
+
+
+def test_two_ranks_train_like_the_reference(tmp_path: Path) -> None:
+    from tests.test_runtime_distributed import BITWISE
+
+    head, _, _ = BITWISE.partition('compare(models.gpt(layers=2, dropout=0.1), "2bw"')
+    script = (
+        head
+        + """
+compare(models.gpt(layers=2, dropout=0.1), "zb-h1", max_grad_norm=0.3)
+compare(models.convnet(), "zb-h1", recompute=(True, False))
+compare(models.unet(), "zb-h1")
+"""
+    )
+    run = processes(script, 2, tmp_path)
+    assert run.code == 0, run
