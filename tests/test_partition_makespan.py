@@ -247,7 +247,9 @@ def test_seed_paths_bound_every_linked_plan() -> None:
     assert max(sum_of(path, timing) for path in paths) == pytest.approx(found.objective)
 
 
-def simulated(seed: int, skips: float = 0.0) -> tuple[PartitionProblem, Plan]:
+def simulated(
+    seed: int, skips: float = 0.0, schedules: tuple[str, ...] = ("gpipe", "1f1b")
+) -> tuple[PartitionProblem, Plan]:
     """One item a stage, as a problem and as a plan, with slow links and tied ends.
 
     `skips`: probability that a value also goes to a stage beyond the next.
@@ -274,7 +276,7 @@ def simulated(seed: int, skips: float = 0.0) -> tuple[PartitionProblem, Plan]:
     if n > 2 and r.random() < 0.3:
         shared = (SharedParameter("w", 3, True, (0, n - 1)),)
         tied = (TiedParameter("w", (0, n - 1), 3),)
-    name = r.choice(("gpipe", "1f1b"))
+    name = r.choice(schedules)
     depth = warmup(name, n, m, extra=r.choice((0, 1)))
     problem = PartitionProblem(
         items, tuple(traffic), stage_limits(cluster, n), shared,
