@@ -280,9 +280,9 @@ def stage_limits(
     before it.
 
     Raises:
-        ClusterError: more stages than devices, or fewer than one.
+        ClusterError: more stages than devices, unless `ranks` says where they are; or none.
     """
-    if not 1 <= num_stages <= len(cluster.devices):
+    if not 1 <= num_stages <= max(len(cluster.devices), len(ranks)):
         raise ClusterError(
             f"{num_stages} stages do not fit a cluster of {len(cluster.devices)} devices",
             remedy=f"ask for 1 to {len(cluster.devices)} stages",

@@ -108,7 +108,8 @@ class Planner:
             self.options, schedule=plan.training.schedule, replicas=1, recompute=again
         )
         stages = self.space.stages or len(self.cluster.devices)
-        chosen = Configuration(self.cluster, stages, replace(plan.training, warmup=()))
+        training = replace(plan.training, warmup=())
+        chosen = Configuration(self.cluster, stages, training, per_rank=self.space.per_rank)
         return Planner(self.model, self.captured, options, chosen, self.listener)
 
     def times_stages(self, plan: Plan) -> bool:

@@ -148,7 +148,7 @@ def test_what_such_a_plan_may_not_say(planned: Plan) -> None:
     as_alone = replace(plan.certificate, objective_seconds=planned.certificate.objective_seconds)
     for certificate, message in (
         (as_alone, "objective_seconds is .*, the stages take"),
-        (optimal, "ranks that hold several stages are not searched"),
+        (optimal, "of ranks that hold several stages not all cuts are searched"),
     ):
         with pytest.raises(PlanError, match=message) as caught:
             given(replace(plan, certificate=certificate))

@@ -29,14 +29,13 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.pipelines import (
-    Pipelines,
     PreparedProblem,
     exceeds,
     limited,
     neighbours,
     timed,
 )
-from pdcompile.passes.partition.space.search_branches import Branch, branches
+from pdcompile.passes.partition.space.search_branches import Branch, Found, branches
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
@@ -58,7 +57,9 @@ MAX_MOVES = 200  # of single groups, in the end
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
-RULES = "contiguous ranks; memory by formula and by the ledger of the schedule"
+RELAXATION = "relaxation: all work on all devices, and one chain of ops"
+LEDGERS = "memory by formula and by the ledger of the schedule"
+RULES = f"contiguous ranks; {LEDGERS}"
 
 
 @dataclass
@@ -170,10 +171,10 @@ class PlanSearch:
             return
         pipelines = branch.pipelines(self.space)
         bound = pipelines.bound() * branch.scale
-        if branch.prepared.complete:
+        if not (left_out := branch.left_out(self.space)):
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self._below():
-            self._unfinished(branch.bound, "only some of the cuts of so large a model were tried")
+            self._unfinished(branch.bound, left_out)
         branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
         if bound == math.inf:
             branch.bound = math.inf
@@ -212,7 +213,7 @@ class PlanSearch:
 
         return replace(within_ledgers(problem, planned), problem=problem)
 
-    def _probe(self, branch: Branch, likely: Pipelines) -> None:
+    def _probe(self, branch: Branch, likely: Found) -> None:
         for _ in range(PROBES):
             if branch.bound < math.inf:
                 self._next(branch)
@@ -224,7 +225,7 @@ class PlanSearch:
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
-        if branch.prepared.complete or bound == math.inf:
+        if not branch.left_out(self.space) or bound == math.inf:
             branch.bound = max(branch.bound, bound * branch.scale)
         self._try(branch, candidate)
 
@@ -303,7 +304,7 @@ class PlanSearch:
             objective_seconds=seconds / every,
             bound_seconds=min(self.floor, seconds) / every,
             status="feasible",
-            prover=PROVER,
+            prover=RELAXATION if self.space.per_rank > 1 else PROVER,
             seconds=self.budget.spent,
             scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
         )
@@ -325,7 +326,7 @@ def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
     """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
-    parts = [str(space), RULES]
+    parts = [str(space), LEDGERS if space.per_rank > 1 else RULES]
     if len(orders) > 1 and every_order and not space.in_order:
         parts.append(f"all orders of unlike devices ({len(orders)})")
     return "; ".join([*parts, *left_out(space, cluster)])
@@ -396,4 +397,5 @@ def describe(candidate: Candidate) -> str:
     widths = "-".join(str(option.replicas) for option in candidate.options)
     again = sum(option.recompute for option in candidate.options)
     text = f"{candidate.setting.schedule}, {candidate.setting.num_microbatches} microbatches, "
-    return text + f"stages of {widths} ranks" + (f", {again} recompute" if again else "")
+    where = f"{len(candidate.ranks)} stages" if candidate.shared else f"stages of {widths} ranks"
+    return text + where + (f", {again} recompute" if again else "")

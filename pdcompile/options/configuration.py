@@ -26,14 +26,15 @@ SPREAD = 4  # from a quarter of the usual count to four times
 class Configuration:
     """Training and machines, with nothing left open but warm-up and the optimizer's memory.
 
-    One stage a device where the planner does not decide that.  `idle`: devices may be left out,
-    as there is no process for each.
+    One stage a device where the planner does not decide that, or `per_rank` of them in turn.
+    `idle`: devices may be left out, as there is no process for each.
     """
 
     cluster: Cluster
     num_stages: int
     training: Training
     idle: bool = True
+    per_rank: int = 1
 
     @property
     def microbatch_size(self) -> int:
@@ -63,10 +64,11 @@ def configure(
     """
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
+    per_rank = max(1, stages // len(cluster.devices))
     reduction = options.loss_reduction
     training = Training(
         schedule=schedule,
-        num_microbatches=_num_microbatches(options, stages, batch_size, splits),
+        num_microbatches=_num_microbatches(options, stages // per_rank, batch_size, splits),
         batch_size=batch_size,
         loss_reduction=reduction if isinstance(reduction, str) else "callable",
         autocast=autocast_text(options.autocast, device),
@@ -74,7 +76,7 @@ def configure(
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
     )
-    return Configuration(cluster, stages, training, idle=num_ranks is None)
+    return Configuration(cluster, stages, training, idle=num_ranks is None, per_rank=per_rank)
 
 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
@@ -141,8 +143,7 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         stages = stages or (there or replicas) // replicas or 1
         ranks = stages * replicas
     else:
-        ranks = there if there and replicas in SEARCHED else stages or there or 1
-        stages = stages or ranks
+        stages, ranks = _without_replicas(options, there)
     if num_ranks not in (None, ranks):
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         raise LaunchError(
@@ -150,6 +151,29 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
             remedy=f"launch with torchrun --nproc-per-node={ranks}, or leave stages out",
         )
     return stages, ranks
+
+
+def _without_replicas(options: Options, there: int | None) -> tuple[int, int]:
+    """(stages, ranks) of one replica a stage, or as many as the planner decides.
+
+    As many stages as ranks, or a multiple of them where the schedule has several on a rank.
+    """
+    stages, kind = options.stages, KINDS[chosen_schedule(options)]
+    several = kind.stages_per_rank is None and options.replicas in (1, "1")
+    if several and stages is None:
+        return (there or 1) * kind.usual, there or 1
+    if several and stages and there and stages % there == 0:
+        return stages, there
+    if several and stages and there is None:
+        if stages % kind.usual:
+            raise ConfigError(
+                f"{stages} stages under schedule={kind.name!r}, which has {kind.usual} on a rank "
+                "where no cluster says otherwise",
+                remedy=f"a multiple of {kind.usual} stages, or cluster=Cluster.local({stages})",
+            )
+        return stages, stages // kind.usual
+    ranks = there if there and options.replicas in SEARCHED else stages or there or 1
+    return stages or ranks, ranks
 
 
 def _num_devices(cluster: Any) -> int | None:
@@ -169,6 +193,12 @@ def chosen_schedule(options: Options) -> str:
         )
     if KINDS[options.schedule].updates_each:
         _refuse_several(options, KINDS[options.schedule])
+    if KINDS[options.schedule].in_turn and options.replicas not in ("1", 1):
+        raise ConfigError(
+            f"replicas={options.replicas!r} under schedule={options.schedule!r}, whose ranks hold "
+            "several stages",
+            remedy=f"one replica a stage, or schedule={DEFAULT!r}",
+        )
     return options.schedule
 
 
@@ -288,13 +318,15 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     if not options.searches:
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace(
-            "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed
-        )
+            "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
+            per_rank=configuration.per_rank,
+        )  # fmt: skip
     if options.schedule == "auto":
         # A minibatch in one piece is another training, and several stages a rank another space:
         # they are chosen by name.
         every = map(KINDS.__getitem__, allowed(options.max_staleness))
         schedules = tuple(k.name for k in every if not k.updates_each and k.usual == 1)
+    shared = configuration.per_rank > 1
     return SearchSpace(
         replicas=_replicas(options.replicas, configuration.num_stages),
         recompute=again,
@@ -302,9 +334,15 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
         stages=len(mixed)
-        or (options.stages if options.replicas in SEARCHED else configuration.num_stages),
+        or (
+            options.stages
+            if options.replicas in SEARCHED and not shared
+            else configuration.num_stages
+        ),
+        in_order=shared,
         recomputed=mixed,
         idle=configuration.idle,
+        per_rank=configuration.per_rank,
     )
 
 

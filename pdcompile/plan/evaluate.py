@@ -207,6 +207,11 @@ class Evaluation:
             + workspace
         )
 
+    def needed(self, s: int) -> int:
+        """Bytes of one rank of the stage, with the other stages that it holds."""
+        ranks = self.deployment.ranks
+        return sum(self.memory(t) for t in self.stages if ranks[t] == ranks[s])
+
     @cached_property
     def _held(self) -> tuple[list[int], ...]:
         """By stage: trainable, copied (of these), frozen, saved, received, returned, workspace."""
@@ -267,7 +272,7 @@ class Evaluation:
         if problem.max_stages is not None and len(used) > problem.max_stages:
             yield f"{len(used)} stages are used, and {problem.max_stages} may be"
         for s, limit in enumerate(self.deployment.limits):
-            if limit is not None and (needed := self.memory(s)) > limit:
+            if limit is not None and (needed := self.needed(s)) > limit:
                 yield f"stage {s} needs {needed} bytes of memory, and has {limit}"
 
 

@@ -44,6 +44,7 @@ class SearchSpace:
         stages: how many; None: any number.
         idle: devices may be left out.
         in_order: stage s runs on rank s; else devices take the positions that suit them best.
+        per_rank: stages that every rank holds: of R ranks stage s runs on rank s mod R.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
     """
 
@@ -56,6 +57,7 @@ class SearchSpace:
     in_order: bool = False
     recomputed: tuple[bool, ...] = ()
     idle: bool = True
+    per_rank: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -68,6 +70,7 @@ class SearchSpace:
             ("stages", self.stages is None or self.stages >= 1),
             ("recomputed", len(self.recomputed) in (0, self.stages)),
             ("in_order", not self.in_order or (self.stages is not None and self.straight)),
+            ("per_rank", self.per_rank == 1 or (self.in_order and self._in_turn)),
         )
         for name, holds in checks:
             if not holds:
@@ -76,14 +79,21 @@ class SearchSpace:
                 )
 
     @property
+    def _in_turn(self) -> bool:
+        """Can so many stages be dealt out to ranks, and do all schedules have that?"""
+        several = all(KINDS[name].stages_per_rank is None for name in self.schedules)
+        return several and self.per_rank > 1 and (self.stages or 1) % self.per_rank == 0
+
+    @property
     def decides_recomputation(self) -> bool:
         """Whether stages that recompute are still to be chosen."""
         return len(set(self.recompute)) > 1 and not self.recomputed
 
     @property
     def cut_alone(self) -> bool:
-        """Whether nothing but the cut is open, of stages that keep their activations."""
-        return self.in_order and set(self.recompute) == {False}
+        """Whether nothing but the cut is open, of stages that keep their activations and have a
+        rank each."""
+        return self.in_order and self.per_rank == 1 and set(self.recompute) == {False}
 
     @property
     def straight(self) -> bool:
@@ -118,6 +128,7 @@ class SearchSpace:
         parts = [
             f"{'any number of' if self.stages is None else self.stages} stages"
             + (" in the order of ranks" if self.in_order else ""),
+            *([f"{self.per_rank} stages a rank, in turn"] if self.per_rank > 1 else []),
             f"replicas {_listed(self.replicas)}",
             f"recomputation {again}",
             f"schedules {', '.join(self.schedules)}",
@@ -163,3 +174,8 @@ class Candidate:
     @property
     def straight(self) -> bool:
         return all(option.replicas == 1 for option in self.options)
+
+    @property
+    def shared(self) -> bool:
+        """Does a rank hold several stages?"""
+        return len(set(self.ranks)) < len(self.ranks)

@@ -60,6 +60,8 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         for option, ranks in zip(candidate.options, candidate.ranks, strict=True)
         if option.replicas != len(ranks)
     ]
-    if len(set(flat)) != len(flat) or not set(flat) <= set(range(len(cluster.devices))):
+    alone = not candidate.straight or kind_of(candidate.setting.schedule).stages_per_rank == 1
+    repeated = alone and len(set(flat)) != len(flat)
+    if repeated or not set(flat) <= set(range(len(cluster.devices))):
         found.append(f"ranks {flat} are not devices of the cluster, each once")
     return found or list(evaluation(problem, cluster, candidate).violations())

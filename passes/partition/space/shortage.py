@@ -51,6 +51,8 @@ def no_plan(
         unproved: why the search proves nothing about plans that it has not found; empty: it
             exhausted the space.  The formula alone may prove that nothing fits.
     """
+    if space.per_rank > 1:
+        return _no_plan_in_turn(cluster, space)
     least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share
     more = [] if True in space.recompute else ["recomputation (--recompute auto)"]
@@ -89,6 +91,21 @@ def no_plan(
         f"no plan of the space fits once messages and updates are counted{known}",
         where="memory",
         remedy=f"give a little more memory{others}",
+    )
+
+
+def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
+    where = f"{space.stages} stages, {space.per_rank} on every rank"
+    if not limited(cluster):
+        return InfeasibleError(
+            f"the model cannot be cut into {where}, as the constraints ask",
+            where="cluster",
+            remedy="ask for fewer stages, or drop constraints",
+        )
+    return NotFoundError(
+        f"no plan of {where} was found that fits, and it is not proved that there is none",
+        where="memory",
+        remedy="give more memory, or allow recomputation (--recompute auto), or one stage a rank",
     )
 
 
