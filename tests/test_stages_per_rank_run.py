@@ -163,7 +163,9 @@ def test_a_schedule_of_one_stage_a_rank_refuses_it(planned: Plan) -> None:
     plan = replace(planned, training=training, stages=tuple(stages), forecast=None)
     with pytest.raises(PlanError, match=r"rank 0 holds stages \[0, 2\]; sched") as caught:
         given(plan, schedule="1f1b")
-    assert caught.value.remedy == "give every rank to one stage, or use schedule gpipe"
+    assert (
+        caught.value.remedy == "give every rank to one stage, or use schedule gpipe or interleaved"
+    )
 
 
 def test_the_stages_of_a_rank_share_its_memory(planned: Plan) -> None:

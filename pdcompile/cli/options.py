@@ -15,7 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import DEFAULT, described
+from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
 
@@ -52,7 +52,13 @@ class Flags:
             "or auto: one device a process.",
         ),
     ] = "auto"
-    stages: Annotated[int | None, machines(help="Stages; default: one a device.")] = None
+    stages: Annotated[
+        int | None,
+        machines(
+            help=f"Stages; default: {usual_stages()}. Under {several_a_rank()} also a multiple "
+            "of the devices, which take turns."
+        ),
+    ] = None
     memory: Annotated[
         str | None,
         machines(

@@ -13,7 +13,14 @@ from pdcompile.ir.graph import SizeRange
 from pdcompile.options import Options
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import SearchSpace
-from pdcompile.schedule.registry import DEFAULT, KINDS, ScheduleKind, allowed, one_age_streams
+from pdcompile.schedule.registry import (
+    DEFAULT,
+    KINDS,
+    ScheduleKind,
+    allowed,
+    one_age_streams,
+    several_a_rank,
+)
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -94,9 +101,19 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
             remedy=f"give a cluster of {ranks} devices"
             if ranks != stages
             else f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
-            "one stage a device",
+            "one stage a device" + _several(stages, len(cluster.devices)),
         )
     return stages, cluster
+
+
+def _several(stages: int, there: int) -> str:
+    """One more remedy where there are more stages than devices or processes."""
+    names = several_a_rank()
+    if stages <= there:
+        return ""
+    if stages % there:
+        return f"; a multiple of {there} stages runs under schedule {names}"
+    return f"; {stages // there} stages on each run under schedule {names}"
 
 
 def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
@@ -148,7 +165,8 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         raise LaunchError(
             f"{shown}, but WORLD_SIZE is {num_ranks}",
-            remedy=f"launch with torchrun --nproc-per-node={ranks}, or leave stages out",
+            remedy=f"launch with torchrun --nproc-per-node={ranks}, or leave stages out"
+            + (_several(stages, num_ranks) if ranks == stages else ""),
         )
     return stages, ranks
 

@@ -12,7 +12,7 @@ from pdcompile.errors import ClusterError, PlanError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan import embedded
 from pdcompile.plan.embedded import Finding, unusable_numbers
-from pdcompile.schedule.registry import KINDS, one_age_streams
+from pdcompile.schedule.registry import KINDS, one_age_streams, several_a_rank
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -95,7 +95,6 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
     held: dict[int, list[int]] = {}
     kind = KINDS.get(plan.training.schedule)
     most = None if kind is None else kind.stages_per_rank
-    several = " or ".join(name for name, one in KINDS.items() if one.stages_per_rank is None)
     for s, stage in enumerate(plan.stages):
         path = f"stages[{s}].ranks"
         if stage.replicas < 1:
@@ -111,7 +110,11 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
             if most is not None and len(stages) > most:
                 message = f"rank {rank} holds stages {stages}; schedule "
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
-                yield path, message, f"give every rank to one stage, or use schedule {several}"
+                yield (
+                    path,
+                    message,
+                    f"give every rank to one stage, or use schedule {several_a_rank()}",
+                )
     yield from _in_turn(plan, held)
     shared = [rank for rank, stages in held.items() if len(stages) > 1]
     if shared and any(stage.replicas > 1 for stage in plan.stages):

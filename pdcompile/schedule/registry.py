@@ -286,6 +286,17 @@ def flush_schedules() -> str:
     return ", ".join(allowed(0))
 
 
+def several_a_rank() -> str:
+    """Schedules under which a rank may hold several stages, as remedies list them."""
+    return " or ".join(kind.name for kind in KINDS.values() if kind.stages_per_rank is None)
+
+
+def usual_stages() -> str:
+    """How many stages a rank holds where nobody says, for help texts."""
+    more = (f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1)
+    return ", ".join(["one a device", *more])
+
+
 def one_age_streams() -> str:
     """Streams that sum over stages, as remedies list them."""
     return " or ".join(repr(k.name) for k in KINDS.values() if k.stream and k.one_age)

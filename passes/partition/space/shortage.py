@@ -103,7 +103,7 @@ def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
             remedy="ask for fewer stages, or drop constraints",
         )
     return NotFoundError(
-        f"no plan of {where} was found that fits, and it is not proved that there is none",
+        f"no plan of {where}, was found that fits, and it is not proved that there is none",
         where="memory",
         remedy="give more memory, or allow recomputation (--recompute auto), or one stage a rank",
     )

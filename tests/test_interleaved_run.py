@@ -1,0 +1,212 @@
+"""Several stages a rank in turn, from compile to training: bit for bit as the reference."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from pdcompile.cli import main
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, LaunchError, NotFoundError, PlanError
+from pdcompile.options import Options
+from pdcompile.options.configuration import chosen_schedule, machines
+from pdcompile.plan import Plan
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
+from tests.helpers.pipelines import by_hand, states_equal
+from tests.test_runtime_distributed import COMMON
+
+OPTIONS: dict[str, Any] = {
+    "optimizer": partial(torch.optim.AdamW, lr=0.05), "schedule": "interleaved",
+    "microbatches": 4, "max_grad_norm": 0.5,
+}  # fmt: skip
+PLANNED: dict[str, Any] = {**OPTIONS, "costs": "estimated", "progress": False, "verify": "off"}
+
+
+def compiled(build: Any, **options: Any) -> pdcompile.Pipeline:
+    model = build()
+    x, y = batch_for(model, 8)
+    given = {**PLANNED, "loss_fn": loss_for(model), **options}
+    return pdcompile.compile(model, (x,), example_target=y, **given)
+
+
+def train_alike(pipe: pdcompile.Pipeline, model: torch.nn.Module, **options: Any) -> None:
+    """Minibatches of several sizes, evaluation, a user's own loop: equal to the last bit."""
+    expected = pdcompile.reference(
+        deepcopy(model), loss_fn=loss_for(model), **{**OPTIONS, **options}
+    )
+    x, y = batch_for(model, 8)
+    for size in (8, 3, 7, 8):
+        ours, theirs = (one.step(x[:size], target=y[:size]).loss for one in (pipe, expected))
+        assert ours.item() == theirs.item()
+    assert torch.equal(pipe.predict(x), expected.predict(x))
+    ours, theirs = (one.eval_step(x, target=y).loss for one in (pipe, expected))
+    assert ours.item() == theirs.item()
+    for one in (pipe, expected):
+        one.forward_backward(x, target=y)
+        one.clip_grad_norm_(0.1)
+        one.optimizer.step()
+        one.zero_grad()
+        one.step(x, target=y)
+    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("per_rank", [2, 3])
+@pytest.mark.parametrize("build", [mlp, unet, partial(gpt, tied=True), partial(gpt, dropout=0.2)],
+                         ids=["mlp", "unet", "tied", "dropout"])  # fmt: skip
+def test_in_one_process(build: Any, per_rank: int, ranks: int) -> None:
+    """Skips, tied weights, dropout, clipping, short minibatches."""
+    stages, model = ranks * per_rank, build()
+    if stages > 6 and not isinstance(build, partial):
+        return  # these have fewer ops than that
+    x, y = batch_for(model, 8)
+    positions = tuple(s % ranks for s in range(stages))
+    pipe = by_hand(model, stages, (x,), y, ranks=positions, loss_fn=loss_for(model), **OPTIONS)
+    train_alike(pipe, build())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe"])
+@pytest.mark.parametrize(
+    ("build", "stages", "ranks"), [(mlp, 4, 2), (partial(gpt, tied=True), 6, 3), (unet, 6, 2)]
+)
+def test_what_is_planned_runs(build: Any, stages: int, ranks: int, schedule: str) -> None:
+    """The plan is read back, refuses what it should, says what it is, and trains."""
+    options = {"schedule": schedule, "stages": stages, "cluster": Cluster.local(ranks)}
+    pipe = compiled(build, **options)
+    plan = Plan.from_json(pipe.plan.to_json())
+    assert [stage.ranks for stage in plan.stages] == [(s % ranks,) for s in range(stages)]
+    found = plan.certificate
+    assert plan.forecast is not None
+    assert found.status == "feasible"
+    assert 0 < found.bound_seconds <= found.objective_seconds
+    assert plan.problem is None
+    assert f"{stages // ranks} stages a rank, in turn" in found.scope
+    train_alike(pipe, build(), schedule=schedule)
+    again = compiled(build, schedule=schedule, plan=plan)
+    assert again.plan.stages == plan.stages
+    optimal = replace(found, status="optimal", bound_seconds=found.objective_seconds)
+    with pytest.raises(PlanError, match="no plan of them is known to be optimal"):
+        compiled(build, schedule=schedule, plan=replace(plan, certificate=optimal))
+
+
+def test_two_stages_a_rank_where_nobody_says() -> None:
+    pipe = compiled(mlp, cluster=Cluster.local(2))
+    assert [stage.ranks for stage in pipe.plan.stages] == [(0,), (1,), (0,), (1,)]
+    alone = compiled(mlp, stages=2)
+    assert [stage.ranks for stage in alone.plan.stages] == [(0,), (0,)]
+    assert alone.plan.certificate.status == "optimal"  # one device, which is always busy
+
+
+def test_more_stages_a_rank_idle_less() -> None:
+    def seconds(schedule: str, stages: int) -> float:
+        pipe = compiled(partial(gpt, layers=4), schedule=schedule, stages=stages,
+                        cluster=Cluster.local(2), max_grad_norm=None)  # fmt: skip
+        assert pipe.plan.forecast is not None
+        return pipe.plan.forecast.step_seconds
+
+    assert seconds("interleaved", 4) < seconds("interleaved", 2) == seconds("1f1b", 2)
+
+
+def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
+    """Less than the fastest plan needs: another cut; still less: stages that recompute."""
+    cluster = Cluster.local(2)
+    options: dict[str, Any] = {"stages": 4, "cluster": cluster}
+    free = compiled(partial(gpt, tied=True), **options).plan
+    assert free.forecast is not None
+    most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
+    for share, recompute in ((0.96, False), (0.85, "auto")):
+        limit = int(share * most)
+        plan = compiled(partial(gpt, tied=True), memory=limit, recompute=recompute, **options).plan
+        assert plan.forecast is not None
+        assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
+        assert any(stage.recompute for stage in plan.stages) == (recompute == "auto")
+    with pytest.raises(NotFoundError, match="no plan of 4 stages, 2 on every rank, was found"):
+        compiled(partial(gpt, tied=True), memory=most // 3, **options)
+
+
+@pytest.mark.parametrize("recompute", [True, (True, False, False, True)])
+def test_stages_of_a_rank_recompute(recompute: Any) -> None:
+    pipe = compiled(partial(gpt, dropout=0.2), stages=4, recompute=recompute)
+    again = recompute if isinstance(recompute, tuple) else (True,) * 4
+    assert tuple(stage.recompute for stage in pipe.plan.stages) == again
+    train_alike(pipe, gpt(dropout=0.2))
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "error", "remedy"),
+    [
+        ({"stages": 3}, None, ConfigError, "a multiple of 2 stages, or cluster=Cluster.local(3)"),
+        ({"stages": 3}, 2, LaunchError, "a multiple of 2 stages runs under schedule gpipe or"),
+        ({"stages": 3, "cluster": "1x2"}, None, ConfigError, "a multiple of 2 stages runs under"),
+        ({"stages": 4, "cluster": "1x2", "schedule": "1f1b"}, None, ConfigError,
+         "2 stages on each run under schedule gpipe or interleaved"),
+        ({"replicas": 2}, None, ConfigError, "one replica a stage, or schedule='1f1b'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    options: dict[str, Any], processes: int | None, error: type[Exception], remedy: str
+) -> None:
+    asked = Options(**{"schedule": "interleaved", **options})
+    with pytest.raises(error) as caught:
+        machines(replace(asked, schedule=chosen_schedule(asked)), processes)
+    assert remedy in str(caught.value)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = "examples/gpt.py:build"
+    plan = str(tmp_path / "plan.json")
+    given = ["--cluster", "1x2", "--stages", "4", "--schedule", "interleaved"]
+    for verb in (
+        ["plan", target, *given, "--costs", "estimated", "--json", "-o", plan],
+        ["run", target, "--plan", plan, "--steps", "2", "--json"],
+        ["explain", plan],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(verb)
+        said = capsys.readouterr()
+        assert not stop.value.code, said.err
+    assert "interleaved: 4 stages on 2 ranks" in said.out
+
+
+TORCHRUN = (
+    COMMON
+    + """
+import pdcompile
+from copy import deepcopy
+model = models.gpt(tied=True)
+inputs, target = models.batch_for(model, 8)
+options = dict(
+    loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=0.05),
+    schedule="interleaved", microbatches=4, max_grad_norm=0.3,
+)
+eager = pdcompile.reference(deepcopy(model), **options)
+pipe = pdcompile.compile(
+    model, (inputs,), example_target=target, stages=4, costs="estimated", progress=False, **options
+)
+for size in (8, 3, 8):
+    ours, theirs = (one.step(inputs[:size], target=target[:size]) for one in (pipe, eager))
+    assert float(ours.loss) == float(theirs.loss)
+assert float(pipe.eval_step(inputs, target=target).loss) == float(
+    eager.eval_step(inputs, target=target).loss
+)
+full = pipe.full_state_dict()
+assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
+assert pipe.stages == (rank, rank + 2)
+pipe.close()
+say("equal")
+"""
+)
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    run = processes(TORCHRUN, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 2, run
