@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,7 +19,7 @@ from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.second_run import SecondRun
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import State, dtype_of
-from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport, Transport
@@ -40,7 +40,7 @@ class Workers:
         self._compiled, self._model, self._state, self._world = compiled, model, state, world
         self._spec = compiled.stream.spec
         self._streams = Streams(compiled.plan.training.seed)
-        self._wires: Wires = defaultdict(deque)
+        self._wires: Wires = defaultdict(Wire)
         self._boards: dict[int, Board] = defaultdict(dict)
         ops = compiled.capture.train.ops
         self.written = frozenset(fqn for op in ops for fqn in op.buffers_written)

@@ -113,6 +113,19 @@ def test_draws_are_those_of_the_microbatches() -> None:
     close(pipe.full_state_dict(), expected.full_state_dict())
 
 
+def test_losses_are_those_of_their_minibatch_in_any_order() -> None:
+    """Each is the sum of parts from all replicas, also where an earlier one was never read."""
+    model = mlp()
+    pipe, expected = pair(model, replicas=2, stages=1)
+    losses = []
+    for t in range(5):
+        x, y = batch_for(model, 8, t)
+        losses.append([one.step(x, target=y).loss for one in (pipe, expected)])
+    for t in (1, 4, 3):
+        ours, theirs = losses[t]
+        assert float(ours) == pytest.approx(float(theirs), abs=2e-5)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gradients_without_an_update_accumulate(schedule: str) -> None:
     model = mlp()

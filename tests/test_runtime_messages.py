@@ -22,7 +22,7 @@ from pdcompile.runtime.transport.contract import (
     read_header,
     to_bytes,
 )
-from pdcompile.runtime.transport.in_process import LocalTransport, Wires
+from pdcompile.runtime.transport.in_process import LocalTransport, Wire, Wires
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.schedule import Action, Instruction, Kind
@@ -127,7 +127,7 @@ def test_too_many_dimensions() -> None:
 
 
 def test_messages_in_one_process_are_first_in_first_out_and_checked() -> None:
-    wires: Wires = defaultdict(deque)
+    wires: Wires = defaultdict(Wire)
     a, b = LocalTransport(0, wires), LocalTransport(1, wires)
     expected = Expected((2,), torch.float32, 0)
     first, second = (b.receive(Channel(Kind.VALUE, 0, 0), expected) for _ in range(2))
@@ -176,7 +176,7 @@ def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> N
 
 
 def test_norms_are_those_of_torch() -> None:
-    wires: Wires = defaultdict(deque)
+    wires: Wires = defaultdict(Wire)
     dtypes = dict.fromkeys(["a", "b", "c", "d"], torch.float32)
     owned = [["a", "d"], ["b", "c"]]
     ranks = [Norms(LocalTransport(rank, wires), owned, dtypes) for rank in range(2)]
