@@ -199,6 +199,9 @@ class Session(Guarded):
         try:
             self._watch.check(training=training, in_flight=self.in_flight, rebind=self._rebind)
             self._optimizer_watch.check(in_flight=self.in_flight)
+            for worker in self.workers:
+                if worker.replicas is not None:
+                    worker.replicas.refuse_hooks()
         except PdcompileError as error:
             self.refuse(error)
             raise

@@ -290,6 +290,72 @@ def test_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     assert run.output.count("equal") == sum(replicas), run
 
 
+def test_a_hook_on_an_accumulated_gradient_is_refused() -> None:
+    """Each replica accumulates a part of it."""
+    model = mlp(layers=2)
+    pipe, _ = pair(model, replicas=(1, 2))
+    x, y = batch_for(model, 8)
+    model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    pipe.step(x, target=y)
+    handle = model.layers[1].weight.register_post_accumulate_grad_hook(lambda _: None)
+    before = pipe.position
+    with pytest.raises(ConfigError, match="accumulates a part"):
+        pipe.step(x, target=y)
+    handle.remove()
+    assert pipe.position == before
+    pipe.step(x, target=y)
+
+
+APART = (
+    COMMON
+    + """
+import pdcompile
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter))
+
+torch.manual_seed(rank)
+for schedule, changes in (("1f1b", ("rate", "noise")), ("2bw", ("nothing", "write"))):
+    for change in changes:
+        model = models.mlp(layers=2)
+        x, y = models.batch_for(model, 8)
+        optimizer = partial(Noisy if change == "noise" else torch.optim.SGD, lr=0.1)
+        pipe = pdcompile.compile(
+            model, x, example_target=y, loss_fn=models.loss_for(model), optimizer=optimizer,
+            microbatches=2, stages=1, replicas=2, schedule=schedule, costs="estimated",
+            verify="off",
+        )
+        try:
+            for t in range(6):
+                pipe.step(x, target=y)
+                if t == 1:
+                    pipe.flush()
+                if t == 1 and rank == 1 and change == "write":
+                    next(pipe.parameters()).data.mul_(0.5)
+                if t == 1 and rank == 1 and change == "rate":
+                    pipe.optimizer.param_groups[0]["lr"] = 0.5
+            pipe.close()
+            say(schedule, change, "went through")
+        except (ContractError, RankError) as error:
+            assert "different values of this parameter" in str(error), error
+            say(schedule, change, "refused")
+        meet(f"{schedule}.{change}")
+"""
+)
+
+
+def test_replicas_that_part_are_noticed(tmp_path: Path) -> None:
+    """What one rank alone does to its weights would train two models at one time."""
+    run = processes(APART, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("2bw nothing went through") == 2, run
+    for refused in ("1f1b rate", "1f1b noise", "2bw write"):
+        assert run.output.count(f"{refused} refused") == 2, run
+
+
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from pdcompile.options.configuration import machines
 

@@ -2,6 +2,8 @@
 
 Every replica makes the same update of the same sum.  In one process it is made once, by the
 replica that comes to it first, in memory that all of them read: one optimizer, one set of weights.
+Replicas in processes of their own send the digests of their weights along with the gradients: a
+write on one of them, or an optimizer that draws random numbers, would part them in silence.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.digest import digest
+from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.runtime.stage.weights import Gradients, StageWeights
+from pdcompile.runtime.stage.weights import Gradients, StageWeights, gradient_hooks
+from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
 from pdcompile.schedule import Action
 
@@ -32,6 +37,7 @@ class Replicas:
         self._sums = sums
         self._weights = weights
         self._written = written
+        self._digests: dict[int, Handle] = {}  # by minibatch
         self._gradients = Reduction(
             sums, {fqn: _shape(weights.master(fqn)) for fqn in weights.owned}
         )
@@ -42,7 +48,11 @@ class Replicas:
         """Run one of `OF_REPLICAS`."""
         if action is Action.POST_REDUCE:
             self._gradients.post(minibatch, self._weights.harvest(minibatch))
+            if self._sums.apart:
+                self._digests[minibatch] = self._sums.start(self._present(minibatch))
         elif action is Action.WAIT_REDUCE:
+            if self._sums.apart:
+                self._compare(self._digests.pop(minibatch))
             sums = self._gradients.wait(minibatch)
             gradients = self._weights.harvest(minibatch)
             gradients.clear()
@@ -62,6 +72,43 @@ class Replicas:
                     mean = total / replicas if _has_mean(held[fqn]) else total
                     held[fqn].copy_(mean)
 
+    def _present(self, minibatch: int) -> Tensor:
+        """Digests of the weights that the update of a minibatch replaces, which are the same
+        version on every replica: by replica, of this one alone."""
+        found = torch.zeros(self._sums.size, len(self._weights.owned), dtype=torch.int64)
+        for n, fqn in enumerate(self._weights.owned):
+            found[self._sums.index, n] = digest(self._weights.parameter(minibatch + 1, fqn)) >> 1
+        return found
+
+    def _compare(self, digests: Handle) -> None:
+        """Raise ContractError where replicas hold different weights."""
+        every = digests.wait()
+        assert every is not None
+        unlike = (every != every[:1]).any(0).tolist()
+        for fqn, differs in zip(self._weights.owned, unlike, strict=True):
+            if differs:
+                raise ContractError(
+                    "the replicas of this stage hold different values of this parameter",
+                    where=fqn,
+                    remedy="what you change between calls, change alike on every rank of the "
+                    "stage: weights, gradients, the optimizer's settings and its state; an "
+                    "optimizer that draws random numbers needs a seed that these ranks share",
+                )
+
+    def refuse_hooks(self) -> None:
+        """Raise ConfigError for hooks on sums that no replica has."""
+        for fqn in self._weights.owned:
+            if any(summed for summed, _ in gradient_hooks(self._weights.master(fqn))):
+                raise ConfigError(
+                    "this parameter has a hook that runs on its accumulated gradient "
+                    "(register_post_accumulate_grad_hook), and each replica of its stage "
+                    "accumulates a part",
+                    where=fqn,
+                    remedy="register_hook runs on each microbatch's gradient; or change .grad "
+                    "between pipe.forward_backward(...) and optimizer.step(); or plan with one "
+                    "replica for its stage",
+                )
+
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
             return self._gradients.ready(minibatch)
@@ -69,6 +116,7 @@ class Replicas:
 
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""
+        self._digests.clear()
         self._gradients.abandon()
         self._buffers.abandon()
 

@@ -35,10 +35,11 @@ class Shape(NamedTuple):
 
 
 class Sums(Protocol):
-    """A stage's replicas, as one of them sees the others."""
+    """A stage's replicas, as one of them sees the others; `apart`: in memory of their own."""
 
     size: int
     index: int
+    apart: bool
 
     def start(self, flat: Tensor) -> Handle:
         """Add this replica's part; `wait` returns the sum.  The same calls on every replica."""
@@ -49,6 +50,8 @@ class Sums(Protocol):
 
 class GroupSums:
     """Replicas in processes of their own: a gloo group that is used for nothing else."""
+
+    apart = True
 
     def __init__(self, group: Any, ranks: Sequence[int], index: int) -> None:
         self.size, self.index = len(ranks), index
@@ -80,6 +83,8 @@ class _Reducing(Handle):
 
 class LocalSums:
     """Replicas in one process: parts lie on a board until all are there."""
+
+    apart = False
 
     def __init__(self, board: Board, size: int, index: int) -> None:
         self.size, self.index = size, index
