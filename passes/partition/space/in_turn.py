@@ -5,35 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import solve
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
     PreparedProblem,
-    cuts,
     limited,
     recomputing,
     simulated,
 )
 from pdcompile.passes.partition.space.seats import Seats
-from pdcompile.passes.schedules import warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.problem import MemoryRule, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 
 SECONDS = 1.0  # for one search
-MARGINS = (0.0, 0.02, 0.05, 0.1)  # of the memory, for what ops hold and items do not say
-MAX_STEPS = 50  # groups that are moved, for one margin
+MARGINS = (0.0, 0.05)  # of the memory, for what ops hold and items do not say
+ROUNDS = 4  # for each of them
+MAX_CUTS = 500  # that are all tried
 SOME = "of ranks that hold several stages only likely cuts were tried"
 
 
 class StagesInTurn:
     """Candidates of one setting: the best cuts for as many ranks as there are stages.
 
-    What a rank's stages take and hold together is not in that: single groups are moved until
-    every rank's memory suffices, and the search moves more of its best candidate by the
+    What a rank's stages take and hold together is not in that: where memory is short a stage gets
+    a part of its rank's, and the search moves single groups of its best candidate by the
     schedule's own clock afterwards.
     """
 
@@ -63,25 +64,60 @@ class StagesInTurn:
     def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate), None for one that breaks something."""
         problem, cluster = self.prepared.problem, self.seats.cluster
-        for straight in self._problems():
-            try:
-                search = solve(straight, Budget(SECONDS), self.prepared.seed, thorough=False)
-            except InfeasibleError:
-                continue
-            if search.best is None:
-                continue
-            for options in self._options():
-                cut = Candidate(
-                    self.setting,
-                    search.best.stage_of,
-                    options,
-                    tuple((rank,) for rank in self.ranks),
-                    self.warmup,
-                )
-                for one in (cut, *fitted(self.prepared, cluster, cut)):
-                    decided = self.space.decides_recomputation
-                    made = recomputing(problem, cluster, one) if decided else one
-                    yield 0.0, None if violations(problem, cluster, made) else made
+        for one in self._made():
+            if self.space.decides_recomputation:
+                one = recomputing(problem, cluster, one)
+            yield 0.0, None if violations(problem, cluster, one) else one
+
+    def _made(self) -> Iterator[Candidate]:
+        """Of the likely cuts also those that fit; then all cuts where they are few."""
+        ranks = tuple((rank,) for rank in self.ranks)
+        likely, every = self._cuts(), every_cut(self.prepared, len(ranks))
+        for fits, cuts_of in ((True, likely), (False, every)):
+            for stage_of in cuts_of:
+                for options in self._options():
+                    one = Candidate(self.setting, stage_of, options, ranks, self.warmup)
+                    yield one
+                    if fits:
+                        yield from self._fitted(one)
+
+    def _cuts(self) -> Iterator[tuple[int, ...]]:
+        return (found for problem in self._problems() if (found := self._solved(problem)))
+
+    def _solved(self, straight: PartitionProblem) -> tuple[int, ...]:
+        """The stages of the best cut that is found quickly; empty where there is none."""
+        try:
+            search = solve(straight, Budget(SECONDS), self.prepared.seed, thorough=False)
+        except InfeasibleError:
+            return ()
+        return () if search.best is None else search.best.stage_of
+
+    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Cuts whose stages share the memory of their ranks as those of the candidate do.
+
+        In proportion, as long as a rank's ledger exceeds its memory or comes close.
+        """
+        problem, cluster = self.prepared.problem, self.seats.cluster
+        if not limited(cluster):
+            return
+        straight = replace(next(self._problems()), memory=self._rule())
+        for margin in MARGINS:
+            for _ in range(ROUNDS):
+                found = evaluation(problem, cluster, candidate)
+                ledgers = simulated(found, candidate, cluster).ledgers
+                parts = {
+                    s: limit * (1 - margin) / max(ledgers[self.ranks[s]].total_bytes, 1)
+                    for s, limit in enumerate(found.deployment.limits)
+                    if limit is not None
+                }
+                if min(parts.values()) >= 1:
+                    break
+                limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
+                stage_of = self._solved(straight.with_memory(limits))
+                if not stage_of:
+                    return
+                candidate = replace(candidate, stage_of=stage_of)
+                yield candidate
 
     def _options(self) -> Iterator[tuple[StageOption, ...]]:
         """Which stages recompute: as is asked; where that is open none to begin with, then all."""
@@ -90,6 +126,18 @@ class StagesInTurn:
             return
         for again in self.space.recompute:
             yield (StageOption(recompute=again),) * len(self.ranks)
+
+    def _rule(self) -> MemoryRule:
+        """What a stage holds; where one recomputes it keeps one set of activations at a time."""
+        setting = self.setting
+        rule = memory_rule(
+            setting.schedule,
+            self.warmup,
+            setting.num_microbatches,
+            clipping=setting.clipping,
+            optimizer_factor=setting.optimizer_factor,
+        )
+        return replace(rule, in_flight=()) if True in self.space.recompute else rule
 
     def _problems(self) -> Iterator[PartitionProblem]:
         """One rank a stage, without limits on memory: by the time of a minibatch, by load."""
@@ -108,42 +156,31 @@ class StagesInTurn:
         yield replace(whole, objective="bottleneck")
 
 
-def fitted(
-    prepared: PreparedProblem, cluster: Cluster, candidate: Candidate
-) -> Iterator[Candidate]:
-    """The candidate with single groups moved until every rank's memory suffices, if that is found.
+def every_cut(prepared: PreparedProblem, num_stages: int) -> list[tuple[int, ...]]:
+    """The stage of every item in all cuts, if these are no more than `MAX_CUTS`; else none."""
+    model, ideals = prepared.model, sorted(prepared.segments.ideals, key=int.bit_count)
 
-    By the formula, what the candidate's own ledgers have beyond it, and some more.
-    """
-    if not limited(cluster):
-        return
-    problem = prepared.problem
-    free = replace(cluster, devices=tuple(replace(d, memory_bytes=None) for d in cluster.devices))
-    first = evaluation(problem, cluster, candidate)
-    ledgers = simulated(first, candidate, cluster).ledgers
-    limits = {ranks[0]: (s, first.deployment.limits[s]) for s, ranks in enumerate(candidate.ranks)}
-    beyond = {r: max(0, ledgers[r].total_bytes - first.needed(s)) for r, (s, _) in limits.items()}
+    def nested(held: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Ideals, each within the next: what stages up to the first, the second, … hold."""
+        left = num_stages - 1 - len(held)
+        if not left:
+            yield held
+            return
+        before = held[-1] if held else 0
+        for one in ideals:
+            fits = before.bit_count() < one.bit_count() <= model.num_groups - left
+            if fits and one & before == before:
+                yield from nested((*held, one))
 
-    def excess(one: Candidate, margin: float) -> float:
-        found = evaluation(problem, cluster, one)
-        return sum(
-            max(0.0, found.needed(s) + beyond[rank] - limit * (1 - margin))
-            for rank, (s, limit) in limits.items()
-            if limit is not None
+    found = list(islice(nested(()), MAX_CUTS + 1))
+    if len(found) > MAX_CUTS:
+        return []
+    return [
+        model.items_of(
+            tuple(sum(not held >> v & 1 for held in cut) for v in range(model.num_groups))
         )
-
-    for margin in MARGINS:
-        left = excess(candidate, margin)
-        for _ in range(MAX_STEPS):
-            listed = [one for one in cuts(prepared, candidate) if one != candidate]
-            allowed = [one for one in listed if left and not violations(problem, free, one)]
-            least, place = min(
-                ((excess(one, margin), n) for n, one in enumerate(allowed)), default=(left, 0)
-            )
-            if least >= left:
-                break
-            left, candidate = least, allowed[place]
-        yield candidate
+        for cut in found
+    ]
 
 
 def least_seconds(prepared: PreparedProblem, setting: Setting, seats: Seats) -> float:

@@ -276,7 +276,7 @@ def neighbours(
     nowhere else.
     """
     seen = {candidate}
-    for one in cuts(prepared, candidate):
+    for one in _cuts(prepared, candidate):
         for variant in _variants(prepared, cluster, one) if decide else (one,):
             if variant not in seen and not violations(prepared.problem, cluster, variant):
                 seen.add(variant)
@@ -291,7 +291,7 @@ def _variants(
         yield recomputing(prepared.problem, cluster, replace(candidate, options=options))
 
 
-def cuts(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
+def _cuts(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate, and its cut with one group over one boundary."""
     model = prepared.model
     yield candidate
