@@ -44,7 +44,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], but: tuple[str, ...] = (
             torch.testing.assert_close(value, theirs[name], **CLOSE)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw"])
 @pytest.mark.parametrize(
     ("build", "replicas"),
     [
@@ -126,7 +126,7 @@ def test_losses_are_those_of_their_minibatch_in_any_order() -> None:
         assert float(ours) == pytest.approx(float(theirs), abs=2e-5)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_gradients_without_an_update_accumulate(schedule: str) -> None:
     model = mlp()
     pipe, expected = pair(model, replicas=(2, 1), schedule=schedule)

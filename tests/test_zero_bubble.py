@@ -18,12 +18,13 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.schedules import make_stream, memory_rule, warmup
 from pdcompile.passes.simulate import simulate
+from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.problem import PartitionProblem
 from pdcompile.schedule import Action, Instruction
 from pdcompile.schedule.spec import spec_of
 from tests.helpers import spaces
 from tests.helpers.problems import brute_force, evaluate
-from tests.helpers.schedules import make_plan, mutated
+from tests.helpers.schedules import chain, make_plan, mutated
 from tests.test_partition_bounds import random_chain, segments_of
 from tests.test_partition_makespan import flush_problem, simulated
 
@@ -116,6 +117,21 @@ def test_activations_are_held_until_the_second_part() -> None:
     assert [rule.counts(s) for s in range(4)] == [(4, 5, 2), (4, 5, 2), (4, 5, 2), (4, 5, 1)]
 
 
+def test_what_is_held_between_the_parts_is_another_number() -> None:
+    """With the gradients that the second part needs, and without what only the first one did."""
+    sizes = {"saved_bytes": 10, "workspace_bytes": 20, "split_bytes": 25}
+    plan = make_plan(NAME, 2, 4, edges=chain(2, 0), **sizes)
+    found = [(one.activations_bytes, one.workspace_bytes) for one in ledgers(plan)]
+    # First stage: one runs backward and one has only gone forward; last: one is between its parts.
+    assert found == [(20, 20), (35, 20)]
+    again = make_plan(NAME, 2, 4, edges=chain(2, 0), recompute=True, **sizes)
+    assert [one.activations_bytes for one in ledgers(again)] == [10, 35]
+
+
+def ledgers(plan: Plan) -> tuple[MemoryLedger, ...]:
+    return simulate(plan).forecast.ledgers
+
+
 # -- the planner -------------------------------------------------------------------------------
 
 
@@ -135,8 +151,8 @@ def test_the_fast_clock_is_the_simulators() -> None:
 def cases() -> Iterator[tuple[int, PartitionProblem]]:
     """Chains with any warm-up, and small problems of every kind."""
     for seed in range(60):
-        chain = random_chain(seed)
-        yield seed, replace(chain, memory=replace(chain.memory, schedule=NAME))
+        row = random_chain(seed)
+        yield seed, replace(row, memory=replace(row.memory, schedule=NAME))
     for seed in range(100, 260):
         problem = flush_problem(seed)
         if problem is not None:

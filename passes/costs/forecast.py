@@ -29,15 +29,18 @@ def forecast(
     b: int,
     *,
     keeps_outputs: bool = True,
+    splits: bool = False,
 ) -> tuple[Resident, ...]:
     """Forecasts what each stage holds, given the stage of each op, at microbatch size b.
 
-    `keeps_outputs`: what the last stage makes for the caller outlives its forward.
+    `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
+    backward runs in two parts.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     lifetimes = Lifetimes.of(graph)
     members = _members(graph, stage_of, num_stages, b)
-    found = [_rehearsed(lifetimes, *each) for each in zip(members, ports, strict=True)]
+    pairs = zip(members, ports, strict=True)
+    found = [_rehearsed(lifetimes, *each, splits=splits) for each in pairs]
     rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
 
@@ -103,16 +106,18 @@ def _members(
     return found
 
 
-def _rehearsed(lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports) -> Resident | None:
+def _rehearsed(
+    lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports, *, splits: bool
+) -> Resident | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
     if not calls:
         return None
     steps = lifetimes.steps([call.op for call in calls], set(ports.results))
-    key, index = _key(calls, steps, ports), calls[0].index
+    key, index = f"{_key(calls, steps, ports)} {splits}", calls[0].index
     if key not in _cache:
         try:
-            found = rehearse(index, steps, ports)
+            found = rehearse(index, steps, ports, splits=splits)
         except Exception as error:  # of a user's op: the sum remains
             _LOG.info("a stage cannot be rehearsed and is added up: %s", error)
             found = None

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.split_backward import Root, accumulate, first_part
 from pdcompile.ir.execution import CPU, materialise, run_op
 from pdcompile.ir.graph import Op, OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
@@ -82,14 +83,16 @@ class Fakes:
                             setattr(part, name, self.tensor(prefix + name))
 
 
-def rehearse(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Resident:
+def rehearse(
+    index: GraphIndex, steps: Sequence[Step], ports: Ports, *, splits: bool = False
+) -> Resident:
     """Runs the steps of a stage, forward and backward, at the index's microbatch size.
 
     Nothing is computed and no random number drawn.  Raises whatever an op raises that neither
     runs on fake tensors nor can be imitated.
     """
     with quiet_shape_errors(), staged(index, steps, ports) as stage:
-        return stage.run()
+        return stage.run(splits=splits)
 
 
 @contextmanager
@@ -172,7 +175,7 @@ class Stage:
     meter: _Meter
     footprints: Mapping[str, Footprint]
 
-    def run(self) -> Resident:
+    def run(self, *, splits: bool = False) -> Resident:
         names = (*outside([step.op for step in self.steps]), *self.ports.received)
         arguments = {n: from_outside(self.index.graph, n, self.index.b) for n in names}
         self.meter.give(arguments.values())
@@ -180,11 +183,46 @@ class Stage:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
             results = self._forward(arguments, entered)
         resident = self.meter.now_bytes
-        self._backward(entered, results)
+        if splits and not any(step.op.kind == "opaque" for step in self.steps):
+            between, workspace = self._two_parts(entered, results, resident)
+            return Resident(resident, workspace, rehearsed=True, split_bytes=between)
+        roots = self._roots(entered, results)
+        for fqn, tensor in self.fakes.tensors.items():
+            if tensor.requires_grad and fqn not in self.ports.passed:
+                hook: Any = tensor.register_post_accumulate_grad_hook
+                hook(self.meter.accumulated)
+        if roots:
+            with self.meter:
+                accumulate(roots)
         # A stage's caller keeps these until the end, too.
         del entered, results
         peak, first = self.meter.peak_bytes, self.meter.first_peak_bytes
         return Resident(resident, max(0, peak - resident), first, rehearsed=True)
+
+    def _two_parts(
+        self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
+    ) -> tuple[int, int]:
+        """What is alive between the parts, and how far they exceed what the forward left."""
+        passed = [self.fakes.tensor(fqn) for fqn in self.ports.passed]
+        roots = self._roots(entered, results)
+        came = {one.untyped_storage()._cdata for _, one in roots if one is not None}
+        with self.meter:
+            rest = first_part(roots, [*passed, *(one.leaf for one in entered.values())])
+        ahead = self.meter.peak_bytes - resident
+        for one in entered.values():
+            one.take()  # and send it
+        for tensor in passed:
+            tensor.grad = None
+        for held in (entered, results, roots):
+            held.clear()
+        kept = {one.untyped_storage()._cdata: one for one in rest.gradients}
+        received = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at in came)
+        kept.clear()
+        alive = self.meter.now_bytes + received  # which is no receive slot any more
+        self.meter.reset_peak()
+        with self.meter:
+            rest.run()
+        return alive, max(0, ahead, self.meter.peak_bytes - resident)
 
     def _forward(
         self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]
@@ -236,28 +274,19 @@ class Stage:
         written = {values[name].storage for step in self.steps for name in step.op.mutates}
         return [name for name in arguments if values[name].storage in written]
 
-    def _backward(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> None:
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
+    def _roots(self, entered: Mapping[str, Entrance], results: Mapping[str, Any]) -> list[Root]:
+        roots: list[Root] = []
         sums = {name: entered[name].value for name in self.ports.chained}
         for fqn in self.ports.summed:
             sums[fqn] = self.fakes.tensor(fqn)
         for name, value in (*sums.items(), *results.items()):
             if name == self.index.graph.loss and value.requires_grad:
-                roots.append(value)
-                gradients.append(None)
+                roots.append((value, None))
             elif name in sums or (name in self.ports.roots and value.requires_grad):
                 gradient = torch.empty_like(value)
                 self.meter.give([gradient])
-                roots.append(value)
-                gradients.append(gradient)
-        for fqn, tensor in self.fakes.tensors.items():
-            if tensor.requires_grad and fqn not in self.ports.passed:
-                hook: Any = tensor.register_post_accumulate_grad_hook
-                hook(self.meter.accumulated)
-        if roots:
-            with self.meter:
-                torch.autograd.backward(roots, gradients)
+                roots.append((value, gradient))
+        return roots
 
 
 def storages_in(value: Any) -> list[torch.UntypedStorage]:

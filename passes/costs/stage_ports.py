@@ -17,14 +17,17 @@ class Resident:
     `saved_bytes`: alive when the forward has returned, results among it, without parameters, what
     was received and the caller's inputs.  `workspace_bytes`: how far forward and backward exceed
     that, beside gradients of parameters that have memory already.  `first_peak_bytes` is known of
-    a stage that was `rehearsed`: the peak of both together for the first microbatch, gradients
-    of parameters among it.
+    a stage that was `rehearsed` with a whole backward: the peak of both together for the first
+    microbatch, gradients of parameters among it.  `split_bytes`: alive between the
+    two parts of a split backward, with the gradients that the second part needs; 0 where that is
+    not known.
     """
 
     saved_bytes: int
     workspace_bytes: int
     first_peak_bytes: int | None = None
     rehearsed: bool = False
+    split_bytes: int = 0
 
 
 @dataclass(slots=True)

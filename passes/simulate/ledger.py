@@ -24,8 +24,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Gradients: buffers of the same parameters, from a minibatch's first backward to its update.
     Activations: saved bytes times the microbatches between forward and backward; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
-    microbatch's inputs, which are receive slots.  Where backward is split a set is held until its
-    second part.
+    microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
+    is held, and the gradients that the second part needs.
     Receive: slots of values, which are kept for the next ones, and the memory of other messages
     from their post to their use.  Send: gradients until they are out, and values where that is
     later than their microbatch's backward (until then they are activations, unless their stage
@@ -134,13 +134,15 @@ class _StageLedger:
     def _backward(self, action: Action, at: _Microbatch) -> None:
         """All of it, or a part: the first takes the gradients, the last ends the microbatch."""
         self.buffers.add(at[0])
-        self.split -= action is Action.BACKWARD_WEIGHT
-        self._note(workspace=self.stage.workspace_bytes, running=True)
+        workspace, second = self.stage.workspace_bytes, action is Action.BACKWARD_WEIGHT
+        if second and self.stage.split_bytes:  # workspace is what comes on top of what is saved
+            workspace = max(0, self.stage.saved_bytes + workspace - self.stage.split_bytes)
+        self._note(workspace=workspace, running=not second)
         if action in TO_INPUTS:
             self.received -= self.arriving.pop(at, 0)
             self.inputs[at[0]] -= 1
             self.inputs = +self.inputs  # without those that are used up
-        self.split += action is Action.BACKWARD_INPUT
+        self.split += (action is Action.BACKWARD_INPUT) - (action is Action.BACKWARD_WEIGHT)
         self.in_flight -= action in TO_WEIGHTS
 
     def _hand_over(self, one: Instruction, at: _Microbatch) -> None:
@@ -207,11 +209,12 @@ class _StageLedger:
         self, workspace: int = 0, temporaries: int = 0, *, running: bool = False
     ) -> tuple[int, ...]:
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
-        sets = self.split + running if self.stage.recompute else self.in_flight
+        sets = int(running) if self.stage.recompute else self.in_flight - self.split
         gradients = len(self.buffers) * self.owned
-        kept, received = sets * self.stage.saved_bytes, self.pool + self.received
+        between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
+        kept, received = sets * self.stage.saved_bytes + between, self.pool + self.received
         # What is in flight has its outputs among its activations; a second run makes its own.
-        apart = self.outputs.total() - (0 if self.stage.recompute else self.in_flight)
+        apart = self.outputs.total() - (0 if self.stage.recompute else sets)
         made = max(0, apart) * self.stage.output_bytes
         return (
             self.weights, gradients, self.state, kept, received, self.sending, workspace,

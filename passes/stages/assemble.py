@@ -20,6 +20,7 @@ from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
@@ -45,7 +46,8 @@ def assemble(
     by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
     num_stages = len(problem.stages)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    resident = forecast(graph, stage_of, num_stages, b, keeps_outputs=training.keeps_outputs)
+    splits, keeps = kind_of(training.schedule).splits_backward, training.keeps_outputs
+    resident = forecast(graph, stage_of, num_stages, b, keeps_outputs=keeps, splits=splits)
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
@@ -170,6 +172,7 @@ def _stage(
         ),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
+        split_bytes=resident.split_bytes,
     )
 
 
@@ -185,6 +188,9 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
     )
 
 
+_OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes")
+
+
 def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
     """The plan with the bytes that its stages keep, read and return, whatever it says of them.
 
@@ -193,9 +199,9 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
     keeps = plan.training.keeps_outputs
-    resident = forecast(
-        graph, [stage_of[op.name] for op in graph.ops], last + 1, b, keeps_outputs=keeps
-    )
+    of_ops = [stage_of[op.name] for op in graph.ops]
+    splits = kind_of(plan.training.schedule).splits_backward
+    resident = forecast(graph, of_ops, last + 1, b, keeps_outputs=keeps, splits=splits)
     by_name = {op.name: op for op in graph.ops}
     stages, notes = [], list(plan.notes)
     for stage, held in zip(plan.stages, resident, strict=True):
@@ -207,8 +213,9 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             workspace_bytes=held.workspace_bytes,
             input_bytes=read,
             output_bytes=made,
+            split_bytes=held.split_bytes,
         )
-        for name in ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes"):
+        for name in _OWN_BYTES:
             said, found = getattr(stage, name), getattr(own, name)
             if said < found:
                 notes.append(

@@ -47,6 +47,12 @@ class Entrance:
     def gradient_or_zeros(self) -> Tensor:
         return torch.zeros_like(self.value) if self.gradient is None else self.gradient
 
+    def take(self) -> Tensor:
+        """The gradient, or zeros; autograd's graph does not keep it alive from now on."""
+        found = self.gradient_or_zeros()
+        self._found.clear()
+        return found
+
 
 def _taker(found: list[Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[None]]:
     """A hook that appends the gradient to a list and passes none to the leaf.

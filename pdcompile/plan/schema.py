@@ -82,6 +82,7 @@ class StagePlan:
     step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
+    split_bytes: int = 0  # kept between the parts of a split backward; 0: as many as saved
 
     @property
     def backward_pass_seconds(self) -> float:

@@ -20,11 +20,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.eager.entrance import Entrance
+from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.randomness import DrawScope
+from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
-from pdcompile.runtime.stage.split_backward import Rest, Root, accumulate, first_part
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.stage.wiring import Wiring, expected
 from pdcompile.runtime.transport.contract import check_tensor
@@ -63,7 +64,7 @@ class _Flight:
     draws: DrawScope | None = None  # of opaque modules, which may run again
     kept: Kept | None = None  # of a stage that recomputes: it has no graph until its backward
     rest: Rest | None = None  # between the two parts of its backward
-    sent: list[Tensor] = field(default_factory=list)  # by the first part
+    sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
 
 
 class Compute:
@@ -196,17 +197,14 @@ class Compute:
             flight.draws.backward_of([one for one, _ in roots], [one for _, one in roots])
         elif roots:
             accumulate(roots)
-        sent = [
-            (Kind.GRADIENT, edge, entrance.gradient_or_zeros())
-            for edge, entrance in flight.entered.items()
-        ]
+        sent = [(Kind.GRADIENT, edge, entrance.take()) for edge, entrance in flight.entered.items()]
         for index, fqn in self._passed_on:
             sent.append((Kind.TIED, index, self._weights.take_gradient(version, fqn)))
-        given = [gradient for _, _, gradient in sent]
-        self._weights.separate_gradients(version, [*given, *rest.gradients])
+        memories = {memory_of(gradient) for _, _, gradient in sent}
+        kept = map(memory_of, rest.gradients)
+        self._weights.separate_gradients(version, memories.union(kept))
         if split:
-            flight = _Flight(rest=rest, sent=given)
-            self._flights[feed.minibatch, microbatch] = flight
+            self._flights[feed.minibatch, microbatch] = _Flight(rest=rest, sent=memories)
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:

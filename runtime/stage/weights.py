@@ -119,10 +119,9 @@ class StageWeights:
         gradient, parameter.grad = parameter.grad, None
         return torch.zeros_like(parameter) if gradient is None else gradient
 
-    def separate_gradients(self, version: int, sent: list[Tensor]) -> None:
-        """Autograd may let .grad share memory with a gradient that is now being sent, and the
-        next microbatch would add to it there: give such parameters memory of their own."""
-        memories = {memory_of(gradient) for gradient in sent}
+    def separate_gradients(self, version: int, memories: Collection[int]) -> None:
+        """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
+        the next microbatch would add to it there: give such parameters memory of their own."""
         for fqn in self.owned if memories else ():
             parameter = self.parameter(version, fqn)
             gradient = parameter.grad
