@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import pytest
 import torch
@@ -199,7 +199,7 @@ class Stuck:
     """A worker that waits for ever for its second instruction."""
 
     def __init__(self, rank: int) -> None:
-        self.transport = LocalTransport(rank, defaultdict(deque))
+        self.transport = LocalTransport(rank, defaultdict(Wire))
         self.held: dict[int, Stuck] = {0: self}
         self.done: list[Instruction] = []
 
