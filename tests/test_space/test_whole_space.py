@@ -77,6 +77,7 @@ def test_what_is_in_flight_makes_a_stage_recompute() -> None:
 def test_recomputing_may_save_time() -> None:
     """What comes later to a link that several wait for may let something more urgent go first."""
     problem, cluster, space, setting = random_case(100_098)
+    setting = replace(setting, schedule="2bw", num_microbatches=9)  # which has replicas
     r = random.Random(100_098)
     devices = tuple(Device("cpu", None, r.choice((1.0, 2.0, 0.5))) for _ in cluster.devices)
     cluster = replace(cluster, devices=devices)
