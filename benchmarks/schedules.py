@@ -78,6 +78,8 @@ def bubbles(num_stages: int = 4, count: int = 8) -> None:
         ("gpipe", 0, None),
         ("1f1b", 0, None),
         ("1f1b", 1, None),
+        ("zb-h1", 0, None),
+        ("zb-h1", 1, None),
         ("2bw", 0, None),
         ("2bw", 1, None),
         ("2bw", 1, 1.0),

@@ -365,6 +365,22 @@ def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None
     assert (code, json.loads(out)["steps"]) == (0, 2)
 
 
+def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:
+    """One that splits backward: planned, drawn with both parts, and run."""
+    (tmp_path / "cli_split.py").write_text(SMALL, encoding="utf-8")
+    target, plan_path = f"{tmp_path}/cli_split.py:build", str(tmp_path / "plan.json")
+    options = ("--cluster", "1x2", "--schedule", "zb-h1", "--costs", "estimated")
+    assert call("plan", target, *options, "-o", plan_path)[0] == 0
+    trace, report = tmp_path / "trace.json", tmp_path / "report.html"
+    code, out, _ = call("simulate", plan_path, "--trace", str(trace), "--html", str(report))
+    assert code == 0
+    names = {one["name"] for one in json.loads(trace.read_text())["traceEvents"]}
+    assert {"F 0", "I 0", "W 0"} <= names
+    assert "backward to weights" in report.read_text(encoding="utf-8")
+    code, out, _ = call("run", target, "--plan", plan_path, "--steps", "2", "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 2)
+
+
 def test_times_are_taken_with_the_threads_of_a_run(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

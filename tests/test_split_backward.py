@@ -13,13 +13,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.split_backward import Rest, accumulate, first_part
 from pdcompile.runtime.stage import compute
 from tests.helpers import models
 from tests.helpers.launch import processes
 from tests.test_opaque import routed
-from tests.test_recompute import assert_same, trained
+from tests.test_recompute import assert_same, rows, trained
 from tests.test_runtime import assert_same_training, pair
 
 ZERO = {"schedule": "zb-h1"}
@@ -247,6 +248,20 @@ def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compute, "first_part", watched)
     assert_same(trained(routed(), stages=3, **ZERO), trained(routed(), **ZERO))
     assert 0 < len(split) < 3 * 3 * 4  # stages, steps, microbatches
+
+
+@pytest.mark.filterwarnings("ignore:captured as opaque")
+def test_a_note_names_the_stages_that_are_not_split() -> None:
+    def notes(**options: Any) -> list[str]:
+        inputs, target = rows(0)
+        pipe = pdcompile.compile(
+            routed(), inputs, example_target=target, loss_fn=nn.functional.mse_loss, stages=2,
+            microbatches=4, costs="estimated", verify="off", progress=False, **options,
+        )  # fmt: skip
+        return [one for one in pipe.plan.notes if "does not split its backward" in one]
+
+    assert any("opaque module 'first'" in one for one in notes(**ZERO))
+    assert notes() == []
 
 
 def test_hooks_of_parameters_run_once_a_microbatch() -> None:

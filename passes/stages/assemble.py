@@ -7,7 +7,7 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile import jsonio
@@ -72,8 +72,23 @@ def assemble(
         training=training,
         cluster=cluster.to_toml(),
         certificate=replace(certificate, scope=_scope(problem.scope, certificate.scope)),
-        notes=(*graph.notes, *_notes_on_written_inputs(graph)),
+        notes=(
+            *graph.notes,
+            *_notes_on_written_inputs(graph),
+            *(_notes_on_whole_backwards(ops) if splits else ()),
+        ),
     )
+
+
+def _notes_on_whole_backwards(ops: Sequence[Sequence[Op]]) -> Iterator[str]:
+    """Which stages run their backward in one part, though the schedule splits it."""
+    for stage, held in enumerate(ops):
+        opaque = next((op for op in held if op.kind == "opaque"), None)
+        if opaque is not None:
+            yield (
+                f"stage {stage} does not split its backward, and is later than forecast: nobody "
+                f"knows what the opaque module {opaque.module_path!r} hangs onto autograd's graph"
+            )
 
 
 def _notes_on_written_inputs(graph: OpGraph) -> list[str]:
