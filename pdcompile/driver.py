@@ -203,8 +203,8 @@ def compile(
             idle less) and "zb-h1" update as eager gradient accumulation does; "2bw" never drains
             and uses gradients of weights one minibatch old; "stash" and "vsync" update after every
             microbatch, with gradients of weights as old as the warm-up is deep; "auto": the
-            planner decides schedule, microbatches and warm-up, as ``pdcompile plan`` does, one
-            stage a device, without stash and vsync.
+            planner decides schedule (gpipe, 1f1b, 2bw), microbatches and warm-up, as ``pdcompile
+            plan`` does.
         replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data

@@ -137,3 +137,7 @@ def test_the_readme_says_what_every_schedule_costs() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     for name in KINDS:
         assert readme.count(f"\n| `{name}` | ") == 1, name
+
+
+def test_the_planner_chooses_where_its_forecast_knows_all_costs() -> None:
+    assert [name for name, kind in KINDS.items() if kind.by_planner] == ["gpipe", "1f1b", "2bw"]

@@ -340,10 +340,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
             per_rank=configuration.per_rank,
         )  # fmt: skip
     if options.schedule == "auto":
-        # A minibatch in one piece is another training, and several stages a rank another space:
-        # they are chosen by name.
-        every = map(KINDS.__getitem__, allowed(options.max_staleness))
-        schedules = tuple(k.name for k in every if not k.updates_each and k.usual == 1)
+        schedules = tuple(n for n in allowed(options.max_staleness) if KINDS[n].by_planner)
     shared = configuration.per_rank > 1
     return SearchSpace(
         replicas=_replicas(options.replicas, configuration.num_stages),

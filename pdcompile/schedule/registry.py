@@ -112,6 +112,15 @@ class ScheduleKind:
         return isinstance(self.lag, str)
 
     @property
+    def by_planner(self) -> bool:
+        """Does schedule="auto" consider it?  Others are chosen by name.
+
+        A minibatch in one piece is another training, several stages a rank are another space, and
+        what it costs to split a backward is in no forecast yet.
+        """
+        return not self.updates_each and self.usual == 1 and not self.splits_backward
+
+    @property
     def one_age(self) -> bool:
         """Are all weights that a minibatch runs on equally old?
 
