@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 
 os.environ["PDCOMPILE_CACHE"] = "off"
+# Several workers share the cores: threads that wait for each other would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FEW_EXAMPLES = 25
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given

@@ -170,8 +170,8 @@ GOOD = {"torch_version": "2", "device": "cpu", "microbatch_size": 1, "entries": 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"schema": "pdcompile.profile/9"}, "not known"),
-        ({"microbatch_size": 0}, "positive"),
+        ({"schema": "pdcompile.profile/9"}, "not supported"),
+        ({"microbatch_size": 0}, "expected at least 1"),
         ({"microbatch_size": True}, "whole number"),
         ({"entries": [ENTRY, ENTRY]}, "twice"),
         ({"entries": [ENTRY | {"forward_seconds": -1.0}]}, "negative"),

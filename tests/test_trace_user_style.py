@@ -140,7 +140,7 @@ def test_a_written_buffer_in_the_memory_of_another_is_refused() -> None:
     both = torch.zeros(2, 8)
     read_only = make(lambda self, x: self.lin(x) + self.mean, both=both, mean=both[0])
     faithful(read_only)
-    with pytest.raises(TraceError, match=r"writes the buffer mean \(both lies there"):
+    with pytest.raises(TraceError, match=r"writes the buffer mean \(shared with both\)"):
         captured(make(forward, both=both, mean=both[0]))
 
 

@@ -18,7 +18,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.fidelity import compare
+from pdcompile.passes.trace.comparison.fidelity import compare, leaves_out
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
@@ -75,11 +75,7 @@ class Comparison:
                     break  # inputs after the first may be made up, and ones that the model refuses
                 done += 1
                 if graph and not self.found and not self.rounded:
-                    layout, whole = (
-                        follow_batch(call, self.layout),
-                        self.plan.training.keeps_outputs,
-                    )
-                    compare(self.model, self.capture, call, layout, whole=whole)
+                    compare(self.model, self.capture, call, follow_batch(call, self.layout))
                 if self.found or step + 1 == len(calls):
                     break
                 advance(self.model, eager[0].gradients, eager[0].buffers)
@@ -114,7 +110,7 @@ class Comparison:
         size = follow_batch(call, self.layout).size
         step = Step(
             self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number,
-            whole=training.keeps_outputs or not graph.training,
+            whole=not (graph.training and leaves_out(self.capture)),
         )  # fmt: skip
         try:
             expected, got = self._both(chain, step, gradients=graph.training)
