@@ -269,6 +269,7 @@ def test_replicas_of_a_copy_get_new_weights_from_those_of_the_owner(
     cluster = Cluster.local(sum(replicas))
     plan = replace(plan, cluster=cluster.to_toml())
     check(plan)
+    check(replace(plan, training=replace(plan.training, warmup=(0,) * (last + 1))))
     program, _ = make_stream(plan).step(6)
     first, ranks = range(replicas[0]), range(sum(replicas) - replicas[last], sum(replicas))
     sent = [

@@ -123,9 +123,13 @@ class PipelineSpec:
         """Does STEP wait for other ranks?  Then a stream places it as late as legal.
 
         New weights of a tied parameter come in the call of a minibatch's update where that is the
-        same on all stages; with an update each, stages make theirs in different calls.
+        same on all stages: with an update each, or where one of them has replicas, all are late.
         """
-        tied = self.kind.updates_each and any(stage in one.stages for one in self.tied)
+        tied = any(
+            self.kind.updates_each or any(len(self.ranks[s]) > 1 for s in one.stages)
+            for one in self.tied
+            if stage in one.stages
+        )
         return self.clipping or tied or len(self.ranks[stage]) > 1
 
     def in_flight(self, stage: int) -> int:

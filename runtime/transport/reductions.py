@@ -76,6 +76,7 @@ class _Reducing(Handle):
         except RuntimeError as error:
             text = str(error)
         else:
+            self._work = None  # an error's frames may hold this for long: connections close without
             return self._flat
         self._work = None
         raise PeerLost(self._peer, text)  # gloo does not say who it was: ask the next replica
