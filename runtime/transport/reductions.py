@@ -63,6 +63,8 @@ class GroupSums:
         return _Reducing(self._group.allreduce([real]), flat, self._next)
 
     def abandon(self) -> None:
+        if self._group is not None:
+            self._group.abort()  # else its end waits for sums that others never begin
         self._group = None
 
 
