@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 from math import prod
+from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from pdcompile.runtime.transport.point_to_point import Handle, PeerLost
 
 #: what the replicas of a stage in one process have given: by sum, by replica
 Board = dict[int, dict[int, Tensor]]
+_END_SECONDS = 1.0  # of a group in which nothing is in flight, generously
 BUCKET_BYTES = 25 << 20  # large enough for a link's full rate, small enough to overlap
 
 
@@ -63,9 +65,12 @@ class GroupSums:
         return _Reducing(self._group.allreduce([real]), flat, self._next)
 
     def abandon(self) -> None:
-        if self._group is not None:
-            self._group.abort()  # else its end waits for sums that others never begin
-        self._group = None
+        held, self._group = [self._group], None
+        # The end of a group waits for its sums.  After an error others begin them late, or end
+        # too, once this rank has closed its other connections: do not wait for that.
+        ending = Thread(target=held.clear, daemon=True)
+        ending.start()
+        ending.join(_END_SECONDS)
 
 
 class _Reducing(Handle):

@@ -103,7 +103,7 @@ def test_the_clock_follows_the_order_of_the_registry(
 @settings(max_examples=60, deadline=None)
 @given(timed(stream=True), st.sampled_from([1e9, 8.0]))
 def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
-    plan, cluster = on_cluster(plan, Level("host", 12, rate))
+    plan, cluster = on_cluster(plan, Level("host", sum(s.replicas for s in plan.stages), rate))
     gradients = [edge.value for edge in plan.edges if edge.gradient]
     times = times_of(plan, cluster, gradients)
     compute = max((s.forward_seconds + s.backward_pass_seconds) / s.replicas for s in plan.stages)
