@@ -81,10 +81,6 @@ class Session(Guarded):
         self._optimizer_watch = OptimizerWatch(self.optimizer)
         self.end_call()
 
-    def _tied_here(self) -> list[tuple[str, list[int]]]:
-        """Tied parameters, with the stages of this process that hold them."""
-        return tied_here(self.plan, self.stages)
-
     # -- running -----------------------------------------------------------------------------
 
     def agree(
@@ -214,7 +210,7 @@ class Session(Guarded):
         for weights in held:
             weights.adopt()
             weights.adopt_hooks()
-        for fqn, stages in self._tied_here():
+        for fqn, stages in tied_here(self.plan, self.stages):
             for stage in stages[1:]:
                 self._first[stage].follow(fqn, self._first[stages[0]])
         for weights in held:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
+from pdcompile.ir.graph import written_buffers
 from pdcompile.plan import Plan
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.stage.compute import Compute
@@ -42,8 +43,7 @@ class Workers:
         self._streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
         self._boards: dict[int, Board] = defaultdict(dict)
-        ops = compiled.capture.train.ops
-        self.written = frozenset(fqn for op in ops for fqn in op.buffers_written)
+        self.written = written_buffers(compiled.capture.train.ops)
         self.first: dict[int, StageWeights] = {}
         self.of_rank: dict[int, Worker] = {}
         self.in_order: list[Worker] = []

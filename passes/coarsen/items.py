@@ -113,7 +113,7 @@ class Assembly:
     def _holders(self) -> list[tuple[TensorInfo, set[int]]]:
         items: dict[str, set[int]] = {}
         for i, op in enumerate(self.graph.ops):
-            for fqn in held_by(op):
+            for fqn in op.used_tensors:
                 items.setdefault(fqn, set()).add(self.item_of[i])
         return [(info, items[fqn]) for fqn, info in self.graph.tensors.items() if fqn in items]
 
@@ -145,12 +145,6 @@ class Assembly:
             taken.add(name)
             names.append(name)
         return names
-
-
-def held_by(op: Op) -> tuple[str, ...]:
-    """Canonical names of the model's tensors that the stage of this op has to hold."""
-    named = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
-    return tuple(dict.fromkeys(named))
 
 
 def _trainable(info: TensorInfo) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdcompile.eager.summation import summation_order
-from pdcompile.ir.graph import OpGraph, Ref, Value, walk
+from pdcompile.ir.graph import OpGraph, Ref, Value, walk, written_buffers
 from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex
 
@@ -74,13 +74,13 @@ class Neutral:
         self.outputs = {ref.name for ref in walk(graph.output, Ref)}
         members = self.groups.members()
         fixed = {given.name for given in graph.inputs}  # values that are not constant
-        written = {fqn for op in graph.ops for fqn in op.buffers_written}
-        written |= {fqn for fqn, info in graph.tensors.items() if info.kind == "parameter"}
+        parameters = {fqn for fqn, info in graph.tensors.items() if info.kind == "parameter"}
+        written = parameters | written_buffers(graph.ops)
         summed = {name for pair in summation_order(graph) for name in pair[:2]}
         views, constants = [False] * len(graph.ops), [False] * len(graph.ops)
         for i, op in enumerate(graph.ops):
             call = CostedOp(op, index)
-            held = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
+            held = op.used_tensors
             free = op.cost is not None and not op.cost.forward_seconds + op.cost.backward_seconds
             views[i] = not held and not op.mutates and (call.is_view or free)
             if (op.cost is not None and op.cost.saved_bytes) or op.name in summed:

@@ -11,7 +11,17 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdcompile.eager.summation import summation_order
-from pdcompile.ir.graph import CHECK, DTYPE_BYTES, GRADIENT, Attr, Op, OpGraph, Ref, walk
+from pdcompile.ir.graph import (
+    CHECK,
+    DTYPE_BYTES,
+    GRADIENT,
+    Attr,
+    Op,
+    OpGraph,
+    Ref,
+    walk,
+    written_buffers,
+)
 from pdcompile.passes.partition.lattice import components, neighbours, reachable
 
 CONTAINER = "a container and what takes it apart"
@@ -164,10 +174,10 @@ def _join_mutations(graph: OpGraph, groups: Groups, position: dict[str, int]) ->
 
 
 def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
-    written = {fqn for op in graph.ops for fqn in op.buffers_written}
+    written = written_buffers(graph.ops)
     users: dict[str, list[int]] = {fqn: [] for fqn in written}
     for i, op in enumerate(graph.ops):
-        for fqn in written.intersection((*op.buffers_read, *op.buffers_written, *op.attributes)):
+        for fqn in written.intersection(op.used_tensors):
             users[fqn].append(i)
     for fqn in sorted(users):
         groups.join(users[fqn], BUFFER)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk
+from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk, written_buffers
 from pdcompile.passes.codegen.block_calls import BlockCall, Pair, below, is_container, relative
 from pdcompile.passes.codegen.block_classes import name_below
 from pdcompile.passes.codegen.header import FileContext, gathered
@@ -341,11 +341,8 @@ def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
     """
     if not graph.training or not op.grad_enabled or op.mutates or op.buffers_written:
         return frozenset()
-    written = {fqn for other in graph.ops for fqn in other.buffers_written}
-    read = written.intersection(op.attributes)
-    if not read:
-        return frozenset()
-    return frozenset() if _is_written_later(op, graph) else frozenset(read)
+    read = written_buffers(graph.ops).intersection(op.attributes)
+    return read if read and not _is_written_later(op, graph) else frozenset()
 
 
 def _is_written_later(op: Op, graph: OpGraph) -> bool:

@@ -116,7 +116,7 @@ def staged(index: GraphIndex, steps: Sequence[Step], ports: Ports) -> Iterator[S
                 footprints[op.name] = guessed(call)
     with FakeTensorMode(), torch.enable_grad():
         for op in ops:
-            for fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
+            for fqn in op.used_tensors:
                 fakes.tensor(fqn)
         fakes.fill()
         for fqn in ports.passed:

@@ -15,7 +15,6 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
-from pdcompile.passes.coarsen.items import held_by
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
@@ -163,7 +162,7 @@ def _stage(
         b: the size of a microbatch on the last stage, which has the outputs; 0 on others.
     """
     costs = [op.cost or OpCost() for op in ops]
-    tensors = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in held_by(op)})]
+    tensors = [graph.tensors[fqn] for fqn in sorted({fqn for op in ops for fqn in op.used_tensors})]
     parameters = {info.fqn: info for info in tensors if info.kind == "parameter"}
     trainable = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
     input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)

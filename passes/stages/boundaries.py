@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, Value, walk
 from pdcompile.ir.stage_interface import StageInterface
-from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names, tensors_of
+from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
 from pdcompile.passes.stages.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
 
@@ -67,7 +67,7 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
     }
     holders: dict[str, set[int]] = {}  # of what training may change
     for op in capture.train.ops:
-        for fqn in tensors_of(op):
+        for fqn in op.used_tensors:
             holders.setdefault(fqn, set()).add(train_stage_of[op.name])
     latest: dict[str, int] = {}  # no later than its matched consumers, through unmatched ones
     for op in reversed(graph.ops):
@@ -83,7 +83,7 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         stage = fixed.get(op.name)
         if stage is None:
             stage = min(nearest.get(op.module_path, previous), latest.get(op.name, last))
-            having = [holders[fqn] for fqn in tensors_of(op) if fqn in holders]
+            having = [holders[fqn] for fqn in op.used_tensors if fqn in holders]
             shared = set.intersection(*having) if having else {stage}
             if stage not in shared:
                 stage = min((k for k in shared if k >= earliest), default=stage)
@@ -281,7 +281,7 @@ def _keys(graph: OpGraph) -> list[tuple[Hashable, int]]:
     seen: Counter[Hashable] = Counter()
     found: list[tuple[Hashable, int]] = []
     for op in graph.ops:
-        key = (op.module_path, op.target, op.source, tensors_of(op), op.region)
+        key = (op.module_path, op.target, op.source, op.used_tensors, op.region)
         found.append((key, seen[key]))
         seen[key] += 1
     return found

@@ -9,15 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import Capture, Op, OpGraph, TensorInfo
+from pdcompile.ir.graph import Capture, Op, OpGraph, TensorInfo, written_buffers
 from pdcompile.plan import Plan
-
-
-def tensors_of(op: Op) -> tuple[str, ...]:
-    """FQNs of every tensor of the model that an op reads or writes, each once."""
-    return tuple(
-        dict.fromkeys((*op.parameters, *op.attributes, *op.buffers_read, *op.buffers_written))
-    )
 
 
 def all_tensors(capture: Capture) -> dict[str, TensorInfo]:
@@ -43,7 +36,7 @@ def held_tensors(
     tensors = all_tensors(capture)
     train = _users(capture.train, train_stage_of)
     evaluation = _users(capture.eval, eval_stage_of)
-    written = {fqn for op in capture.train.ops for fqn in op.buffers_written}
+    written = written_buffers(capture.train.ops)
     on_stage: list[set[str]] = [set() for _ in plan.stages]
     for fqn, info in tensors.items():
         changes = info.requires_grad or fqn in written
@@ -125,7 +118,7 @@ def _check_opaque(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
 def _users(graph: OpGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
     users: dict[str, set[int]] = {}
     for op in graph.ops:
-        for fqn in tensors_of(op):
+        for fqn in op.used_tensors:
             users.setdefault(fqn, set()).add(stage_of[op.name])
     return users
 

@@ -36,12 +36,14 @@ from pdcompile.ir.records import (
     rewritten,
     size_at,
     walk,
+    written_buffers,
 )
 
 __all__ = [
     "CHECK", "DTYPE_BYTES", "GRADIENT", "Affine", "Argument", "Attr", "Capture", "DictOf",
     "GraphInput", "ListOf", "Op", "OpCost", "OpGraph", "Ref", "Size", "SizeRange", "Slice",
     "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "rewritten", "size_at", "walk",
+    "written_buffers",
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -197,6 +197,17 @@ class Op(Cached):
             found = walk((self.args, self.kwargs), Attr)
             object.__setattr__(self, "_attributes", tuple(dict.fromkeys(a.fqn for a in found)))
             return self._attributes
+
+    @property
+    def used_tensors(self) -> tuple[str, ...]:
+        """FQNs of every tensor of the model that the op reads or writes, each once."""
+        named = (*self.parameters, *self.attributes, *self.buffers_read, *self.buffers_written)
+        return tuple(dict.fromkeys(named))
+
+
+def written_buffers(ops: Iterable[Op]) -> frozenset[str]:
+    """FQNs of the buffers that some of these ops write."""
+    return frozenset(fqn for op in ops for fqn in op.buffers_written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
         ConfigError: it is given for another number of stages.
     """
     given = options.recompute
-    if given == "auto" or isinstance(given, str):
+    if isinstance(given, str):  # "auto"
         return None
     if isinstance(given, bool):
         return (given,) * stages

@@ -17,7 +17,7 @@ from pdcompile import jsonio
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import Op, OpGraph, Ref, TensorInfo, fingerprint, walk
+from pdcompile.ir.graph import OpGraph, Ref, TensorInfo, fingerprint, walk
 from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
@@ -44,7 +44,7 @@ def findings(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
 def _bytes(plan: Plan, graph: OpGraph) -> Iterator[Finding]:
     ops = {op.name: op for op in graph.ops}
     for s, stage in enumerate(plan.stages):
-        held = {fqn for name in stage.ops for fqn in _held(ops[name])}
+        held = {fqn for name in stage.ops for fqn in ops[name].used_tensors}
         total = sum(graph.tensors[fqn].bytes for fqn in held)
         if stage.parameter_bytes != total:
             message = f"parameter_bytes is {stage.parameter_bytes}, its ops hold {total}"
@@ -112,7 +112,7 @@ def _owners(problem: PartitionProblem, graph: OpGraph) -> dict[str, set[int]]:
     item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
     owners: dict[str, set[int]] = defaultdict(set)
     for op in graph.ops:
-        for fqn in _held(op):
+        for fqn in op.used_tensors:
             owners[fqn].add(item_of[op.name])
     return owners
 
@@ -261,8 +261,3 @@ def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
 
 def _replicated(plan: Plan) -> bool:
     return any(stage.replicas > 1 or stage.recompute for stage in plan.stages)
-
-
-def _held(op: Op) -> tuple[str, ...]:
-    named = (*op.parameters, *op.buffers_read, *op.buffers_written, *op.attributes)
-    return tuple(dict.fromkeys(named))

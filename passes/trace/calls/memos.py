@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Attr, Op, TensorInfo, Value, walk
+from pdcompile.ir.graph import Op, TensorInfo, Value, written_buffers
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.calls.equivalence import Computations
 
@@ -135,10 +135,8 @@ def _closure(name: str, by_name: Mapping[str, Op], values: Mapping[str, Value]) 
 
 
 def _fixed(op: Op, ops: Sequence[Op], tensors: Mapping[str, TensorInfo]) -> bool:
-    fqns = {attr.fqn for attr in walk((op.args, op.kwargs), Attr)}
-    fqns.update(op.parameters, op.buffers_read)
-    written = {fqn for one in ops for fqn in one.buffers_written}
-    return all(tensors[fqn].kind != "parameter" and fqn not in written for fqn in fqns)
+    changing = written_buffers(ops)
+    return all(tensors[fqn].kind != "parameter" and fqn not in changing for fqn in op.used_tensors)
 
 
 def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

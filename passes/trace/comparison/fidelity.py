@@ -108,6 +108,6 @@ def _recorded(step: Step) -> StepValues | None:
 def _last_user(graph: OpGraph, fqn: str) -> Op | None:
     """The last op that reads or writes a tensor of the model."""
     for op in reversed(graph.ops):
-        if fqn in (*op.attributes, *op.parameters, *op.buffers_read, *op.buffers_written):
+        if fqn in op.used_tensors:
             return op
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pdcompile.ir.execution import Lookup, run_op
-from pdcompile.ir.graph import Op, Ref, walk
+from pdcompile.ir.graph import Op, Ref, walk, written_buffers
 from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 
@@ -83,7 +83,7 @@ def _needed(
 ) -> list[Op] | None:
     """The ops that make a value, in order; None where one of them does not qualify."""
     found, leaves = needed_ops(ops, (name,), fakes.storage_of, _read_by)
-    rewritten = {fqn for op in ops for fqn in op.buffers_written}
+    rewritten = written_buffers(ops)
     if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
         return None
     with_inputs = given is not None
