@@ -109,7 +109,7 @@ class Planner:
         )
         stages = self.space.stages or len(self.cluster.devices)
         training = replace(plan.training, warmup=())
-        chosen = Configuration(self.cluster, stages, training, per_rank=self.space.per_rank)
+        chosen = Configuration(self.cluster, stages, training, placement=self.space.placement)
         return Planner(self.model, self.captured, options, chosen, self.listener)
 
     def times_stages(self, plan: Plan) -> bool:

@@ -175,7 +175,7 @@ def test_depths_never_deadlock_and_respect_the_cap(
         (("1f1b", 2, 2, (1,)), "replicas"),
         (("1f1b", 2, 2, (), (1,)), "extra warm-up"),
         (("1f1b", 2, 2, (), -1), "negative"),
-        (("interleaved", 3, 2, (), 0, 2), "3 stages, 2 on every rank"),
+        (("interleaved", 3, 2, (), 0, (0, 1)), r"3 stages on ranks \[0, 1\]"),
     ],
 )
 def test_bad_warm_ups(arguments: tuple[object, ...], message: str) -> None:

@@ -304,7 +304,7 @@ class PlanSearch:
             objective_seconds=seconds / every,
             bound_seconds=min(self.floor, seconds) / every,
             status="feasible",
-            prover=RELAXATION if self.space.per_rank > 1 else PROVER,
+            prover=RELAXATION if self.space.placement else PROVER,
             seconds=self.budget.spent,
             scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
         )
@@ -326,7 +326,7 @@ def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
     """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
-    parts = [str(space), LEDGERS if space.per_rank > 1 else RULES]
+    parts = [str(space), LEDGERS if space.placement else RULES]
     if len(orders) > 1 and every_order and not space.in_order:
         parts.append(f"all orders of unlike devices ({len(orders)})")
     return "; ".join([*parts, *left_out(space, cluster)])

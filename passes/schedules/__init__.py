@@ -10,6 +10,7 @@ from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
 from pdcompile.schedule import Action
+from pdcompile.schedule.instruction import TO_WEIGHTS
 from pdcompile.schedule.registry import GRADIENT_SLOTS, ScheduleKind, StageWork, kind_of
 
 __all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
@@ -21,7 +22,7 @@ def warmup(
     num_microbatches: int,
     replicas: tuple[int, ...] = (),
     extra: int | tuple[int, ...] = 0,
-    per_rank: int = 1,
+    placement: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
     """Warm-up depth w_s of a replica of each stage: forwards before its first backward − 1.
 
@@ -35,8 +36,8 @@ def warmup(
         replicas: r_s, one each when empty.
         extra: an int e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own
             time); a tuple adds to each stage.
-        per_rank: stages that every rank holds in turn; where there are several, their order
-            leaves no choice: the depth is what it holds at most, counted from it, less one.
+        placement: the rank of each stage, where ranks hold several: their order then leaves no
+            choice, and the depth is what a stage holds at most, counted from it, less one.
 
     Returns:
         With a flush all microbatches but one at most, or just that where all go forward first.
@@ -59,8 +60,10 @@ def warmup(
     most = [kind.most_warmup(num_microbatches, count) for count in counts]
     if kind.warmup == "all":
         return tuple(most)
-    if per_rank > 1:
-        return tuple(count - 1 for count in _held(kind, num_stages, num_microbatches, per_rank))
+    if placement:
+        if len(placement) != num_stages:
+            raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
+        return tuple(count - 1 for count in _held(kind, num_microbatches, placement))
     depths = [0] * num_stages
     apart = 1 if isinstance(extra, tuple) else 1 + extra
     for stage in range(num_stages - 2, -1, -1):
@@ -71,21 +74,15 @@ def warmup(
 
 
 @lru_cache(maxsize=256)
-def _held(
-    kind: ScheduleKind, num_stages: int, num_microbatches: int, per_rank: int
-) -> tuple[int, ...]:
+def _held(kind: ScheduleKind, num_microbatches: int, placement: tuple[int, ...]) -> tuple[int, ...]:
     """The most microbatches between forward and backward of each stage, by the ranks' orders."""
-    if num_stages % per_rank:
-        raise ScheduleError(
-            f"{num_stages} stages, {per_rank} on every rank",
-            remedy=f"a multiple of {per_rank} stages",
-        )
-    now, most = [0] * num_stages, [0] * num_stages
-    ranks, share = num_stages // per_rank, range(num_microbatches)
-    for rank in range(ranks):
-        own = [StageWork(s, share, num_stages=num_stages) for s in range(rank, num_stages, ranks)]
+    count, share = len(placement), range(num_microbatches)
+    now, most = [0] * count, [0] * count
+    for rank in sorted(set(placement)):
+        held = [stage for stage in range(count) if placement[stage] == rank]
+        own = [StageWork(stage, share, num_stages=count) for stage in held]
         for stage, action, _, _ in kind.order(own):
-            now[stage] += {Action.FORWARD: 1, Action.BACKWARD: -1}.get(action, 0)
+            now[stage] += (action is Action.FORWARD) - (action in TO_WEIGHTS)
             most[stage] = max(most[stage], now[stage])
     return tuple(most)
 

@@ -33,7 +33,8 @@ SPREAD = 4  # from a quarter of the usual count to four times
 class Configuration:
     """Training and machines, with nothing left open but warm-up and the optimizer's memory.
 
-    One stage a device where the planner does not decide that, or `per_rank` of them in turn.
+    One stage a device where the planner does not decide that, or the device of each in
+    `placement`.
     `idle`: devices may be left out, as there is no process for each.
     """
 
@@ -41,7 +42,7 @@ class Configuration:
     num_stages: int
     training: Training
     idle: bool = True
-    per_rank: int = 1
+    placement: tuple[int, ...] = ()
 
     @property
     def microbatch_size(self) -> int:
@@ -71,11 +72,13 @@ def configure(
     """
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
-    per_rank = max(1, stages // len(cluster.devices))
+    devices = len(cluster.devices)
+    shared = stages > devices
+    placement = KINDS[schedule].placement(stages, devices) if shared else ()
     reduction = options.loss_reduction
     training = Training(
         schedule=schedule,
-        num_microbatches=_num_microbatches(options, stages // per_rank, batch_size, splits),
+        num_microbatches=_num_microbatches(options, min(stages, devices), batch_size, splits),
         batch_size=batch_size,
         loss_reduction=reduction if isinstance(reduction, str) else "callable",
         autocast=autocast_text(options.autocast, device),
@@ -83,7 +86,7 @@ def configure(
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
     )
-    return Configuration(cluster, stages, training, idle=num_ranks is None, per_rank=per_rank)
+    return Configuration(cluster, stages, training, num_ranks is None, placement)
 
 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
@@ -337,11 +340,11 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
         return SearchSpace(
             "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
-            per_rank=configuration.per_rank,
+            placement=configuration.placement,
         )  # fmt: skip
     if options.schedule == "auto":
         schedules = tuple(n for n in allowed(options.max_staleness) if KINDS[n].by_planner)
-    shared = configuration.per_rank > 1
+    shared = bool(configuration.placement)
     return SearchSpace(
         replicas=_replicas(options.replicas, configuration.num_stages),
         recompute=again,
@@ -357,7 +360,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         in_order=shared,
         recomputed=mixed,
         idle=configuration.idle,
-        per_rank=configuration.per_rank,
+        placement=configuration.placement,
     )
 
 

@@ -44,7 +44,8 @@ class SearchSpace:
         stages: how many; None: any number.
         idle: devices may be left out.
         in_order: stage s runs on rank s; else devices take the positions that suit them best.
-        per_rank: stages that every rank holds: of R ranks stage s runs on rank s mod R.
+        placement: the rank of each stage where ranks hold several, as the schedule places them;
+            empty: every stage has a rank.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
     """
 
@@ -57,7 +58,7 @@ class SearchSpace:
     in_order: bool = False
     recomputed: tuple[bool, ...] = ()
     idle: bool = True
-    per_rank: int = 1
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -70,7 +71,7 @@ class SearchSpace:
             ("stages", self.stages is None or self.stages >= 1),
             ("recomputed", len(self.recomputed) in (0, self.stages)),
             ("in_order", not self.in_order or (self.stages is not None and self.straight)),
-            ("per_rank", self.per_rank == 1 or (self.in_order and self._in_turn)),
+            ("placement", not self.placement or (self.in_order and self._placed)),
         )
         for name, holds in checks:
             if not holds:
@@ -79,10 +80,11 @@ class SearchSpace:
                 )
 
     @property
-    def _in_turn(self) -> bool:
-        """Can so many stages be dealt out to ranks, and do all schedules have that?"""
+    def _placed(self) -> bool:
+        """Has every stage a rank, and can all schedules have several on one?"""
         several = all(KINDS[name].stages_per_rank is None for name in self.schedules)
-        return several and self.per_rank > 1 and (self.stages or 1) % self.per_rank == 0
+        ranks = set(self.placement)
+        return several and len(self.placement) == self.stages and ranks == set(range(len(ranks)))
 
     @property
     def decides_recomputation(self) -> bool:
@@ -93,7 +95,7 @@ class SearchSpace:
     def cut_alone(self) -> bool:
         """Whether nothing but the cut is open, of stages that keep their activations and have a
         rank each."""
-        return self.in_order and self.per_rank == 1 and set(self.recompute) == {False}
+        return self.in_order and not self.placement and set(self.recompute) == {False}
 
     @property
     def straight(self) -> bool:
@@ -128,7 +130,7 @@ class SearchSpace:
         parts = [
             f"{'any number of' if self.stages is None else self.stages} stages"
             + (" in the order of ranks" if self.in_order else ""),
-            *([f"{self.per_rank} stages a rank, in turn"] if self.per_rank > 1 else []),
+            *([f"on ranks {_listed(self.placement)}"] if self.placement else []),
             f"replicas {_listed(self.replicas)}",
             f"recomputation {again}",
             f"schedules {', '.join(self.schedules)}",

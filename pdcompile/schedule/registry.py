@@ -143,6 +143,10 @@ class ScheduleKind:
         """What the planner minimises: seconds per microbatch, or of a whole minibatch."""
         return "bottleneck" if self.stream else "flush"
 
+    def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return tuple(stage % num_ranks for stage in range(num_stages))
+
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
         generator: Order = import_module(self.module).order

@@ -44,8 +44,7 @@ def by_hand(
         if ranks:
             held = zip(plan.stages, ranks, strict=True)
             plan = replace(plan, stages=tuple(replace(stage, ranks=(r,)) for stage, r in held))
-            per_rank = stages // len(set(ranks))
-            depths = warmup(options.schedule, stages, options.microbatches, per_rank=per_rank)
+            depths = warmup(options.schedule, stages, options.microbatches, placement=ranks)
             plan = replace(plan, training=replace(plan.training, warmup=depths))
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))

@@ -54,7 +54,8 @@ def make_plan(
         for s in range(num_stages)
     )
     if depths is None:
-        depths = warmup(name, num_stages, num_microbatches, replicas, extra, per_rank)
+        placed = tuple(one.ranks[0] for one in stages) if per_rank > 1 else ()
+        depths = warmup(name, num_stages, num_microbatches, replicas, extra, placed)
     training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
     found = chain(num_stages) if edges is None else edges
     return Plan("hand-made", stages, found, tied, training, "", CERTIFICATE)

@@ -18,14 +18,16 @@ from pdcompile.plan import check
 from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Pin, Together
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
 from tests.helpers.graphs import chain, residual
 from tests.helpers.whole_space import at
 from tests.test_space.test_branch_and_bound import cluster_of, explored
 
 
 def in_turn(schedule: str, stages: int, per_rank: int, m: int = 4) -> SearchSpace:
+    placement = kind_of(schedule).placement(stages, stages // per_rank)
     return SearchSpace(
-        schedules=(schedule,), microbatches=(m,), stages=stages, in_order=True, per_rank=per_rank
+        schedules=(schedule,), microbatches=(m,), stages=stages, in_order=True, placement=placement
     )
 
 
@@ -41,7 +43,7 @@ def test_no_cut_beats_the_bound_and_few_the_plan(
     check(plan, at(graph)(4), cluster)
     check_schedule(plan)
     problem = coarsen(at(graph)(4), (StageLimits(),) * 4, num_microbatches=4)
-    depths = warmup(schedule, 4, 4, per_rank=2)
+    depths = warmup(schedule, 4, 4, placement=(0, 1, 0, 1))
     every = []
     for cut in itertools.combinations_with_replacement(range(4), len(problem.items)):
         one = Candidate(
@@ -66,17 +68,18 @@ def test_wishes_hold() -> None:
 
 def test_what_cannot_be_cut_says_so() -> None:
     cluster = cluster_of(Device(), Device())
-    with pytest.raises(InfeasibleError, match="cannot be cut into 40 stages, 20 on every rank"):
+    with pytest.raises(InfeasibleError, match="cannot be cut into 40 stages on 2 ranks"):
         explored(chain(2), cluster, in_turn("interleaved", 40, 20))
 
 
 def test_spaces_that_there_are_not() -> None:
-    for options in (
-        {"schedule": "1f1b", "stages": 4, "per_rank": 2},
-        {"schedule": "interleaved", "stages": 3, "per_rank": 2},
+    for schedule, stages, placement in (
+        ("1f1b", 4, (0, 1, 0, 1)),
+        ("interleaved", 4, (0, 2, 0, 2)),
+        ("interleaved", 4, (0, 1)),
     ):
-        with pytest.raises(ConfigError, match="per_rank=2 is not a choice"):
-            in_turn(**options)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"placement=.* is not a choice"):
+            SearchSpace(schedules=(schedule,), stages=stages, in_order=True, placement=placement)
 
 
 def test_a_half_duplex_link_is_timed_too() -> None:

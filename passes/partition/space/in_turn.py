@@ -51,10 +51,9 @@ class StagesInTurn:
         assert space.stages is not None
         self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
         self.likely = likely
-        every = range(space.stages)
-        self.ranks = tuple(seats.ranks[s % len(seats.ranks)] for s in every)
+        self.ranks = tuple(seats.ranks[rank] for rank in space.placement)
         self.warmup = warmup(
-            setting.schedule, len(every), setting.num_microbatches, per_rank=space.per_rank
+            setting.schedule, space.stages, setting.num_microbatches, placement=space.placement
         )
 
     def bound(self) -> float:

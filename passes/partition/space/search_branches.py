@@ -53,7 +53,7 @@ class Branch:
         Also where a message that skips stages may be faster than over all links on its way.
         """
         setting, ranks, problem = self.setting, self.seats.ranks, self.prepared.problem
-        if self.counts != (1,) or space.per_rank > 1 or set(space.recompute) != {False}:
+        if self.counts != (1,) or space.placement or set(space.recompute) != {False}:
             return None
         if not space.in_order:
             alike = all(
@@ -82,14 +82,14 @@ class Branch:
 
     def left_out(self, space: SearchSpace) -> str:
         """Why its candidates are not all there are; empty where they are."""
-        if space.per_rank > 1:
+        if space.placement:
             return SOME
         complete = self.prepared.complete
         return "" if complete else "only some of the cuts of so large a model were tried"
 
     def pipelines(self, space: SearchSpace, *, likely: bool = False) -> Found:
         """All candidates of the branch, or those that are tried."""
-        if space.per_rank > 1:
+        if space.placement:
             return StagesInTurn(self.prepared, space, self.setting, self.seats, likely=likely)
         return Pipelines(
             self.prepared,
@@ -121,7 +121,7 @@ def branches(
             prepared = prepared_at(setting.num_microbatches)
             branch = Branch(setting, seats, counts, stages, prepared)
             branch.bound = simple_bound(prepared, space, setting, seats) * branch.scale
-            if space.per_rank > 1:
+            if space.placement:
                 branch.bound = max(branch.bound, least_seconds(prepared, setting, seats))
             yield branch
 
@@ -131,7 +131,7 @@ def _shapes(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
     """Ranks, replica counts of a stage, and the number of stages if it is asked for or follows."""
     if space.in_order and space.stages:
-        yield tuple(range(space.stages // space.per_rank)), (1,), space.stages
+        yield tuple(range(len(set(space.placement)) or space.stages)), (1,), space.stages
         return
     orders, _ = arrangements(cluster)
     every = len(cluster.devices)
@@ -165,6 +165,6 @@ def _settings(space: SearchSpace, training: Training, used: int) -> Iterator[Set
     clips = training.max_grad_norm is not None
     for schedule, m in product(space.schedules, space.microbatches):
         # whatever the warm-up is to be
-        same = used == 1 or kind_of(schedule).warmup == "all" or space.per_rank > 1
+        same = used == 1 or kind_of(schedule).warmup == "all" or space.placement
         for extra in space.extra_warmup[: 1 if same else None]:
             yield Setting(schedule, m, extra, training.optimizer_factor, clips, training.step)

@@ -51,7 +51,7 @@ def no_plan(
         unproved: why the search proves nothing about plans that it has not found; empty: it
             exhausted the space.  The formula alone may prove that nothing fits.
     """
-    if space.per_rank > 1:
+    if space.placement:
         return _no_plan_in_turn(cluster, space)
     least = least_share(problems, cluster, space, training)
     most, share = least.largest, least.share
@@ -95,7 +95,7 @@ def no_plan(
 
 
 def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
-    where = f"{space.stages} stages, {space.per_rank} on every rank"
+    where = f"{space.stages} stages on {len(set(space.placement))} ranks"
     if not limited(cluster):
         return InfeasibleError(
             f"the model cannot be cut into {where}, as the constraints ask",
@@ -103,7 +103,7 @@ def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
             remedy="ask for fewer stages, or drop constraints",
         )
     return NotFoundError(
-        f"no plan of {where}, was found that fits, and it is not proved that there is none",
+        f"no plan of {where} was found that fits, and it is not proved that there is none",
         where="memory",
         remedy="give more memory, or allow recomputation (--recompute auto), or one stage a rank",
     )
