@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pdcompile.batch import BatchLayout
-from pdcompile.ir.graph import Capture
+from pdcompile.ir.graph import Capture, written_buffers
 from pdcompile.ir.stage_interface import Sources, StageInterface
 from pdcompile.passes import codegen
 from pdcompile.passes.schedules import Stream, make_stream
@@ -63,6 +63,13 @@ class Compiled:
     def stages_of_rank(self) -> dict[int, tuple[int, ...]]:
         """The stages that each rank holds."""
         return dict(sorted(self.stream.spec.holders))
+
+    def written_buffers(self, stage: int) -> frozenset[str]:
+        """Buffers that training writes on a stage: all of its own where its source was edited."""
+        held = (*self.interfaces[stage].buffers, *self.interfaces[stage].constants)
+        if any(f"stage_{stage}." in name for name in self.sources.edited):
+            return frozenset(held)  # whatever a person wrote there
+        return written_buffers(self.capture.train.ops).intersection(held)
 
     def explain(self) -> str:
         """The plan as a table with its certificate, what was proved, and what was verified."""

@@ -62,7 +62,7 @@ class Session(Guarded):
         self._programs = Programs(plan, compiled.eval_edges)
         made = Workers(compiled, model, self.state, self.ranks, world)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
-        self._written = made.written
+        self._buffers_part = made.buffers_part
         if world is not None:
             transport = self.workers[0].transport
             self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
@@ -130,7 +130,7 @@ class Session(Guarded):
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
         self.in_flight = overlaps
-        self.buffers_apart = bool(self._written) and max(map(len, self.spec.ranks)) > 1
+        self.buffers_apart = self._buffers_part
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
-from pdcompile.ir.graph import written_buffers
 from pdcompile.plan import Plan
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.stage.compute import Compute
@@ -31,7 +30,7 @@ class Workers:
     """What `Session` starts with; `world` is None in one process.
 
     `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
-    weights of each stage, of its first replica here; `written`: buffers that training writes.
+    weights of each stage, of its first replica here; `buffers_part`: replicas write their own.
     """
 
     def __init__(
@@ -43,7 +42,10 @@ class Workers:
         self._streams = Streams(compiled.plan.training.seed)
         self._wires: Wires = defaultdict(Wire)
         self._boards: dict[int, Board] = defaultdict(dict)
-        self.written = written_buffers(compiled.capture.train.ops)
+        self.buffers_part = any(
+            len(held) > 1 and compiled.written_buffers(stage)
+            for stage, held in enumerate(self._spec.ranks)
+        )
         self.first: dict[int, StageWeights] = {}
         self.of_rank: dict[int, Worker] = {}
         self.in_order: list[Worker] = []
@@ -106,7 +108,7 @@ class Workers:
         else:
             weights = ReplicaWeights(
                 weights, stage_class, interface, tensor,
-                copies=copies, written=self.written, model=self._model,
+                copies=copies, written=compiled.written_buffers(stage), model=self._model,
             )  # fmt: skip
         for module in weights.modules:
             self._streams.attach(module, interface)
@@ -121,7 +123,7 @@ class Workers:
             sums: Sums = LocalSums(self._boards[stage], len(ranks), index)
         else:
             sums = GroupSums(self._world.subgroup(f"replicas/{stage}", ranks), ranks, index)
-        return Replicas(sums, weights, self.written)
+        return Replicas(sums, weights, self._compiled.written_buffers(stage))
 
 
 def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:

@@ -361,3 +361,33 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(LaunchError, match=r"2 stages on 3 ranks, but WORLD_SIZE is 4"):
         machines(Options(replicas=(2, 1)), 4)
+
+
+class Scaled(nn.Module):
+    """A buffer that forward only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.first(x) * self.scale)
+        return found
+
+
+def test_buffers_that_an_edited_stage_writes_become_their_mean(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 4), torch.randn(4, 1)
+    given: dict[str, Any] = {
+        "example_target": y, "loss_fn": nn.functional.mse_loss, "replicas": 2, "stages": 1,
+        "microbatches": 4, **OPTIONS,
+    }  # fmt: skip
+    pdcompile.compile(Scaled(), x, **given).dump(str(tmp_path))
+    file = tmp_path / "stage_0.py"
+    head, forward, body = file.read_text().partition("    def forward(self, x):\n")
+    assert forward
+    file.write_text(f"{head}{forward}        self.scale.add_(x.detach().mean(0))\n{body}")
+    pipe = pdcompile.compile(Scaled(), x, sources=tmp_path, allow_edited=True, **given)
+    pipe.step(x, target=y)
+    torch.testing.assert_close(pipe.full_state_dict()["scale"], 1 + x.sum(0) / 2)

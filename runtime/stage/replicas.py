@@ -134,8 +134,8 @@ class ReplicaWeights(StageWeights):
     """Gradients, and the buffers that training writes, are this replica's own; the values of
     parameters are those of `first`, the first replica.
 
-    `tensors(fqn)` is the tensor of the first replica; `written`: names of the buffers that
-    training writes.
+    `tensors(fqn)` is the tensor of the first replica; `written`: the stage's buffers that training
+    writes.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ReplicaWeights(StageWeights):
         model: nn.Module | None = None,
     ) -> None:
         self._first = first
-        self._own = {fqn: tensors(fqn).clone() for fqn in written if fqn in interface.buffers}
+        self._own = {fqn: tensors(fqn).clone() for fqn in written}
         super().__init__(
             stage_class,
             interface,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
 from pdcompile.eager.module_hooks import HOOK_TABLES
-from pdcompile.ir.graph import written_buffers
 
 Place = tuple[str, str]  # path of a module in the stage, name of one of its buffers
 
@@ -42,9 +41,7 @@ class SecondRun:
     def __init__(self, module: nn.Module, compiled: Compiled, stage: int) -> None:
         """`module`: one instance of the stage."""
         interface, graph = compiled.interfaces[stage], compiled.capture.train
-        written = written_buffers(graph.ops)
-        if any(f"stage_{stage}." in name for name in compiled.sources.edited):
-            written = written.union(interface.buffers)  # whatever a person wrote there
+        written = compiled.written_buffers(stage)
         self._buffers: list[Place] = [
             (path, leaf)
             for name, _ in module.named_buffers(remove_duplicate=False)
