@@ -111,7 +111,7 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
 
 def _several(stages: int, there: int) -> str:
     """One more remedy where there are more stages than devices or processes."""
-    names = several_a_rank()
+    names = several_a_rank(max(2, stages // there))
     if stages <= there:
         return ""
     if stages % there:
@@ -180,7 +180,7 @@ def _without_replicas(options: Options, there: int | None) -> tuple[int, int]:
     As many stages as ranks, or a multiple of them where the schedule has several on a rank.
     """
     stages, kind = options.stages, KINDS[chosen_schedule(options)]
-    several = kind.stages_per_rank is None and options.replicas in (1, "1")
+    several = kind.several and options.replicas in (1, "1")
     if several and stages is None:
         return (there or 1) * kind.usual, there or 1
     if several and stages and there and stages % there == 0:
@@ -214,7 +214,7 @@ def chosen_schedule(options: Options) -> str:
         )
     if KINDS[options.schedule].updates_each:
         _refuse_several(options, KINDS[options.schedule])
-    if KINDS[options.schedule].in_turn and options.replicas not in ("1", 1):
+    if KINDS[options.schedule].placed and options.replicas not in ("1", 1):
         raise ConfigError(
             f"replicas={options.replicas!r} under schedule={options.schedule!r}, whose ranks hold "
             "several stages",

@@ -113,35 +113,35 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
                 yield (
                     path,
                     message,
-                    f"give every rank to one stage, or use schedule {several_a_rank()}",
+                    f"give every rank to one stage, or use schedule {several_a_rank(len(stages))}",
                 )
-    yield from _in_turn(plan, held)
+    yield from _placement(plan, held)
     shared = [rank for rank, stages in held.items() if len(stages) > 1]
     if shared and any(stage.replicas > 1 for stage in plan.stages):
         message = f"rank {shared[0]} holds stages {held[shared[0]]}, and other stages have replicas"
         yield "stages", message, "one rank for each stage, or no replicas"
 
 
-def _in_turn(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
+def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Whether ranks that hold several stages have those that the schedule's order is for."""
-    kind, ranks = KINDS.get(plan.training.schedule), len(held)
-    if kind is None or not kind.in_turn or all(len(stages) == 1 for stages in held.values()):
+    kind, ranks, count = KINDS.get(plan.training.schedule), len(held), len(plan.stages)
+    alone = all(len(stages) == 1 for stages in held.values())
+    if kind is None or kind.placed is None or alone:
         return
+    places = kind.placed.places(count, ranks)
+    together = [[s for s in range(count) if places[s] == place] for place in range(ranks)]
     for rank, stages in held.items():
-        expected = [*range(min(stages), len(plan.stages), ranks)]
-        if stages != expected or len(plan.stages) % ranks:
-            message = f"rank {rank} holds stages {stages} of {len(plan.stages)} on {ranks} ranks"
-            remedy = f"give stage s + {ranks} the rank of stage s, and every rank as many; or use "
+        if stages not in together or count % ranks:
+            message = f"rank {rank} holds stages {stages} of {count} on {ranks} ranks"
+            anywhere = [name for name, one in KINDS.items() if one.several and not one.placed]
+            remedy = "give every rank as many stages"
+            if count % ranks == 0:
+                remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "
+                remedy += " and ".join(map(str, together))
             yield (
                 f"stages[{stages[0]}].ranks",
                 message,
-                remedy
-                + "schedule "
-                + " or ".join(
-                    name
-                    for name, one in KINDS.items()
-                    if one.stages_per_rank is None and not one.in_turn
-                ),
+                f"{remedy}; or use schedule {' or '.join(anywhere)}",
             )
 
 

@@ -82,8 +82,9 @@ class SearchSpace:
     @property
     def _placed(self) -> bool:
         """Has every stage a rank, and can all schedules have several on one?"""
-        several = all(KINDS[name].stages_per_rank is None for name in self.schedules)
         ranks = set(self.placement)
+        most = max(map(self.placement.count, ranks), default=1)
+        several = all(KINDS[name].holds(most) for name in self.schedules)
         return several and len(self.placement) == self.stages and ranks == set(range(len(ranks)))
 
     @property

@@ -68,6 +68,20 @@ class StageWork:
 Order = Callable[[Sequence[StageWork]], Iterator[Task]]
 
 
+class Placement(NamedTuple):
+    """Which stages share a rank: the place of each of so many stages on so many ranks.
+
+    Places are ranks in the order in which the pipeline takes them; `name` is for people.
+    """
+
+    name: str
+    places: Callable[[int, int], tuple[int, ...]]
+
+
+#: stage s at the place of stage s − R, of R ranks
+IN_TURN = Placement("in turn", lambda stages, ranks: tuple(s % ranks for s in range(stages)))
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """One schedule.
@@ -80,8 +94,9 @@ class ScheduleKind:
             "alternate": to a depth that the planner chooses, then one forward, one backward.
         stages_per_rank: how many stages a rank can hold; None: any number.
         usual: how many it holds where nobody says.
-        in_turn: ranks that hold several have as many each, stage s the rank of stage s − R, of R
-            ranks.  What is then in flight is counted from the order, which decides it.
+        placed: which stages share a rank, as many on each; None: any may, and the planner deals
+            them out in turn.  Where the order is for one placement, what is in flight is counted
+            from it.
         splits_backward: the gradients of the weights are computed after those of the inputs, when
             nothing more urgent is to be done: a microbatch is held until then.
         update: what it promises about updates: a sentence without its subject.
@@ -98,13 +113,22 @@ class ScheduleKind:
     warmup: Literal["all", "alternate"] = "alternate"
     stages_per_rank: int | None = 1
     usual: int = 1
-    in_turn: bool = False
+    placed: Placement | None = None
     splits_backward: bool = False
 
     @property
     def stream(self) -> bool:
         """Are microbatches in flight between calls?"""
         return self.lag != 0
+
+    @property
+    def several(self) -> bool:
+        """May a rank hold several stages?"""
+        return self.stages_per_rank != 1
+
+    def holds(self, per_rank: int) -> bool:
+        """May a rank hold so many stages?"""
+        return self.stages_per_rank is None or per_rank <= self.stages_per_rank
 
     @property
     def updates_each(self) -> bool:
@@ -144,8 +168,8 @@ class ScheduleKind:
         return "bottleneck" if self.stream else "flush"
 
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
-        """The rank of every stage."""
-        return tuple(stage % num_ranks for stage in range(num_stages))
+        """The rank of every stage, where the planner decides."""
+        return (self.placed or IN_TURN).places(num_stages, num_ranks)
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
@@ -237,7 +261,7 @@ _ROWS = (
         module="pdcompile.passes.schedules.interleaved",
         stages_per_rank=None,
         usual=2,
-        in_turn=True,
+        placed=IN_TURN,
     ),
     ScheduleKind(
         "zb-h1",
@@ -299,9 +323,9 @@ def flush_schedules() -> str:
     return ", ".join(allowed(0))
 
 
-def several_a_rank() -> str:
-    """Schedules under which a rank may hold several stages, as remedies list them."""
-    return " or ".join(kind.name for kind in KINDS.values() if kind.stages_per_rank is None)
+def several_a_rank(per_rank: int = 2) -> str:
+    """Schedules under which a rank may hold so many stages, as remedies list them."""
+    return " or ".join(kind.name for kind in KINDS.values() if kind.holds(per_rank))
 
 
 def usual_stages() -> str:

@@ -36,9 +36,10 @@ def make_plan(
     seconds: Sequence[tuple[float, float]] | None = None,
     **stage: Any,
 ) -> Plan:
-    """A chain of stages with F = 1 and B = 2 unless told otherwise; ranks take turns where each
-    has several."""
+    """A chain of stages with F = 1 and B = 2 unless told otherwise; where each rank has several,
+    those that the schedule puts together."""
     counts = replicas or (1,) * num_stages
+    placed = KINDS[name].placement(num_stages, num_stages // per_rank) if per_rank > 1 else ()
     times = seconds or [(1.0, 2.0)] * num_stages
     stages = tuple(
         StagePlan(
@@ -46,7 +47,7 @@ def make_plan(
             (),
             (),
             replicas=counts[s],
-            ranks=(s % (num_stages // per_rank),) if per_rank > 1 else (),
+            ranks=placed[s : s + 1],
             forward_seconds=times[s][0],
             backward_seconds=times[s][1],
             **stage,
@@ -54,7 +55,6 @@ def make_plan(
         for s in range(num_stages)
     )
     if depths is None:
-        placed = tuple(one.ranks[0] for one in stages) if per_rank > 1 else ()
         depths = warmup(name, num_stages, num_microbatches, replicas, extra, placed)
     training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
     found = chain(num_stages) if edges is None else edges
@@ -78,8 +78,8 @@ def plans(
     replicas: tuple[int, ...] = ()
     if replicated and not kind.updates_each and draw(st.booleans()):
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
-    counts = [k for k in range(1, n + 1) if n % k == 0]
-    shared = several and not replicas and kind.stages_per_rank is None
+    counts = [k for k in range(1, n + 1) if n % k == 0 and kind.holds(k)]
+    shared = several and not replicas and kind.several
     per_rank = draw(st.sampled_from(counts)) if shared else 1
     edges, tied = [], []
     for index in range(draw(st.integers(0, 4)) if n > 1 else 0):

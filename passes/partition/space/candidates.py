@@ -60,7 +60,7 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         for option, ranks in zip(candidate.options, candidate.ranks, strict=True)
         if option.replicas != len(ranks)
     ]
-    alone = not candidate.straight or kind_of(candidate.setting.schedule).stages_per_rank == 1
+    alone = not candidate.straight or not kind_of(candidate.setting.schedule).several
     repeated = alone and len(set(flat)) != len(flat)
     if repeated or not set(flat) <= set(range(len(cluster.devices))):
         found.append(f"ranks {flat} are not devices of the cluster, each once")
