@@ -5,12 +5,13 @@ from __future__ import annotations
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.plan import Plan
 
 
 def check_supported(plan: Plan, graph: OpGraph) -> None:
-    """Raise ConfigError for devices that do not run yet, and for what cannot be recomputed; `graph`
-    is what trains."""
+    """Raise ConfigError for devices that do not run yet, for what cannot be recomputed, and for
+    gradients that cannot be summed over replicas; `graph` is what trains."""
     cluster = Cluster.from_toml(plan.cluster, where="plan: cluster")
     others = sorted({device.kind for device in cluster.devices} - {"cpu"})
     if others:
@@ -21,6 +22,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             "`pdcompile plan`, `simulate` and `dump` work for any kind",
         )
     _check_recomputation(plan, graph)
+    _check_sums(plan, graph)
 
 
 def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
@@ -34,4 +36,19 @@ def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
                 "returns something, or writes tensors or the module",
                 where=op.module_path,
                 remedy="do that in the module's forward; or recompute=False for this stage",
+            )
+
+
+def _check_sums(plan: Plan, graph: OpGraph) -> None:
+    """Refuse sparse gradients where replicas sum them."""
+    stage_of = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
+    for fqn, lookups in sparse_lookups(graph).items():
+        stage = stage_of.get(lookups[0].name)
+        if stage is not None:
+            raise ConfigError(
+                f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
+                f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
+                where=fqn,
+                remedy="sparse=False; or one replica for this stage, as in "
+                f"replicas={tuple(1 if s is stage else s.replicas for s in plan.stages)}",
             )

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.errors import ContractError
-from pdcompile.passes.coarsen.spans import makes_sparse
+from pdcompile.errors import ConfigError, ContractError
+from pdcompile.ir.sparse_gradients import makes_sparse
 from pdcompile.passes.trace import trace
 from pdcompile.runtime.transport.contract import to_bytes
 from tests.helpers.launch import processes
@@ -175,6 +175,31 @@ def test_ops_that_make_sparse_gradients() -> None:
 def test_a_sparse_gradient_is_not_sent() -> None:
     with pytest.raises(ContractError, match="sparse gradient"):
         to_bytes(torch.eye(2).to_sparse(), (0, 1))
+
+
+@pytest.mark.parametrize("way", ["once", "twice"])
+def test_replicas_of_a_table_are_refused(way: str) -> None:
+    """Before a minibatch runs: they sum dense gradients."""
+    i, j, y = batches(1)[0]
+    given: dict[str, Any] = {**DEFAULTS, "example_target": y, "loss_fn": F.mse_loss}
+    with pytest.raises(ConfigError, match=r"sparse.* the 2 replicas of stage 0") as caught:
+        pdcompile.compile(Table(way), (i, j), replicas=(2, 1), microbatches=4, **given)
+    assert caught.value.where == "words.weight"
+    assert "replicas=(1, 1)" in str(caught.value)
+
+
+def test_replicas_beside_a_table_train() -> None:
+    """Its own stage has one; so has a table whose gradient is dense in the end."""
+    for way, options in (
+        ("once", {"replicas": (1, 2)}),
+        ("dense last", {"replicas": 2, "stages": 1}),
+    ):
+        i, j, y = batches(1)[0]
+        pipe = pdcompile.compile(
+            Table(way), (i, j), example_target=y, loss_fn=F.mse_loss, optimizer=SGD, microbatches=4,
+            **{**DEFAULTS, **options},
+        )  # fmt: skip
+        assert float(pipe.step(i, j, target=y).loss) > 0
 
 
 RANKS = """

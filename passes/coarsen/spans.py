@@ -22,6 +22,7 @@ from pdcompile.ir.graph import (
     walk,
     written_buffers,
 )
+from pdcompile.ir.sparse_gradients import makes_sparse, trained_readers
 from pdcompile.passes.partition.lattice import components, neighbours, reachable
 
 CONTAINER = "a container and what takes it apart"
@@ -334,28 +335,6 @@ def _join_output(graph: OpGraph, groups: Groups, position: dict[str, int]) -> No
     groups.join([end, *ends], OUTPUT)
 
 
-_LOOKUPS = ("torch.nn.Embedding", "torch.nn.EmbeddingBag")
-_ASKED = {  # the argument of a function or method that asks for it: its position and name
-    "torch.nn.functional.embedding": (6, "sparse"),
-    "torch.nn.functional.embedding_bag": (7, "sparse"),
-    "torch.embedding": (4, "sparse"),
-    "torch.embedding_bag": (5, "sparse"),
-    "torch.gather": (3, "sparse_grad"),
-    "gather": (3, "sparse_grad"),
-}
-
-
-def makes_sparse(op: Op) -> bool:
-    """Whether the gradient for what this op looks rows up in is sparse."""
-    if not op.grad_enabled:
-        return False
-    if op.kind == "module":
-        return op.target in _LOOKUPS and dict(op.constructor).get("sparse") is True
-    position, name = _ASKED.get(op.target, (0, ""))
-    given = op.args[position] if len(op.args) > position else dict(op.kwargs).get(name)
-    return bool(name) and given is True
-
-
 def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
     """Keep sparse gradients off the edges between stages.
 
@@ -369,23 +348,14 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
     inputs = [[position[n] for n in op.inputs if n in position] for op in graph.ops]
     ancestors = reachable(inputs, from_end=False)
     for i in sparse:
-        made = [position[n] for n in graph.ops[i].inputs if n in position and _returns(graph, n)]
+        found = [n for n in graph.ops[i].inputs if n in position]
+        made = [position[n] for n in found if graph.values[n].needs_gradient]
         groups.join([i, *made], SPARSE)
-    trained = (fqn for fqn, info in graph.tensors.items() if info.requires_grad)
-    for fqn in trained:
-        readers = [
-            i
-            for i, op in enumerate(graph.ops)
-            if fqn in (*op.parameters, *op.attributes) and _returns(graph, op.name)
-        ]
+    for readers in trained_readers(graph).values():
         dense = [i for i in readers if i not in sparse]
         for i in readers:
             if i in sparse and not any(ancestors[other] >> i & 1 for other in dense):
                 groups.join([i, dense[-1] if dense else readers[0]], SPARSE)
-
-
-def _returns(graph: OpGraph, name: str) -> bool:
-    return graph.values[name].needs_gradient
 
 
 # Ops that run in the lower precision; views of a weight are cast anew each time.
