@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.errors import DeadlockError, ScheduleError
@@ -100,6 +101,77 @@ def test_updates_after_every_microbatch_are_proved(
     late = bool(options.get("clip") or options.get("tied"))
     held = [ages[s] - warmup[s] + 1 if late and spec.late(s) else 1 for s in range(num_stages)]
     assert [spec.gradient_buffers(s) for s in range(num_stages)] == held
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(0, 1),
+    st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    st.booleans(),
+)
+@example([1, 3], 0, [0, 3, 0, 0], False)  # some go backward before their group is complete
+@example([3, 4], 0, [0, 0, 0, 0], True)
+def test_stash_with_replicas_is_proved(
+    replicas: list[int], extra: int, depths: list[int], usual: bool
+) -> None:
+    """PipeDream's 1F1B-RR: w_s + 1 versions, as many in flight on every replica, and weights
+    W_max(t // r_s - w_s, 0); with any depths, also ones that grow."""
+    counts, given_depths = tuple(replicas), None if usual else tuple(depths[: len(replicas)])
+    plan = make_plan(
+        "stash", len(counts), 1, replicas=counts, extra=extra, depths=given_depths,
+    )  # fmt: skip
+    warmup, spec, proof = plan.training.warmup, spec_of(plan), str(check(plan))
+    assert spec.period == lcm(*counts)
+    for s, (count, depth) in enumerate(zip(counts, warmup, strict=True)):
+        assert spec.versions(s) == spec.in_flight(s) == depth + 1
+        assert spec.gradient_buffers(s) == 1
+        for k in range(1, 40):  # counted from 1, as the paper does
+            assert spec.version(s, k - 1) == max(0, -(-k // count) - 1 - depth)
+            assert spec.rank(s, 0, k - 1) == spec.ranks[s][(k - 1) % count]
+    if usual:
+        in_flight = [depth + 1 for depth in warmup]
+        assert f"at most {in_flight} microbatches per stage, planned {in_flight}" in proof
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+)
+def test_flushes_of_stash_with_replicas_in_any_place_are_proved(
+    replicas: list[int], lengths: list[int]
+) -> None:
+    """A group that a flush leaves incomplete goes on after it."""
+    plan = make_plan("stash", len(replicas), 1, replicas=tuple(replicas))
+    stream, programs = make_stream(plan), []
+    for length in lengths:
+        for _ in range(length):
+            program, stream = stream.step(1)
+            programs.append(program)
+        program, stream = stream.flush()
+        programs.append(program)
+    check_programs(plan, programs)
+    updates = [one for p in programs for c in p.columns for one in c if one.action is Action.STEP]
+    due = [sum(lengths) // count for count in replicas]
+    assert [sum(one.stage == s for one in updates) for s in range(len(replicas))] == [
+        count * times for count, times in zip(replicas, due, strict=True)
+    ]
+
+
+def test_a_replica_takes_its_own_turns_and_updates_whole_groups() -> None:
+    plan = make_plan("stash", 1, 1, replicas=(2,))
+    programs = programs_of(plan, (1, 1, 1, 1))
+    first, second = programs[0].columns
+    with pytest.raises(ScheduleError, match="they take turns"):
+        check_programs(plan, [replace(programs[0], columns=(second, first))])
+    flush = programs[-1]
+    column = flush.columns[1]
+    step = next(n for n, one in enumerate(column) if one.action is Action.STEP)
+    early = column[step]._replace(minibatch=column[step].minibatch - 1)
+    changed = mutated(flush, 1, [*column[:step], early, *column[step + 1 :]])
+    with pytest.raises(ScheduleError, match="the next update is that of minibatch 3"):
+        check_programs(plan, [*programs[:-1], changed])
 
 
 RICH: dict[str, dict[str, Any]] = {

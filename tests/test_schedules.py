@@ -14,6 +14,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import (
+    Stream,
     evaluation,
     gpipe,
     interleaved,
@@ -54,18 +55,21 @@ def picture(plan: Plan) -> list[str]:
 def drawn(
     timeline: Sequence[TimelineEvent], num_stages: int, number: Callable[[TimelineEvent], int]
 ) -> list[str]:
+    """Lines of stages, or of ranks where there are more of these."""
     end = round(max(event.end_seconds for event in timeline))
-    lines = [[".."] * end for _ in range(num_stages)]
+    ranks = {event.rank for event in timeline}
+    lines = [[".."] * end for _ in range(max(num_stages, len(ranks)))]
     for event in timeline:
         if event.action in (Action.FORWARD, *BACKWARDS):
+            line = lines[event.stage if len(ranks) <= num_stages else event.rank]
             for second in range(round(event.start_seconds), round(event.end_seconds)):
-                lines[event.stage][second] = f"{event.action.value}{number(event)}"
+                line[second] = f"{event.action.value}{number(event)}"
     return [" ".join(line).strip(". ") for line in lines]
 
 
-def drawn_in(module: object) -> list[str]:
-    lines = str(module.__doc__).splitlines()
-    return [line.split(maxsplit=2)[2].strip() for line in lines if line.startswith("    stage ")]
+def drawn_in(module: object, line_of: str = "stage") -> list[str]:
+    found = [x for x in str(module.__doc__).splitlines() if x.startswith(f"    {line_of} ")]
+    return [line.split(maxsplit=2)[2].strip(". ") for line in found]
 
 
 def test_gpipe_is_its_picture() -> None:
@@ -124,6 +128,13 @@ def test_a_schedule_that_updates_each_is_its_picture(module: object, num_stages:
     assert lines == drawn_in(module)
 
 
+def test_stash_with_replicas_is_its_picture() -> None:
+    """Six minibatches and the flush: three groups of two on the first stage."""
+    plan = make_plan("stash", 2, 1, replicas=(2, 1), seconds=[(2.0, 4.0), (1.0, 2.0)])
+    lines = drawn(drained(plan, 6), 2, lambda event: event.minibatch)
+    assert lines == drawn_in(stash, "rank")
+
+
 def test_warm_up_without_replicas() -> None:
     assert warmup("1f1b", 4, 8) == (3, 2, 1, 0)
     assert warmup("1f1b", 4, 8, extra=1) == (6, 4, 2, 0)
@@ -146,6 +157,24 @@ def test_warm_up_with_replicas() -> None:
     assert warmup("2bw", 3, 8, (1, 4, 1)) == (8, 1, 0)
     assert warmup("1f1b", 3, 12, (3, 2, 1)) == (2, 1, 0)
     assert warmup("gpipe", 2, 5, (2, 1)) == (2, 4)
+    assert warmup("stash", 2, 1, (2, 1)) == warmup("stash", 2, 1, (3, 1)) == (1, 0)
+    assert warmup("stash", 3, 1, (1, 2, 1)) == (5, 1, 0)
+    assert warmup("stash", 2, 1, (1, 3), extra=1) == (8, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_stash_with_replicas_keeps_balanced_stages_busy(replicas: list[int]) -> None:
+    """With at least PipeDream's depth, and no less than its own: one microbatch a second is lost
+    nowhere once the pipeline is full."""
+    counts, ranks = tuple(replicas), sum(replicas)
+    seconds = [(float(count), 2.0 * count) for count in counts]
+    plan = make_plan("stash", len(counts), 1, replicas=counts, seconds=seconds)
+    for s, depth in enumerate(plan.training.warmup):
+        assert depth >= (ranks - 1 - sum(counts[:s])) // counts[s]
+    forecast = simulate(plan).forecast
+    assert forecast.step_seconds == pytest.approx(3.0)
+    assert forecast.bubble == pytest.approx(0.0, abs=1e-9)
 
 
 @settings(max_examples=80, deadline=None)
@@ -214,8 +243,9 @@ def test_steady_state_is_one_object(name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.data())
 def test_a_flush_leads_back_to_the_beginning(plan: Plan, data: st.DataObject) -> None:
-    start = stream = make_stream(plan)
-    for _ in range(data.draw(st.integers(0, 4))):
+    stream, calls = make_stream(plan), data.draw(st.integers(0, 4))
+    start = Stream.begin(stream.spec, calls)  # the same as that of 0, but for whose turn it is
+    for _ in range(calls):
         _, stream = stream.step(data.draw(st.integers(1, plan.training.num_microbatches)))
     program, stream = stream.flush()
     assert stream == start
@@ -247,7 +277,7 @@ def test_unusable_plans_are_refused() -> None:
         (("vsync", 2, 2), "2 microbatches under 'vsync'", "one microbatch"),
         (("stash", 2, 1, {"clip": 1.0}), "unlike age", "use schedule '2bw' or 'vsync'"),
         (("stash", 2, 1, {"tied": tied}), r"'w' is on stages \[0, 1\]", "Together"),
-        (("vsync", 2, 1, {"replicas": (1, 2)}), "2 replicas under 'vsync'", "one replica"),
+        (("vsync", 2, 1, {"replicas": (1, 2)}), "2 replicas under 'vsync'", "stash"),
     ):
         name, stages, count, *more = options
         with pytest.raises(ScheduleError, match=message) as caught:
@@ -316,6 +346,7 @@ GOLDEN_PLANS = {
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),
+    "stash_replicas": make_plan("stash", 2, 1, replicas=(2, 1)),
     "vsync": make_plan("vsync", 3, 1, clip=1.0, tied=(TiedParameter("w", (0, 2), 1),)),
 }
 
@@ -328,7 +359,11 @@ def test_golden_programs(name: str) -> None:
     stream = make_stream(plan)
     for _ in range(2 * spec_of(plan).reach - 1):
         program, stream = stream.step(plan.training.num_microbatches)
-    texts = [str(program), str(stream.flush()[0])]
+    texts = [str(program)]
+    for _ in range(spec_of(plan).period - 1):  # the others' turns
+        program, stream = stream.step(plan.training.num_microbatches)
+        texts.append(str(program))
+    texts.append(str(stream.flush()[0]))
     text = "\n".join("\n".join(map(str.rstrip, one.splitlines())) for one in texts) + "\n"
     assert (GOLDEN / f"schedule_{name}.txt").read_text() == text
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,7 +57,9 @@ def check(
 
     Full minibatches are walked until the stream and the token state both repeat; from there on
     every further one repeats by induction.  Then, from the repeating state: the flush, and a
-    short minibatch followed by full ones until the same state is back.
+    short minibatch followed by full ones until the same state is back.  Where replicas take whole
+    minibatches in turn, what repeats is several calls: the flush is proved after each of them, and
+    what begins after such a flush.
 
     Args:
         counts: microbatches of short minibatches; None: 1 and the deepest warm-up.
@@ -75,24 +78,28 @@ def _check(spec: PipelineSpec, shorts: tuple[int, ...], channels: ChannelModel) 
     begin = time.perf_counter()
     full = spec.num_microbatches
     walk, stream = Walk(spec, channels), Stream.begin(spec)
-    fresh = walk.state()
     stream, calls = _repeat(walk, stream, full)
-    steady = walk.state()
-    walks = [walk, _flushed(walk, stream, fresh)]
+    walks, steady = [walk], dict[int, tuple[object, ...]]()  # by phase
+    for _ in range(spec.period):
+        steady[stream.phase] = walk.state()
+        walks.append(_flushed(walk, stream))
+        if spec.period > 1:
+            program, stream = stream.step(full)
+            walk.run(program)
     for short in shorts:
         other = walk.copy()
         program, after = stream.step(short)
         other.run(program)
-        walks.append(_flushed(other, after, fresh))
-        if after != stream:
-            after, _ = _repeat(other, after, full)
-        if other.state() != steady:
-            raise ScheduleError(f"after {short} microbatches the stream settles in another state")
-        walks.append(other)
+        walks.append(_flushed(other, after))
+        walks.append(_settled(other, after, after != stream, steady, f"{short} microbatches"))
+    for phase in range(1, spec.period):
+        other, after = Walk(spec, channels, minibatches=phase), Stream.begin(spec, phase)
+        walks.append(_settled(other, after, True, steady, f"a flush of {phase} calls"))
     sequences = [f"{full}, {full}, …"] + [f"{full}, {short}, {full}, …" for short in shorts]
+    every = f" every {spec.period} calls" if spec.period > 1 else ""
     induction = (
-        f"any number of calls: programs and token state repeat from call {calls}; proved with "
-        f"{' and '.join(sequences)} microbatches and a flush after each"
+        f"any number of calls: programs and token state repeat{every} from call {calls}; proved "
+        f"with {' and '.join(sequences)} microbatches and a flush after each"
     )
     return _proof(walks, induction, begin)
 
@@ -125,26 +132,41 @@ def check_programs(
 
 def _repeat(walk: Walk, stream: Stream, count: int) -> tuple[Stream, int]:
     """Walk equal calls until stream and tokens repeat; the stream and the call from which."""
-    calls, before = 0, None
-    most = MAX_CALLS + 2 * max(stream.spec.warmup)
+    spec, calls = stream.spec, 0
+    most = MAX_CALLS + 2 * spec.period * spec.reach
+    before: deque[tuple[Stream, object]] = deque(maxlen=spec.period)  # the last calls left this
     while calls < most:
         program, after = stream.step(count)
         walk.run(program)
-        state = walk.state()
-        if after == stream and state == before:
-            return stream, calls
-        if after == stream and not stream.spec.kind.stream:
+        if after == stream and not spec.kind.stream:
             return stream, calls  # complete in itself: the state before was the fresh one
-        stream, before, calls = after, state, calls + 1
+        state = (after, walk.state())
+        if len(before) == spec.period and before[0] == state:
+            return after, calls + 1 - spec.period
+        before.append(state)
+        stream, calls = after, calls + 1
     raise ScheduleError(f"the programs do not repeat within {most} calls of {count}")
 
 
-def _flushed(walk: Walk, stream: Stream, fresh: tuple[object, ...]) -> Walk:
-    """Prove the flush from here, and that everything is then as at the beginning."""
-    other = walk.copy()
+def _settled(
+    walk: Walk, stream: Stream, goes_on: bool, steady: Mapping[int, object], what: str
+) -> Walk:
+    """Prove that calls from here lead to the repeating state (`goes_on` False: it is here)."""
+    if goes_on:
+        stream, _ = _repeat(walk, stream, stream.spec.num_microbatches)
+    if walk.state() != steady[stream.phase]:
+        raise ScheduleError(f"after {what} the stream settles in another state")
+    return walk
+
+
+def _flushed(walk: Walk, stream: Stream) -> Walk:
+    """Prove the flush from here, and that everything is then as at the beginning, but for what
+    waits for the rest of its group."""
+    other, spec = walk.copy(), stream.spec
     program, after = stream.flush()
     other.run(program)
-    if other.state() != fresh or after != Stream.begin(stream.spec):
+    fresh = Walk(spec, walk.exchange.model, minibatches=walk.base)
+    if other.state() != fresh.state() or after != Stream.begin(spec, walk.base):
         raise ScheduleError("the flush program leaves something behind", where=program.name)
     return other
 
@@ -165,6 +187,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     forward_only = walks[0].forward_only
     lags = [spec.lag(stage) for stage in range(num_stages)]
     versions = [spec.versions(stage) for stage in range(num_stages)]
+    groups = [spec.group(stage) for stage in range(num_stages)]
     directions = "forward" if forward_only else "forward and backward"
     statements = [
         f"pairing: {transfers:,} transfers on {len(channels)} channels, each receive has its "
@@ -175,7 +198,8 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     ]
     if not forward_only:
         statements += [
-            f"weights: {directions} of minibatch t on {_weights(lags)}, {_listed(versions)} live "
+            f"weights: {directions} of minibatch t on {_weights(lags, groups)}, "
+            f"{_listed(versions)} live "
             f"version{'s' if max(versions) > 1 else ''}, "
             f"none overwritten while named; {minibatches} minibatches, updates in order",
             f"in flight: at most {_by_stage(peaks)} microbatches per stage, "
@@ -194,8 +218,9 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
     )
 
 
-def _weights(lags: list[int]) -> str:
-    return f"W_max(t-{_listed(lags)},0)" if any(lags) else "W_t"
+def _weights(lags: list[int], groups: list[int]) -> str:
+    update = f"t//{_listed(groups)}" if max(groups) > 1 else "t"
+    return f"W_max({update}-{_listed(lags)},0)" if any(lags) else f"W_{update}"
 
 
 def _listed(counts: list[int]) -> str:

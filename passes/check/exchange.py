@@ -81,15 +81,21 @@ class Misfit(Exception):
 class Exchange:
     """The state of all channels between calls; `run` executes one program."""
 
-    def __init__(self, spec: PipelineSpec, channels: ChannelModel):
+    def __init__(self, spec: PipelineSpec, channels: ChannelModel, minibatches: int = 0):
+        """`minibatches` are over, and nothing is in flight."""
         self.spec = spec
         self.model = channels
         self.channels: dict[tuple[Kind, int, int, int, int], ChannelTokens] = {}
         everybody = tuple(rank for rank, _ in spec.holders)
-        self.groups = {(Kind.NORMS, -1): Group(everybody)}
+        done = dict.fromkeys(everybody, minibatches * spec.clipping)
+        self.groups = {(Kind.NORMS, -1): Group(everybody, done, dict(done))}
         for stage, ranks in enumerate(spec.ranks):
             if len(ranks) > 1:
-                self.groups |= {(kind, stage): Group(ranks) for kind in OF_STAGE}
+                done = dict.fromkeys(ranks, minibatches // spec.group(stage))
+                self.groups |= {
+                    (Kind.REDUCE, stage): Group(ranks, done, dict(done)),
+                    (Kind.BUFFERS, stage): Group(ranks),
+                }
         self.stage_of = {rank: stages[0] for rank, stages in spec.holders}
         self.pairs: dict[tuple[int, int], deque[tuple[object, ...]]] = {}
         self.told: Counter[Told] = Counter()  # this program's part in broadcasts
@@ -227,6 +233,10 @@ class Exchange:
             found = self.channels[key] = ChannelTokens(sender, receiver)
         return found
 
+    def _every(self, stage: int) -> int:
+        """Minibatches for which there is one collective of a stage (−1: of all ranks)."""
+        return self.spec.group(stage) if stage >= 0 else 1
+
     def _group(self, one: Instruction) -> Group:
         kind = one.action.kind
         return self.groups[kind, one.stage if kind in OF_STAGE else -1]
@@ -296,7 +306,7 @@ class Exchange:
             if any(relative):
                 channels.append((key, relative))
         groups = tuple(
-            (key, tuple(one.posted.get(m, 0) - base for m in one.members))
+            (key, tuple(one.posted.get(m, 0) * self._every(key[1]) - base for m in one.members))
             for key, one in sorted(self.groups.items())
             if key[0] is Kind.REDUCE or (key[0] is Kind.NORMS and self.spec.clipping)
         )

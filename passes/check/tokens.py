@@ -24,6 +24,7 @@ class Tokens(Transfers):
     ):
         super().__init__(spec, stage, replica, forward_only=forward_only)
         self.forward_only = forward_only
+        self.rank = spec.ranks[stage][replica]
         self.lag = 0 if forward_only else spec.lag(stage)
         self.versions = spec.versions(stage)
         replicated = len(spec.ranks[stage]) > 1
@@ -54,6 +55,18 @@ class Tokens(Transfers):
             Action.WAIT_BUFFERS: self.between_calls,
         }
 
+    def begin(self, minibatches: int) -> None:
+        """So many minibatches are over and nothing is in flight: where an update is of several,
+        those that wait for the rest of their group have all been backward."""
+        self.steps = minibatches // self.group
+        self.posted = dict.fromkeys(self.posted, self.steps)
+        self.waited = dict.fromkeys(self.waited, self.steps)
+        self.received = dict.fromkeys(self.received, self.steps)
+        for minibatch in range(self.steps * self.group, minibatches):
+            if self.spec.rank(self.stage, 0, minibatch) == self.rank:
+                for done in (self.forwards, self.begun, self.backwards):
+                    done[minibatch] = [0]
+
     def do(self, one: Instruction, base: int) -> None:
         rule = self.rules.get(one.action)
         if rule is None:
@@ -70,6 +83,8 @@ class Tokens(Transfers):
             raise Violation("a forward belongs to the call of its minibatch")
         if done and microbatch <= done[-1]:
             raise Violation(f"forward after that of microbatch {done[-1]}: not ascending")
+        if self.group > 1 and self.spec.rank(self.stage, microbatch, minibatch) != self.rank:
+            raise Violation("a forward of what another replica takes: they take turns")
         self.arrived(self.values_in, label)
         done.append(microbatch)
         self.done.append(microbatch)
@@ -89,7 +104,7 @@ class Tokens(Transfers):
         self._compute(one, label)
         if label not in self.in_flight:
             raise Violation("a backward without its forward before it")
-        if self.collectives and self.posted[self.collectives[0]] > minibatch:
+        if self.collectives and self.posted[self.collectives[0]] > minibatch // self.group:
             raise Violation("a backward after the gradients were given to the collective")
         if one.action in TO_INPUTS:
             self.arrived(self.gradients_in, label)
@@ -122,9 +137,9 @@ class Tokens(Transfers):
             raise Violation(f"weights of lag {one.lag}, the schedule's is {self.lag}")
         if self.forward_only:
             return
-        if minibatch < self.steps:
+        if self.updated(minibatch):
             raise Violation(f"the update of minibatch {minibatch} has already run")
-        version = max(minibatch - self.lag, 0)
+        version = self.spec.version(self.stage, minibatch)
         if not self.steps - self.versions < version <= self.steps:
             oldest = max(0, self.steps + 1 - self.versions)
             raise Violation(
@@ -146,16 +161,16 @@ class Tokens(Transfers):
     # -- update ----------------------------------------------------------------------------
 
     def step(self, one: Instruction, label: Label) -> None:
-        minibatch, oldest = label[0], self.steps + 2 - self.versions
-        if self.forward_only or one.microbatch >= 0 or minibatch != self.steps:
-            raise Violation(f"the next update is that of minibatch {self.steps}")
-        if self.backwards.get(minibatch, []) != self.forwards.get(minibatch, []):
+        oldest, group = self.steps + 2 - self.versions, self._group_of(self.steps)
+        if self.forward_only or label != (group[-1], -1):
+            raise Violation(f"the next update is that of minibatch {group[-1]}")
+        if not self._complete(group):
             raise Violation("an update before the minibatch's last backward")
         for kind in self.collectives:
-            if self.waited[kind] <= minibatch:
+            if self.waited[kind] <= self.steps:
                 raise Violation(f"an update before WAIT_{kind.name} of its minibatch")
         for t, i in self.in_flight:
-            if max(t - self.lag, 0) < oldest:
+            if self.spec.version(self.stage, t) < oldest:
                 raise Violation(f"overwrites weights that microbatch {i} of minibatch {t} names")
         for outlet in self.weights_out:
             if any(t + 1 < oldest for labels in outlet.outstanding.values() for t, _ in labels):
@@ -166,10 +181,22 @@ class Tokens(Transfers):
         if any(received < self.steps for received in self.received.values()):
             raise Violation("an update before the tied weights of the one before arrived")
         self.steps += 1
-        self.forwards.pop(minibatch, None)
-        self.begun.pop(minibatch, None)
-        self.backwards.pop(minibatch, None)
-        self.made(self.weights_out, (minibatch, -1))
+        for minibatch in group:
+            for done in (self.forwards, self.begun, self.backwards):
+                done.pop(minibatch, None)
+        self.made(self.weights_out, label)
+
+    def _group_of(self, update: int) -> range:
+        """The minibatches that an update takes, whose last one names it."""
+        return range(update * self.group, (update + 1) * self.group)
+
+    def _complete(self, minibatches: range) -> bool:
+        """Have those that this replica takes gone backward?  Where an update is of several
+        minibatches it takes one, which must have come."""
+        came = self.group == 1 or any(t in self.forwards for t in minibatches)
+        return came and all(
+            self.backwards.get(t, []) == self.forwards.get(t, []) for t in minibatches
+        )
 
     def _collective(self, one: Instruction) -> Kind:
         if one.action.kind not in self.collectives:
@@ -178,18 +205,20 @@ class Tokens(Transfers):
 
     def post(self, one: Instruction, label: Label) -> None:
         kind = self._collective(one)
-        if label != (self.posted[kind], -1):
-            raise Violation(f"the next to be posted is minibatch {self.posted[kind]}")
-        if self.backwards.get(label[0], []) != self.forwards.get(label[0], []):
+        group = self._group_of(self.posted[kind])
+        if label != (group[-1], -1):
+            raise Violation(f"the next to be posted is minibatch {group[-1]}")
+        if not self._complete(group):
             raise Violation("posted before the minibatch's last backward")
         before = self.collectives[: self.collectives.index(kind)]
-        if any(self.waited[other] <= label[0] for other in before):
+        if any(self.waited[other] <= self.posted[kind] for other in before):
             raise Violation("posted before the replicas' gradients were reduced")
         self.posted[kind] += 1
 
     def wait(self, one: Instruction, label: Label) -> None:
         kind = self._collective(one)
-        if label != (self.waited[kind], -1) or self.waited[kind] >= self.posted[kind]:
+        named = (self._group_of(self.waited[kind])[-1], -1)
+        if label != named or self.waited[kind] >= self.posted[kind]:
             raise Violation("waits for what was not posted")
         self.waited[kind] += 1
 
@@ -221,8 +250,9 @@ class Tokens(Transfers):
         """The program brings tied copies up to date outside of updates."""
         self.made(self.weights_out, (self.steps - 1, -1))
 
-    def end_call(self, *, drained: bool, updates: bool) -> None:
-        """At the end of a program: nothing forgotten; `drained`: nothing left either."""
+    def end_call(self, base: int, *, drained: bool, updates: bool) -> None:
+        """At the end of a program, `base` minibatches from the beginning: nothing forgotten;
+        `drained`: nothing left either, but for what waits for the rest of its group."""
         sends_loss = self.stage == len(self.spec.ranks) - 1
         due = sends_loss and (self.loss_after > 0 or not self.forward_only)
         if due and self.loss_after != len(self.done):
@@ -235,9 +265,12 @@ class Tokens(Transfers):
             return
         if self.in_flight:
             raise Violation(f"{len(self.in_flight)} microbatches without a backward")
-        if self.forwards and updates:
-            raise Violation(f"no update of minibatch {min(self.forwards)}")
-        if self.backwards and self.waited.get(Kind.REDUCE, 1) < 1:
+        left = [t for t in self.forwards if self.spec.closing(self.stage, t) < base]
+        if left and updates:
+            raise Violation(f"no update of minibatch {min(left)}")
+        if self.steps != base // self.group:
+            raise Violation("an update too many, or too few")
+        if self.backwards and self.group == 1 and self.waited.get(Kind.REDUCE, 1) < 1:
             raise Violation("the replicas' gradients were not reduced")
         if self.outstanding:
             raise Violation("transfers are still in flight")
@@ -254,6 +287,6 @@ class Tokens(Transfers):
             tuple((t - base, tuple(one)) for t, one in sorted(self.begun.items())),
             tuple((t - base, tuple(one)) for t, one in sorted(self.backwards.items())),
             self.links(base),
-            self.steps - base,
-            tuple(n - base for n in (*self.posted.values(), *self.waited.values())),
+            self.steps * self.group - base,
+            tuple(n * self.group - base for n in (*self.posted.values(), *self.waited.values())),
         )

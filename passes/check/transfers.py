@@ -43,6 +43,7 @@ class Transfers:
         self, spec: PipelineSpec, stage: int, replica: int = 0, *, forward_only: bool = False
     ):
         self.spec, self.stage = spec, stage
+        self.group = spec.group(stage)
         self.steps = 0  # updates so far
         self.in_flight: dict[Label, None] = {}
         self.forwards: dict[int, list[int]] = {}  # microbatches per minibatch not yet updated
@@ -93,6 +94,10 @@ class Transfers:
             )
         }
 
+    def updated(self, minibatch: int) -> bool:
+        """Has the update run that takes a minibatch?"""
+        return minibatch // self.group < self.steps
+
     def _inlet(self, one: Instruction, label: Label) -> Inlet:
         kind = one.action.kind
         inlet = self.inlets.get((kind, one.edge))
@@ -113,7 +118,7 @@ class Transfers:
             raise Violation(f"posted into a live slot: all {inlet.pool} slots are in use")
         if one.action is Action.POST_RECV:
             done = self.forwards.get(label[0])
-            if label[0] < self.steps or (done and label[1] <= done[-1]):
+            if self.updated(label[0]) or (done and label[1] <= done[-1]):
                 raise Violation("posted for a microbatch that is already done")
         elif one.action is Action.POST_RECV_WEIGHT:
             if label[0] + 1 != self.steps:

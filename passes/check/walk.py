@@ -29,7 +29,9 @@ class Walk:
         channels: ChannelModel = "per_direction",
         *,
         forward_only: bool = False,
+        minibatches: int = 0,
     ):
+        """After so many minibatches, with nothing in flight."""
         self.spec = spec
         self.forward_only = forward_only
         self.tokens = {
@@ -39,8 +41,10 @@ class Walk:
             }
             for rank, stages in spec.holders
         }
-        self.exchange = Exchange(spec, channels)
-        self.base = 0  # calls of step so far
+        for _, tokens in self.each():
+            tokens.begin(minibatches)
+        self.exchange = Exchange(spec, channels, minibatches)
+        self.base = minibatches  # calls of step so far
         self.num_programs = 0
         self.num_instructions = 0
         self.num_microbatches = 0
@@ -71,7 +75,7 @@ class Walk:
             self.exchange.run(program, self.base)
             count = self._coverage(program) if kind in (STEP, GRADIENTS, EVALUATION) else 0
             tells = any(tokens.loss_after for _, tokens in self.each())
-            losses = self.spec.losses(count) if tells else []
+            losses = self.spec.losses(count, self.base) if tells else []
             self.exchange.expect(program, [*broadcasts, *losses])
         except Misfit as error:
             kind_of_error = DeadlockError if error.hangs else ScheduleError
@@ -89,11 +93,10 @@ class Walk:
 
     def _end(self, program: Schedule, kind: str) -> None:
         drained = kind != STEP or not self.spec.kind.stream
+        base, updates = self.base + (kind == STEP), kind in (STEP, FLUSH)
         for rank, tokens in self.each():
             try:
-                tokens.end_call(drained=drained, updates=kind in (STEP, FLUSH))
-                if drained and tokens.steps != self.base + (kind == STEP):
-                    raise Violation("an update too many, or too few")
+                tokens.end_call(base, drained=drained, updates=updates)
             except Violation as error:
                 message = f"at the end of the program: {error}"
                 raise self._error(program, rank, len(program.columns[rank]) - 1, message) from None

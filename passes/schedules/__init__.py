@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
+from math import gcd
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
@@ -30,7 +31,9 @@ def warmup(
     replicas w_s = ⌈(w_{s+1} + 1)·r_{s+1} / r_s⌉ from w_{N−1} = 0, because strict alternation on
     many replicas needs more in flight than a round trip takes (PipeDream's 1F1B-RR depth,
     ⌊(R − 1 − Σ_{i<s} r_i)/r_s⌋, leaves [1, 4, 1] at 7.5 seconds a microbatch instead of 3).
-    Transfers need more.
+    Where replicas take whole minibatches in turn, those of a stage go on together, after the
+    update that all of them wait for: between stages of unlike counts that takes
+    r_s + r_{s+1} − 2 gcd(r_s, r_{s+1}) microbatches more.  Transfers need more.
 
     Args:
         replicas: r_s, one each when empty.
@@ -67,7 +70,9 @@ def warmup(
     depths = [0] * num_stages
     apart = 1 if isinstance(extra, tuple) else 1 + extra
     for stage in range(num_stages - 2, -1, -1):
-        depths[stage] = -(-(depths[stage + 1] + apart) * counts[stage + 1] // counts[stage])
+        here, there = counts[stage], counts[stage + 1]
+        together = here + there - 2 * gcd(here, there) if kind.updates_each else 0
+        depths[stage] = -(-((depths[stage + 1] + apart) * there + together) // here)
     if isinstance(extra, tuple):
         depths = [depth + more for depth, more in zip(depths, extra, strict=True)]
     return _scaled(depths, most) if kind.stream else tuple(map(min, depths, most))

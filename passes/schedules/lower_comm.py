@@ -55,8 +55,10 @@ class Column:
         rank: int,
         states: Mapping[int, StageState],
         upto: Upto = "update",
+        phase: int = 0,
     ):
-        self.spec, self.rank, self.upto = spec, rank, upto
+        """`phase`: the minibatch of the call, as far as it decides whose turn it is."""
+        self.spec, self.rank, self.upto, self.phase = spec, rank, upto, phase
         self.out: list[Instruction] = []
         self.sends: dict[tuple[Kind, int, int, int], deque[Instruction]] = {}
         self.lanes = {stage: StagePart(self, stage, state) for stage, state in states.items()}
@@ -71,7 +73,11 @@ class Column:
 
     def share(self, stage: int, num_microbatches: int) -> range:
         replica = self.spec.ranks[stage].index(self.rank)
-        return self.spec.share(stage, replica, num_microbatches)
+        return self.spec.share(stage, replica, num_microbatches, self.phase)
+
+    def closing(self, stage: int, minibatch: int) -> int:
+        """The minibatch that names the update which takes this one, relative to the call."""
+        return self.spec.closing(stage, self.phase + minibatch) - self.phase
 
     def write(self, tasks: Iterable[Task]) -> None:
         """Write the compute order with its communication, as far as the program goes."""
@@ -149,13 +155,13 @@ class StagePart:
         self._receive(WAIT_RECV[hop.kind], hop, minibatch, microbatch)
 
     def _receive(self, action: Action, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.spec.peer(hop, microbatch)
+        peer = self.spec.peer(hop, microbatch, self.column.phase + minibatch)
         self.column.out.append(
             Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer)
         )
 
     def send(self, hop: Hop, minibatch: int, microbatch: int) -> None:
-        peer = self.spec.peer(hop, microbatch)
+        peer = self.spec.peer(hop, microbatch, self.column.phase + minibatch)
         action, target = SEND[hop.kind], hop.stage if hop.ambiguous else -1
         sent = Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer, 0, target)
         if not hop.local:
@@ -168,10 +174,14 @@ class StagePart:
     # -- compute ---------------------------------------------------------------------------
 
     def begin(self, microbatches: Iterable[int]) -> None:
-        upto = self.column.upto
-        self.unstepped += [0] * (upto == "update")
-        self.unreduced += [0] * (upto != "forward")
+        upto, closes = self.column.upto, self.column.closing(self.stage, 0) == 0
+        self.unstepped += [0] * (closes and upto == "update")
+        self.unreduced += [0] * (closes and upto != "forward")
         self.to_post = deque(microbatches)
+        if self.unreduced and self.spec.group(self.stage) > 1 and not self.to_post:
+            # Its part was backward before the group was complete, if it is not in flight.
+            first = next((t for t, _ in self.waiting), 1)
+            self.post_collective(self.column.closing(self.stage, first) - 1)
         pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)
         for _ in range(pool - len(self.waiting)):
             self.post_value()
@@ -226,7 +236,7 @@ class StagePart:
         if ends:
             self.post_value()
         if ends and is_last:
-            self.post_collective(minibatch)
+            self.post_collective(self.column.closing(self.stage, minibatch))
 
     # -- update ----------------------------------------------------------------------------
 

@@ -34,15 +34,20 @@ Limits = dict[tuple[int, int], int]  # see StageWork
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Where a pipeline stands between two calls: a state for each stage of each holder."""
+    """Where a pipeline stands between two calls: a state for each stage of each holder.
+
+    `phase`: minibatches so far, as far as they decide whose turn it is.
+    """
 
     spec: PipelineSpec
     states: tuple[tuple[StageState, ...], ...]
+    phase: int = 0
 
     @staticmethod
-    def begin(spec: PipelineSpec) -> Stream:
-        """A pipeline in which nothing is in flight."""
-        return Stream(spec, tuple((StageState(),) * len(stages) for _, stages in spec.holders))
+    def begin(spec: PipelineSpec, minibatches: int = 0) -> Stream:
+        """A pipeline in which nothing is in flight, after so many minibatches."""
+        states = tuple((StageState(),) * len(stages) for _, stages in spec.holders)
+        return Stream(spec, states, minibatches % spec.period)
 
     def step(self, num_microbatches: int) -> tuple[Schedule, Stream]:
         """The program of one minibatch, and the stream after it.
@@ -123,15 +128,17 @@ def _step(stream: Stream, num_microbatches: int, upto: Upto) -> tuple[Schedule, 
     for column, states in zip(columns, stream.states, strict=True):
         first = min(column.lanes)
         column.begin(num_microbatches)
+        if spec.kind.updates_each:
+            limits[first] = _due(spec, first, stream.phase, states)
         tasks = _tasks(column, states, limits.get(first, {}), num_microbatches)
         column.write(tasks)
         if not spec.kind.stream:
             column.finish()
-        else:
+        elif not spec.kind.updates_each:
             found = _limits_for_the_next(tasks, limits.get(first, {}), num_microbatches)
             limits.setdefault(first + 1, {}).update(found)
     name = spec.name if upto == "update" else f"{spec.name}+{upto}"
-    program = project(spec, name, columns, spec.losses(num_microbatches))
+    program = project(spec, name, columns, spec.losses(num_microbatches, stream.phase))
     return program, _after(stream, columns, 1)
 
 
@@ -165,14 +172,15 @@ def _evaluation(spec: PipelineSpec, num_microbatches: int, with_loss: bool) -> S
 def _columns(stream: Stream, upto: Upto = "update") -> list[Column]:
     """One for each rank that holds stages, with what earlier calls left."""
     return [
-        Column(stream.spec, rank, dict(zip(stages, states, strict=True)), upto)
+        Column(stream.spec, rank, dict(zip(stages, states, strict=True)), upto, stream.phase)
         for (rank, stages), states in zip(stream.spec.holders, stream.states, strict=True)
     ]
 
 
 def _after(stream: Stream, columns: list[Column], shift: int) -> Stream:
     states = tuple(tuple(lane.state(shift) for lane in column.lanes.values()) for column in columns)
-    return stream if states == stream.states else Stream(stream.spec, states)
+    after = Stream(stream.spec, states, (stream.phase + shift) % stream.spec.period)
+    return stream if after == stream else after
 
 
 def _tasks(
@@ -188,7 +196,7 @@ def _tasks(
                 spec.warmup[stage],
                 state.pending,
                 state.unstepped,
-                spec.lag(stage),
+                column.phase - spec.before(stage, column.phase, spec.lag(stage)),
                 spec.late(stage),
                 spec.gradient_buffers(stage),
                 len(spec.ranks),
@@ -198,6 +206,17 @@ def _tasks(
             )
         )
     return list(spec.kind.order(works))
+
+
+def _due(spec: PipelineSpec, stage: int, phase: int, states: Sequence[StageState]) -> Limits:
+    """Where each minibatch is one microbatch: those whose backward comes before all forwards of
+    the call.
+
+    The first forward of a group needs the updates that its weights are made by, hence the
+    backwards of all replicas; and what one stage needs is needed of all stages after it.
+    """
+    due = max(spec.before(s, phase, spec.warmup[s]) for s in range(stage + 1)) - phase
+    return {one: -1 for state in states for one in state.pending if one[0] < due}
 
 
 def _limits_for_the_next(tasks: Sequence[Task], limits: Limits, num_microbatches: int) -> Limits:

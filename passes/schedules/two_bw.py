@@ -16,7 +16,7 @@ The forward of minibatch t needs the weights that the update of t − 2 makes, h
 backwards.  With at least `warmup` microbatches a minibatch this is so anyway; after a shorter
 one the stage drains as far as necessary.
 
-Other streams are this order with another lag.
+Other streams are this order with another lag, and every minibatch in one piece.
 """
 
 from __future__ import annotations

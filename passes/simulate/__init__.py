@@ -43,7 +43,8 @@ def simulate(
     1 − busy / (ranks · time), where busy counts forward, backward and update.
 
     Args:
-        steps: calls to simulate (1 with a flush, 10 or more for a stream); at least 1.
+        steps: calls to simulate (1 with a flush, 10 or more for a stream); at least 1, and as
+            many more as it takes until it is every replica's turn as often.
         links: what joins two ranks; None reads plan.cluster (empty: infinitely fast).
         step_seconds: one optimizer step of one stage.
         timeline: False for those who want the forecast alone: no event is kept.
@@ -53,13 +54,17 @@ def simulate(
     """
     spec = spec_of(plan)
     stream = spec.kind.stream
-    *programs, flush = _calls(plan, max(1, steps or (STREAM_STEPS * spec.reach if stream else 1)))
+    count = max(1, steps or (STREAM_STEPS * spec.reach if stream else 1))
+    if spec.period > 1:
+        count += -count % (2 * spec.period)
+    *programs, flush = _calls(plan, count)
     clock = Clock(plan, programs, links or links_of(plan), step_seconds, timeline=timeline)
     ends = clock.run()
     half = len(ends) // 2
     # A call of a stream ends with forwards that later calls follow: only differences count.
     seconds = (ends[-1] - ends[half - 1]) / (len(ends) - half) if stream and half else ends[0]
-    forecast = _forecast(plan, programs[-1:], seconds, clock, (*programs, flush))
+    counted = programs[-spec.period :]
+    forecast = _forecast(plan, counted, seconds, clock, (*programs, flush), calls=len(counted))
     return Simulation(forecast, clock.timeline, ends)
 
 
@@ -99,8 +104,13 @@ def _forecast(
     seconds: float,
     clock: Clock,
     walked: Sequence[Schedule],
+    *,
+    calls: int = 1,
 ) -> Forecast:
-    """Busy time and traffic are of the programs that are `counted`, ledgers of all `walked`."""
+    """Busy time and traffic are of the programs that are `counted`, ledgers of all `walked`.
+
+    `seconds` is the time of one of so many `calls` that are counted.
+    """
     busy, sent = 0.0, [0] * clock.spec.num_ranks
     for program in counted:
         for rank, column in enumerate(program.columns):
@@ -113,8 +123,8 @@ def _forecast(
     return Forecast(
         step_seconds=seconds,
         samples_per_second=plan.training.batch_size / seconds if seconds > 0 else math.inf,
-        bubble=max(0.0, 1 - busy / (num_ranks * seconds)) if seconds > 0 else 0.0,
-        sent_bytes=tuple(sent),
+        bubble=max(0.0, 1 - busy / (calls * num_ranks * seconds)) if seconds > 0 else 0.0,
+        sent_bytes=tuple(-(-count // calls) for count in sent),
         ledgers=ledgers(plan, walked),
     )
 

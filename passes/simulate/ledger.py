@@ -71,7 +71,7 @@ class _StageLedger:
     held: dict[int, _StageLedger]
     in_flight: int = 0
     split: int = 0  # of them, between the two parts of their backward
-    buffers: set[int] = field(default_factory=set)  # minibatches that have gradients
+    buffers: set[int] = field(default_factory=set)  # updates to come that have gradients
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
     received: int = 0  # bytes of gradients and new weights that have memory
     slots: dict[_Microbatch, list[int]] = field(default_factory=dict)  # edges that came in
@@ -94,19 +94,22 @@ class _StageLedger:
         older = self.spec.versions(self.index) - 1
         self.weights = stage.parameter_bytes + older * stage.trainable_bytes
         self.state = math.floor(training.optimizer_factor * self.owned)
-        ranks = self.spec.ranks[self.index]
-        of_rank = self.spec.share(self.index, ranks.index(self.rank), self.spec.num_microbatches)
-        self.share = len(of_rank)
-        self.outputs[-1] = self.share  # there was a call before the first of these
+        self.replica = self.spec.ranks[self.index].index(self.rank)
+        self.outputs[-1] = self.share(-1)  # there was a call before the first of these
         self.outgoing = [e for e, one in enumerate(self.plan.edges) if one.source == self.index]
         self._note()
 
     def begin(self, minibatch: int, *, trains: bool) -> None:
         """A call begins: its inputs are copied if the next one's may come before its backward."""
-        if trains and self.spec.kind.stream and self.share:
-            self.inputs[minibatch] = self.share
+        if trains and self.spec.kind.stream and (share := self.share(minibatch)):
+            self.inputs[minibatch] = share
         self.outputs = Counter({t: n for t, n in self.outputs.items() if t >= minibatch - 1})
         self._note()
+
+    def share(self, minibatch: int) -> int:
+        """How many microbatches of a full minibatch come here."""
+        count = self.spec.num_microbatches
+        return len(self.spec.share(self.index, self.replica, count, minibatch))
 
     def execute(self, one: Instruction, base: int) -> None:
         """Account for one instruction, and for what is there only while it runs."""
@@ -119,7 +122,7 @@ class _StageLedger:
             self._backward(action, at)
         elif action is Action.STEP:
             self._note(temporaries=self.stage.step_bytes)
-            self.buffers.discard(at[0])
+            self.buffers.discard(self.spec.closing(self.index, at[0]))
         elif action is Action.FREE:
             self._free(at)
         elif action.phase in _TRANSFER:
@@ -133,7 +136,7 @@ class _StageLedger:
 
     def _backward(self, action: Action, at: _Microbatch) -> None:
         """All of it, or a part: the first takes the gradients, the last ends the microbatch."""
-        self.buffers.add(at[0])
+        self.buffers.add(self.spec.closing(self.index, at[0]))
         workspace, second = self.stage.workspace_bytes, action is Action.BACKWARD_WEIGHT
         if second and self.stage.split_bytes:  # workspace is what comes on top of what is saved
             workspace = max(0, self.stage.saved_bytes + workspace - self.stage.split_bytes)

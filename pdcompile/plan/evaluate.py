@@ -5,8 +5,8 @@ common with the solvers.  Every answer of the planner goes through here before a
 
 Per microbatch, with r_s replicas: a stage computes for (F_s·(1 + recompute) + W_s) / r_s, its
 busiest rank sends and receives for X_s, and its gradients are reduced in
-A_s = 2·(r_s − 1)·(bytes / r_s / B + latency) / m over the slowest level that its ranks span,
-hidden behind compute but on the same links: load_s = max(C_s, X_s + A_s).
+A_s = 2·(r_s − 1)·(bytes / r_s / B + latency) / u over the slowest level that its ranks span, with u
+microbatches an update, hidden behind compute but on the same links: load_s = max(C_s, X_s + A_s).
 """
 
 from __future__ import annotations

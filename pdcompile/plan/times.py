@@ -19,7 +19,7 @@ from pdcompile.plan.makespan import (
     Wire,
     makespan,
 )
-from pdcompile.schedule.registry import DEFAULT
+from pdcompile.schedule.registry import DEFAULT, kind_of
 
 
 class Message(NamedTuple):
@@ -42,7 +42,7 @@ class PipelineTimes:
         messages: in the order in which a stage sends them.
         link: between two ranks.
         half_duplex: whether both directions share the links of a stage.
-        reduced: bytes that the ranks of a stage reduce once a minibatch.
+        reduced: bytes that the ranks of a stage reduce once an update.
         clips: whether an update waits for the norms of all ranks.
         schedule: whose order the ranks follow.
         again: of `backward`, forwards that run again; empty: none.
@@ -126,7 +126,8 @@ class PipelineTimes:
             both = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
             link = max(map(sum if self.half_duplex[s] else max, both))
             compute = (self.forward[s] + self.backward[s]) / len(ranks)
-            found.append(max(compute, link + self.reduction(s) / num_microbatches))
+            every = num_microbatches * kind_of(self.schedule).group(len(ranks))
+            found.append(max(compute, link + self.reduction(s) / every))
         return found
 
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:

@@ -12,7 +12,7 @@ from pdcompile.errors import ClusterError, PlanError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan import embedded
 from pdcompile.plan.embedded import Finding, unusable_numbers
-from pdcompile.schedule.registry import KINDS, one_age_streams, several_a_rank
+from pdcompile.schedule.registry import KINDS, one_age_streams, several_a_rank, with_replicas
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -156,9 +156,11 @@ def _updates(plan: Plan) -> Iterator[Finding]:
         message += "where every microbatch is a minibatch with an update of its own"
         yield "training.num_microbatches", message, "one microbatch, of a smaller minibatch"
     for s, stage in enumerate(plan.stages):
-        if stage.replicas > 1:
-            message = f"{stage.replicas} replicas {under}, which would update in turn"
-            yield f"stages[{s}].replicas", message, "one replica a stage"
+        if stage.replicas > 1 and not kind.takes_replicas:
+            message = f"{stage.replicas} replicas {under}, whose weights are one version on all "
+            message += "stages: stages of unlike counts update at unlike times"
+            remedy = f"one replica a stage, or use a schedule of {with_replicas()}"
+            yield f"stages[{s}].replicas", message, remedy
     if kind.one_age:
         return
     instead = f"use schedule {one_age_streams()}"

@@ -144,7 +144,8 @@ class Instruction(NamedTuple):  # a dataclass takes four times as long to make
     `edge` indexes plan.edges (values) or plan.tied (tied and weight actions), −1 elsewhere.
     `peer` is the rank at the other end of a send or receive, −1 elsewhere.
     `lag`: forward and backward of minibatch t run on weights W_max(t − lag, 0); a forward-only
-    program runs on the newest weights.
+    program runs on the newest weights.  Where one update takes several minibatches
+    (`PipelineSpec.group`), lag and weights count updates, and the last minibatch names the update.
     `target` is the stage that receives, where the peer of a send holds several; −1 elsewhere.
     A send to the own rank hands a value to another stage of it: it costs nothing, and neither
     its receive is posted nor its end waited for.

@@ -89,7 +89,8 @@ class ScheduleKind:
     Args:
         lag: minibatch t runs on the weights W_max(t − lag, 0); its update makes W_{t+1}.  Without
             lag every call drains the pipeline (a flush), with one it never does (a stream).  In
-            words: the warm-up depth of the stage, or of the first one for all stages.
+            words: the warm-up depth of the stage, or of the first one for all stages.  Where one
+            update is of a `group` of minibatches, lag and versions count groups.
         warmup: "all": every microbatch goes forward before the first goes backward;
             "alternate": to a depth that the planner chooses, then one forward, one backward.
         stages_per_rank: how many stages a rank can hold; None: any number.
@@ -134,6 +135,20 @@ class ScheduleKind:
     def updates_each(self) -> bool:
         """Is every microbatch a minibatch with an update of its own?"""
         return isinstance(self.lag, str)
+
+    @property
+    def takes_replicas(self) -> bool:
+        """May a stage have several?  With an update each, stages of unlike counts make unlike
+        versions, and one that is the same on all stages does not exist."""
+        return not (self.updates_each and self.one_age)
+
+    def group(self, replicas: int) -> int:
+        """Minibatches whose gradients one update of a stage averages.
+
+        Where every microbatch is a minibatch the replicas take minibatches in turn, and a stage
+        updates when each of them has had one.
+        """
+        return replicas if self.updates_each else 1
 
     @property
     def by_planner(self) -> bool:
@@ -279,8 +294,9 @@ _ROWS = (
     ),
     ScheduleKind(
         "stash",
-        update="never drains, updates after every microbatch, and takes gradients of weights that "
-        "are as many minibatches old as the stage's warm-up is deep, another age on every stage",
+        update="never drains, updates after every microbatch (a stage with replicas: after one of "
+        "each), and takes gradients of weights that are as many updates old as the stage's "
+        "warm-up is deep, another age on every stage",
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
         module="pdcompile.passes.schedules.stash",
         lag="own warm-up",
@@ -332,6 +348,11 @@ def usual_stages() -> str:
     """How many stages a rank holds where nobody says, for help texts."""
     more = (f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1)
     return ", ".join(["one a device", *more])
+
+
+def with_replicas() -> str:
+    """Schedules under which stages may have replicas, as remedies list them."""
+    return ", ".join(kind.name for kind in KINDS.values() if kind.takes_replicas)
 
 
 def one_age_streams() -> str:

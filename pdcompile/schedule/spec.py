@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
 
 from pdcompile.errors import ScheduleError
@@ -86,24 +87,59 @@ class PipelineSpec:
                 found[rank] = (*found.get(rank, ()), stage)
         return tuple(found.items())
 
-    def rank(self, stage: int, microbatch: int) -> int:
-        """Replicas take microbatches round-robin, the same one forward and backward."""
-        return self.ranks[stage][microbatch % len(self.ranks[stage])]
+    def rank(self, stage: int, microbatch: int, minibatch: int = 0) -> int:
+        """Replicas take microbatches round-robin, the same one forward and backward.
 
-    def share(self, stage: int, replica: int, num_microbatches: int) -> range:
-        return range(replica, num_microbatches, len(self.ranks[stage]))
+        Where every microbatch is a minibatch they go on in turn from one minibatch to the next.
+        """
+        turn = microbatch + minibatch * self.kind.updates_each
+        return self.ranks[stage][turn % len(self.ranks[stage])]
 
-    def losses(self, num_microbatches: int) -> list[Broadcast]:
+    def share(self, stage: int, replica: int, num_microbatches: int, minibatch: int = 0) -> range:
+        """The microbatches of a minibatch that a replica takes."""
+        count = len(self.ranks[stage])
+        first = (replica - minibatch * self.kind.updates_each) % count
+        return range(first, num_microbatches, count)
+
+    def roots(self, num_microbatches: int, minibatch: int = 0) -> tuple[int, ...]:
+        """The ranks of the last stage that have a microbatch."""
+        last, indices = len(self.ranks) - 1, range(num_microbatches)
+        return tuple(dict.fromkeys(self.rank(last, i, minibatch) for i in indices))
+
+    def losses(self, num_microbatches: int, minibatch: int = 0) -> list[Broadcast]:
         """From every rank of the last stage that has a microbatch to all others."""
-        roots = self.ranks[-1][:num_microbatches]
+        roots = self.roots(num_microbatches, minibatch)
         return [Broadcast(Kind.LOSS, -1, -1, root, self.others(root)) for root in roots]
 
     def others(self, rank: int) -> tuple[int, ...]:
         return tuple(one for one in range(self.num_ranks) if one != rank)
 
+    def group(self, stage: int) -> int:
+        """Minibatches whose gradients one update of the stage averages."""
+        return self.kind.group(len(self.ranks[stage]))
+
+    @property
+    def period(self) -> int:
+        """Calls after which whose turn it is repeats on all stages, and programs with it."""
+        return lcm(*map(self.group, range(len(self.ranks))))
+
+    def closing(self, stage: int, minibatch: int) -> int:
+        """The last minibatch of those that one update takes: that update is named by it."""
+        return minibatch + (-1 - minibatch) % self.group(stage)
+
     def lag(self, stage: int) -> int:
-        """How many minibatches old the weights are that the stage runs on."""
+        """How many updates old the weights are that the stage runs on."""
         return self.kind.lag_of(self.warmup[stage], self.warmup[0])
+
+    def version(self, stage: int, minibatch: int) -> int:
+        """The weights that a minibatch runs on, by the updates before them."""
+        return max(minibatch // self.group(stage) - self.lag(stage), 0)
+
+    def before(self, stage: int, minibatch: int, updates: int) -> int:
+        """The minibatches before this one are those whose updates precede the `updates` newest
+        groups, and the one that the minibatch belongs to."""
+        group = self.group(stage)
+        return (minibatch // group - updates) * group
 
     def versions(self, stage: int) -> int:
         """Weight versions that the stage holds."""
@@ -117,7 +153,7 @@ class PipelineSpec:
     @property
     def reach(self) -> int:
         """How many calls back a program may still deal with a minibatch."""
-        return 1 + max(1, *(self.lag(stage) for stage in range(len(self.ranks))))
+        return max(2, *((1 + self.lag(s)) * self.group(s) for s in range(len(self.ranks))))
 
     def late(self, stage: int) -> bool:
         """Does STEP wait for other ranks?  Then a stream places it as late as legal.
@@ -151,9 +187,9 @@ class PipelineSpec:
         """Microbatches of a minibatch that the first replica of a stage takes."""
         return len(self.share(stage, 0, self.num_microbatches))
 
-    def peer(self, hop: Hop, microbatch: int) -> int:
+    def peer(self, hop: Hop, microbatch: int, minibatch: int) -> int:
         """The rank at the other end of a hop."""
-        return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch)
+        return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch, minibatch)
 
     def shares_rank(self, stage: int) -> bool:
         """Does its rank hold other stages?"""

@@ -76,7 +76,7 @@ def plans(
     n = draw(st.integers(1, max_stages))
     m = 1 if kind.updates_each else draw(st.integers(1, max_microbatches))
     replicas: tuple[int, ...] = ()
-    if replicated and not kind.updates_each and draw(st.booleans()):
+    if replicated and kind.takes_replicas and draw(st.booleans()):
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)))
     counts = [k for k in range(1, n + 1) if n % k == 0 and kind.holds(k)]
     shared = several and not replicas and kind.several
@@ -106,7 +106,9 @@ def plans(
 def rich(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Options of `make_plan` as a schedule can have them: None where it cannot."""
     kind = KINDS[name]
-    if ("replicas" in options and kind.updates_each) or ("tied" in options and not kind.one_age):
+    if ("replicas" in options and not kind.takes_replicas) or (
+        "tied" in options and not kind.one_age
+    ):
         return None
     return {**options, "clip": options.get("clip") if kind.one_age else None}
 
@@ -183,6 +185,7 @@ class Meaning:
     def _do(self, rank: int, one: Instruction) -> bool:
         me, minibatch = self.ranks[rank], self.base + one.minibatch
         label = (minibatch, one.microbatch)
+        update = minibatch // self._group(one)
         kind, _, family = one.action.partition("_RECV")
         if one.action is Action.FORWARD:
             arrived = self._inputs(me, rank, label, forward=True)
@@ -195,7 +198,7 @@ class Meaning:
             if value is None:
                 raise Broken("gradients of weights without those of the inputs")
             weights = self._weights(me, minibatch, one)
-            me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), hash((value, weights)))
+            me.gradients[update] = (*me.gradients.get(update, ()), hash((value, weights)))
         elif one.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
             arrived = self._inputs(me, rank, label, forward=False)
             weights = self._weights(me, minibatch, one)
@@ -207,13 +210,13 @@ class Meaning:
             if one.action is Action.BACKWARD_INPUT:
                 me.values["half", label] = value
             else:
-                me.gradients[minibatch] = (*me.gradients.get(minibatch, ()), value)
+                me.gradients[update] = (*me.gradients.get(update, ()), value)
         elif one.action is Action.STEP:
             new = hash(
                 (
                     me.weights[me.steps % self.versions[one.stage]],
                     minibatch,
-                    me.gradients.pop(minibatch, ()),
+                    me.gradients.pop(update, ()),
                     me.contributions.pop(("REDUCE", minibatch), None),
                     me.contributions.pop(("NORMS", minibatch), None),
                 )
@@ -241,9 +244,15 @@ class Meaning:
             return self._send(me, rank, one, label)
         return True
 
+    def _group(self, one: Instruction) -> int:
+        """Minibatches that an update takes: one of every replica, or of a part of each one."""
+        each = KINDS[self.plan.training.schedule].updates_each
+        return len(self.replicas[one.stage]) if each and one.stage >= 0 else 1
+
     def _weights(self, me: _Rank, minibatch: int, one: Instruction) -> Any:
         tied = tuple(sorted((k, v) for k, v in me.values.items() if k[0] == "tied"))
-        version = max(minibatch - one.lag, 0) % self.versions[one.stage]
+        update = minibatch // self._group(one)
+        version = max(update - one.lag, 0) % self.versions[one.stage]
         return me.weights.get(version), str(tied)
 
     def _inputs(self, me: _Rank, rank: int, label: Any, *, forward: bool) -> Any:
@@ -320,7 +329,8 @@ class Meaning:
         given = self.collective.setdefault((name, one.stage * (name == "REDUCE"), minibatch), {})
         me = self.ranks[rank]
         if one.action.startswith("POST"):
-            given[rank] = (me.gradients.get(minibatch), me.contributions.get(("REDUCE", minibatch)))
+            own = me.gradients.get(minibatch // self._group(one))
+            given[rank] = (own, me.contributions.get(("REDUCE", minibatch)))
             return True
         if len(given) < len(members):
             return False

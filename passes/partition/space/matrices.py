@@ -120,14 +120,18 @@ def least_depth(
 
 
 def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> int:
-    """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i."""
+    """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i, and so do
+    both counts of two stages whose replicas go on together."""
     apart = 1 + setting.extra_warmup
     kind = kind_of(setting.schedule)
     cap = kind.most_warmup(setting.num_microbatches, replicas)
     if kind.warmup == "all":
         return cap
-    depth = apart * after if straight else ((1 + apart) * after + replicas - 1) // replicas
-    return min(depth, cap)
+    if straight:
+        return min(apart * after, cap)
+    times = 2 if kind.updates_each else 0
+    most = (1 + apart + times) * after + (1 + times // 2) * (replicas - 1)
+    return min(most // replicas, cap)
 
 
 @dataclass
@@ -201,7 +205,9 @@ class Matrices:
         if r == 1:
             return np.zeros((1, 1))
         once = ring_seconds(seats.ring(p, r), self.segments.byte_tables[0][rows], r)
-        result: Matrix = once / self.setting.num_microbatches
+        result: Matrix = once / (
+            self.setting.num_microbatches * kind_of(self.setting.schedule).group(r)
+        )
         return result
 
     def _transfer(self, seats: Seats, p: int, r: int) -> Matrix:
