@@ -196,15 +196,16 @@ def compile(
             in one process too: step hooks run once a stage, and one that couples parameters of
             different stages (a norm of all gradients inside of step) is refused.
         cluster: "auto", a Cluster, "2x4" (hosts x devices), or the path of a cluster.toml.
-        stages: how many; None: one a device (interleaved: two).  Under "interleaved" and "gpipe"
-            a multiple of the devices too, which then take turns: stage s is on device s mod R of R.
-            In one process without a cluster interleaved has two on a device.
+        stages: how many; None: one a device (interleaved, zb-v: two).  Under "interleaved" and
+            "gpipe" a multiple of the devices too, which then take turns: stage s is on device s
+            mod R of R; under "zb-v" twice as many, out over the devices and back.  In one process
+            without a cluster these have two on a device.
         schedule: "1f1b", "gpipe", "interleaved" (1F1B with several stages on each device, which
-            idle less) and "zb-h1" update as eager gradient accumulation does; "2bw" never drains
-            and uses gradients of weights one minibatch old; "stash" and "vsync" update after every
-            microbatch, with gradients of weights as old as the warm-up is deep; "auto": the
-            planner decides schedule (gpipe, 1f1b, 2bw), microbatches and warm-up, as ``pdcompile
-            plan`` does.
+            idle less), "zb-h1" and "zb-v" (a backward in two parts, to idle less still) update as
+            eager gradient accumulation does; "2bw" never drains and uses gradients of weights one
+            minibatch old; "stash" and "vsync" update after every microbatch, with gradients of
+            weights as old as the warm-up is deep; "auto": the planner decides schedule (gpipe,
+            1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.
         replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data

@@ -1,4 +1,4 @@
-"""Several stages a rank in turn, from compile to training: bit for bit as the reference."""
+"""Several stages a rank, from compile to training: bit for bit as the reference."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pdcompile.errors import ConfigError, LaunchError, NotFoundError, PlanError
 from pdcompile.options import Options
 from pdcompile.options.configuration import chosen_schedule, machines
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import KINDS
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand, states_equal
@@ -59,36 +60,42 @@ def train_alike(pipe: pdcompile.Pipeline, model: torch.nn.Module, **options: Any
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("per_rank", [2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
+)
 @pytest.mark.parametrize("build", [mlp, unet, partial(gpt, tied=True), partial(gpt, dropout=0.2)],
                          ids=["mlp", "unet", "tied", "dropout"])  # fmt: skip
-def test_in_one_process(build: Any, per_rank: int, ranks: int) -> None:
+def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) -> None:
     """Skips, tied weights, dropout, clipping, short minibatches."""
     stages, model = ranks * per_rank, build()
     if stages > 6 and not isinstance(build, partial):
         return  # these have fewer ops than that
     x, y = batch_for(model, 8)
-    positions = tuple(s % ranks for s in range(stages))
-    pipe = by_hand(model, stages, (x,), y, ranks=positions, loss_fn=loss_for(model), **OPTIONS)
-    train_alike(pipe, build())
+    placed = KINDS[schedule].placement(stages, ranks)
+    options = {**OPTIONS, "schedule": schedule}
+    pipe = by_hand(model, stages, (x,), y, ranks=placed, loss_fn=loss_for(model), **options)
+    train_alike(pipe, build(), schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "gpipe"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
 @pytest.mark.parametrize(
     ("build", "stages", "ranks"), [(mlp, 4, 2), (partial(gpt, tied=True), 6, 3), (unet, 6, 2)]
 )
 def test_what_is_planned_runs(build: Any, stages: int, ranks: int, schedule: str) -> None:
     """The plan is read back, refuses what it should, says what it is, and trains."""
+    if not KINDS[schedule].holds(stages // ranks):
+        stages = 2 * ranks
     options = {"schedule": schedule, "stages": stages, "cluster": Cluster.local(ranks)}
+    placed = KINDS[schedule].placement(stages, ranks)
     pipe = compiled(build, **options)
     plan = Plan.from_json(pipe.plan.to_json())
-    assert [stage.ranks for stage in plan.stages] == [(s % ranks,) for s in range(stages)]
+    assert [stage.ranks for stage in plan.stages] == [(rank,) for rank in placed]
     found = plan.certificate
     assert plan.forecast is not None
     assert found.status == "feasible"
     assert 0 < found.bound_seconds <= found.objective_seconds
     assert plan.problem is None
-    assert "-".join(str(s % ranks) for s in range(stages)) in found.scope
+    assert "on ranks " + "-".join(map(str, placed)) in found.scope
     train_alike(pipe, build(), schedule=schedule)
     again = compiled(build, schedule=schedule, plan=plan)
     assert again.plan.stages == plan.stages
@@ -132,12 +139,13 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
         compiled(partial(gpt, tied=True), memory=most // 3, **options)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize("recompute", [True, (True, False, False, True)])
-def test_stages_of_a_rank_recompute(recompute: Any) -> None:
-    pipe = compiled(partial(gpt, dropout=0.2), stages=4, recompute=recompute)
+def test_stages_of_a_rank_recompute(recompute: Any, schedule: str) -> None:
+    pipe = compiled(partial(gpt, dropout=0.2), stages=4, recompute=recompute, schedule=schedule)
     again = recompute if isinstance(recompute, tuple) else (True,) * 4
     assert tuple(stage.recompute for stage in pipe.plan.stages) == again
-    train_alike(pipe, gpt(dropout=0.2))
+    train_alike(pipe, gpt(dropout=0.2), schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +154,10 @@ def test_stages_of_a_rank_recompute(recompute: Any) -> None:
         ({"stages": 3}, None, ConfigError, "a multiple of 2 stages, or cluster=Cluster.local(3)"),
         ({"stages": 3}, 2, LaunchError, "a multiple of 2 stages runs under schedule gpipe or"),
         ({"stages": 3, "cluster": "1x2"}, None, ConfigError, "a multiple of 2 stages runs under"),
+        ({"stages": 6, "schedule": "zb-v"}, 2, LaunchError,
+         "3 stages on each run under schedule gpipe or interleaved"),
+        ({"stages": 6, "schedule": "zb-v", "cluster": "1x2"}, None, ConfigError,
+         "3 stages on each run under schedule gpipe or interleaved"),
         ({"stages": 4, "cluster": "1x2", "schedule": "1f1b"}, None, ConfigError,
          "2 stages on each run under schedule gpipe or interleaved"),
         ({"replicas": 2}, None, ConfigError, "one replica a stage, or schedule='1f1b'"),
@@ -185,7 +197,7 @@ model = models.gpt(tied=True)
 inputs, target = models.batch_for(model, 8)
 options = dict(
     loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=0.05),
-    schedule="interleaved", microbatches=4, max_grad_norm=0.3,
+    schedule=SCHEDULE, microbatches=4, max_grad_norm=0.3,
 )
 eager = pdcompile.reference(deepcopy(model), **options)
 pipe = pdcompile.compile(
@@ -199,14 +211,15 @@ assert float(pipe.eval_step(inputs, target=target).loss) == float(
 )
 full = pipe.full_state_dict()
 assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
-assert pipe.stages == (rank, rank + 2)
+assert pipe.stages == (rank, rank + 2 if SCHEDULE == "interleaved" else 3 - rank)
 pipe.close()
 say("equal")
 """
 )
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    run = processes(TORCHRUN, 2, tmp_path)
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_on_two_ranks(schedule: str, tmp_path: Path) -> None:
+    run = processes(f"SCHEDULE = {schedule!r}\n{TORCHRUN}", 2, tmp_path)
     assert run.code == 0, run
     assert run.output.count("equal") == 2, run

@@ -80,13 +80,14 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
 
 
 def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
-    assert allowed(0) == ("gpipe", "1f1b", "interleaved", "zb-h1", added)
-    assert allowed(1) == ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw", added)
+    assert allowed(0) == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", added)
+    assert allowed(1) == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", added)
     assert allowed("any") == (
         "gpipe",
         "1f1b",
         "interleaved",
         "zb-h1",
+        "zb-v",
         "2bw",
         "stash",
         "vsync",

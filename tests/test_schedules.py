@@ -25,6 +25,7 @@ from pdcompile.passes.schedules import (
     two_bw,
     vsync,
     warmup,
+    zb_v,
     zero_bubble,
 )
 from pdcompile.passes.simulate import TimelineEvent, drained, simulate
@@ -94,6 +95,12 @@ def test_zb_h1_is_its_picture() -> None:
     assert words("zb-h1", 4, 1, 2) == "F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3"
     assert words("zb-h1", 1, 2, 3) == "F0 I0 W0"
     assert picture(make_plan("zb-h1", 4, 7)) == drawn_in(zero_bubble)
+
+
+def test_zb_v_is_its_picture() -> None:
+    plan = make_plan("zb-v", 4, 4, per_rank=2)
+    assert picture(plan) == drawn_in(zb_v)
+    assert plan.training.warmup == (3, 2, 1, 0)
 
 
 def test_2bw_is_its_picture() -> None:
@@ -263,7 +270,7 @@ def test_a_stream_takes_no_more_microbatches_than_planned() -> None:
 
 
 def test_unusable_plans_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, interleaved, zb-h1, 2bw"):
+    with pytest.raises(ScheduleError, match="is not one of gpipe, 1f1b, interleaved, zb-h1, zb-v"):
         make_stream(make_plan("pipedream", 2, 2, depths=(1, 0)))
     with pytest.raises(ScheduleError, match="3 warm-up depths for 2 stages"):
         make_stream(make_plan("1f1b", 2, 2, depths=(1, 0, 0)))
@@ -343,6 +350,7 @@ GOLDEN_PLANS = {
     "interleaved": make_plan("interleaved", 4, 3, per_rank=2),
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
     "zb-h1": make_plan("zb-h1", 3, 5),
+    "zb-v": make_plan("zb-v", 4, 3, per_rank=2),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),

@@ -183,7 +183,7 @@ def _without_replicas(options: Options, there: int | None) -> tuple[int, int]:
     several = kind.several and options.replicas in (1, "1")
     if several and stages is None:
         return (there or 1) * kind.usual, there or 1
-    if several and stages and there and stages % there == 0:
+    if several and stages and there and stages % there == 0 and kind.holds(stages // there):
         return stages, there
     if several and stages and there is None:
         if stages % kind.usual:

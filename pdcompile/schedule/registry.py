@@ -80,6 +80,13 @@ class Placement(NamedTuple):
 
 #: stage s at the place of stage s − R, of R ranks
 IN_TURN = Placement("in turn", lambda stages, ranks: tuple(s % ranks for s in range(stages)))
+#: from the first rank to the last and back, over and over: two stages a rank make a V
+IN_V = Placement(
+    "in a V",
+    lambda stages, ranks: tuple(
+        min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(stages)
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +213,10 @@ class ScheduleKind:
     def depth_held(self, warmup: int, first: int) -> int:
         """How deep a warm-up would hold as much as a stage does, by the first stage's.
 
-        Where backward is split, every stage holds as many microbatches as the first one.
+        Where backward is split, every stage holds as many microbatches as the first one, unless
+        what is held is counted from the order.
         """
-        return max(warmup, first) if self.splits_backward else warmup
+        return max(warmup, first) if self.splits_backward and not self.placed else warmup
 
     def halves(self, backward: float, again: float = 0.0) -> tuple[float, float]:
         """Seconds of a backward up to the gradients of the inputs, and of what is done later.
@@ -283,6 +291,16 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
         module="pdcompile.passes.schedules.zero_bubble",
+        splits_backward=True,
+    ),
+    ScheduleKind(
+        "zb-v",
+        update="updates as eager gradient accumulation does, bit for bit",
+        source="Zero Bubble, ZB-V: Qi et al., 2023 and 2024, arXiv 2401.10241 and 2405.15362",
+        module="pdcompile.passes.schedules.zb_v",
+        stages_per_rank=2,
+        usual=2,
+        placed=IN_V,
         splits_backward=True,
     ),
     ScheduleKind(
