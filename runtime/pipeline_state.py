@@ -180,7 +180,7 @@ class PipelineState(ModuleHints):
         """
         check_max_norm(max_norm)
         with self._call("clip_grad_norm_") as session:
-            session.drain(self._num_minibatches)
+            session.drain(self._num_minibatches, together=False)
             return session.clip(self._num_minibatches, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -57,12 +57,13 @@ class Session(Guarded):
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
         self.buffers_apart = False  # each replica has written its own
+        self._uncompared = False  # nor are its weights known to be those of the others
         self.agreement: Agreement | None = None
         self.wirings = _wirings(compiled, self.stages)
         self._programs = Programs(plan, compiled.eval_edges)
         made = Workers(compiled, model, self.state, self.ranks, world)
         self.workers, self._of_rank, self._first = made.in_order, made.of_rank, made.first
-        self._buffers_part = made.buffers_part
+        self._buffers_part, self._weights_part = made.buffers_part, made.weights_part
         if world is not None:
             transport = self.workers[0].transport
             self.agreement = Agreement(transport, world.size, tuple(compiled.layout.dims))
@@ -130,22 +131,24 @@ class Session(Guarded):
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
         self.in_flight = overlaps
-        self.buffers_apart = self._buffers_part
+        self.buffers_apart, self._uncompared = self._buffers_part, self._weights_part
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
         program = self._programs.evaluation(len(feeds[0].sizes), with_loss)
         self._run(program, minibatch, feeds)
 
-    def drain(self, minibatch: int) -> None:
-        """Finish what is in flight, and bring the buffers of replicas together; `minibatch` is
-        the next one."""
+    def drain(self, minibatch: int, *, together: bool = True) -> None:
+        """Finish what is in flight; `minibatch` is the next one.
+
+        `together`: somebody reads what replicas hold: bring buffers together, compare weights.
+        """
         if self.in_flight:
             self._run(self._programs.flush(), minibatch)
             self.in_flight = False
-        if self.buffers_apart:
+        if together and (self.buffers_apart or self._uncompared):
             self._run(self._programs.buffers(), minibatch)
-            self.buffers_apart = False
+            self.buffers_apart = self._uncompared = False
 
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date while the user has the gradients, and may yet use them."""

@@ -30,7 +30,8 @@ class Workers:
     """What `Session` starts with; `world` is None in one process.
 
     `in_order`: by stage, then by replica; `of_rank`: one of the stages of each rank; `first`: the
-    weights of each stage, of its first replica here; `buffers_part`: replicas write their own.
+    weights of each stage, of its first replica here; `buffers_part`: replicas write their own;
+    `weights_part`: and have memory of their own for weights, which could differ.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Workers:
             len(held) > 1 and compiled.written_buffers(stage)
             for stage, held in enumerate(self._spec.ranks)
         )
+        self.weights_part = world is not None and max(map(len, self._spec.ranks)) > 1
         self.first: dict[int, StageWeights] = {}
         self.of_rank: dict[int, Worker] = {}
         self.in_order: list[Worker] = []

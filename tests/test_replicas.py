@@ -198,6 +198,21 @@ def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
     assert torch.equal(pipe.full_state_dict()["bn1.running_mean"], found["bn1.running_mean"])
 
 
+def test_equal_buffers_of_replicas_stay_as_they_are() -> None:
+    """A third of three equal numbers' sum need not be that number."""
+    number = torch.tensor(13421774 * 2.0**-27)
+    assert (number + number + number) / 3 != number
+    model = convnet()
+    assert model.bn1.running_mean is not None
+    model.bn1.momentum = 0.0
+    model.bn1.running_mean.fill_(float(number))
+    pipe, _ = pair(model, replicas=3, stages=1)
+    x, y = batch_for(model, 8)
+    pipe.step(x, target=y)
+    found = pipe.full_state_dict()["bn1.running_mean"]
+    assert torch.equal(found, torch.full_like(found, float(number)))
+
+
 def test_the_planner_decides() -> None:
     x, y = batch_for(mlp(), 8)
     given = {"loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": Cluster.local(4), **OPTIONS}
@@ -318,7 +333,7 @@ class Noisy(torch.optim.SGD):
             parameter.add_(torch.randn_like(parameter))
 
 torch.manual_seed(rank)
-for schedule, changes in (("1f1b", ("rate", "noise")), ("2bw", ("nothing", "write"))):
+for schedule, changes in (("1f1b", ("rate", "noise", "middle")), ("2bw", ("nothing", "write"))):
     for change in changes:
         model = models.mlp(layers=2)
         x, y = models.batch_for(model, 8)
@@ -328,6 +343,7 @@ for schedule, changes in (("1f1b", ("rate", "noise")), ("2bw", ("nothing", "writ
             microbatches=2, stages=1, replicas=2, schedule=schedule, costs="estimated",
             verify="off",
         )
+        passed = "began"
         try:
             for t in range(6):
                 pipe.step(x, target=y)
@@ -335,13 +351,19 @@ for schedule, changes in (("1f1b", ("rate", "noise")), ("2bw", ("nothing", "writ
                     pipe.flush()
                 if t == 1 and rank == 1 and change == "write":
                     next(pipe.parameters()).data.mul_(0.5)
+                if t == 1 and rank == 1 and change == "middle":
+                    weight = next(pipe.parameters()).data.view(-1)
+                    weight[weight.numel() // 2] += 1.0
                 if t == 1 and rank == 1 and change == "rate":
                     pipe.optimizer.param_groups[0]["lr"] = 0.5
+            passed = "trained"
+            pipe.full_state_dict()
+            passed = "went through"
             pipe.close()
-            say(schedule, change, "went through")
+            say(schedule, change, passed)
         except (ContractError, RankError) as error:
             assert "different values of this parameter" in str(error), error
-            say(schedule, change, "refused")
+            say(schedule, change, passed, "and refused")
         meet(f"{schedule}.{change}")
 """
 )
@@ -353,7 +375,9 @@ def test_replicas_that_part_are_noticed(tmp_path: Path) -> None:
     assert run.code == 0, run
     assert run.output.count("2bw nothing went through") == 2, run
     for refused in ("1f1b rate", "1f1b noise", "2bw write"):
-        assert run.output.count(f"{refused} refused") == 2, run
+        assert run.output.count(f"{refused} began and refused") == 2, run
+    # Not with each minibatch, which would read all weights each time: before anybody reads a state.
+    assert run.output.count("1f1b middle trained and refused") == 2, run
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

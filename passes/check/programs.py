@@ -63,7 +63,7 @@ class Programs:
         return self._prove_once(norms)
 
     def buffers(self) -> Schedule:
-        """Bring together the buffers of replicas."""
+        """Bring together the buffers of replicas, and compare their weights."""
         return self._prove_once(buffers)
 
     def share(self, broadcasts: tuple[Broadcast, ...]) -> Schedule:

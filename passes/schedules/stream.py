@@ -103,7 +103,8 @@ def norms(plan: Plan) -> Schedule:
 
 
 def buffers(plan: Plan) -> Schedule:
-    """The program in which replicas bring together the buffers that training writes."""
+    """The program in which replicas bring together the buffers that training writes, and compare
+    what must be equal."""
     return lower_buffers(spec_of(plan))
 
 

@@ -57,7 +57,7 @@ class Action(StrEnum):
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
     minibatch over the replicas of the stage), POST_BUFFERS / WAIT_BUFFERS (between calls: the
-    buffers that training writes, over the replicas of the stage).
+    buffers that training writes, over the replicas of the stage, which compare weights as well).
     LOSS sums what the microbatches of a minibatch lost on a rank of the last stage; TELL_LOSS
     sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
     Replicas of the last stage send one part each; the loss is the sum.

@@ -2,18 +2,21 @@
 
 Every replica makes the same update of the same sum.  In one process it is made once, by the
 replica that comes to it first, in memory that all of them read: one optimizer, one set of weights.
-Replicas in processes of their own send the digests of their weights along with the gradients: a
-write on one of them, or an optimizer that draws random numbers, would part them in silence.
+Replicas in processes of their own compare digests of their weights: a write on one of them, or an
+optimizer that draws random numbers, would part them in silence.  To read all weights would take
+some percent of a step: with the gradients go digests of the ends of each parameter, and those of
+all values between calls, before anybody reads a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.digest import digest
+from pdcompile.eager.digest import digest, digest_of_ends
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.runtime.stage.weights import Gradients, StageWeights, gradient_hooks
@@ -24,12 +27,26 @@ from pdcompile.schedule import Action
 OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
 
 
+class Digests(NamedTuple):
+    """Digests of tensors that every replica holds, in flight: a row for each replica."""
+
+    names: list[str]
+    rows: Handle
+
+    def unlike(self) -> list[str]:
+        """Those of which replicas hold different values."""
+        every = self.rows.wait()
+        assert every is not None
+        differs = (every != every[:1]).any(0).tolist()
+        return [name for name, one in zip(self.names, differs, strict=True) if one]
+
+
 class Replicas:
     """One replica's part in the collectives of its stage.
 
     Gradients of a minibatch become their sum.  Buffers that training writes are each replica's own
-    until somebody else reads them: then floating ones become their mean, others the first
-    replica's.  `written`: their names.
+    until somebody else reads them: then those that differ become their mean where they are
+    floating, the first replica's otherwise.  `written`: their names.
     """
 
     def __init__(self, sums: Sums, weights: StageWeights, written: Collection[str]) -> None:
@@ -37,7 +54,7 @@ class Replicas:
         self._sums = sums
         self._weights = weights
         self._written = written
-        self._digests: dict[int, Handle] = {}  # by minibatch
+        self._digests: dict[tuple[Action, int], Digests] = {}  # by what waits, and minibatch
         self._gradients = Reduction(
             sums, {fqn: _shape(weights.master(fqn)) for fqn in weights.owned}
         )
@@ -49,10 +66,12 @@ class Replicas:
         if action is Action.POST_REDUCE:
             self._gradients.post(minibatch, self._weights.harvest(minibatch))
             if self._sums.apart:
-                self._digests[minibatch] = self._sums.start(self._present(minibatch))
+                self._digests[Action.WAIT_REDUCE, minibatch] = self._told(
+                    self._replaced(minibatch), digest_of_ends
+                )
         elif action is Action.WAIT_REDUCE:
             if self._sums.apart:
-                self._compare(self._digests.pop(minibatch))
+                self._refuse_unlike(self._digests.pop((action, minibatch)).unlike())
             sums = self._gradients.wait(minibatch)
             gradients = self._weights.harvest(minibatch)
             gradients.clear()
@@ -61,39 +80,44 @@ class Replicas:
                 self._weights.give_back(minibatch)
         elif action is Action.POST_BUFFERS:
             held = self._weights.buffers(self._written)
+            owned = self._weights.owned if self._sums.apart else ()
+            told: dict[str, Tensor] = {fqn: self._weights.master(fqn) for fqn in owned}
+            self._digests[Action.WAIT_BUFFERS, minibatch] = self._told(told | held, digest)
             self._buffers.post(
                 minibatch,
                 {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
             )
         else:
             held = self._weights.buffers(self._written)
+            unlike = self._digests.pop((action, minibatch)).unlike()
+            self._refuse_unlike([fqn for fqn in unlike if fqn not in held])
+            sums = self._buffers.wait(minibatch)
             with torch.no_grad():
-                for fqn, (total, replicas) in self._buffers.wait(minibatch).items():
-                    mean = total / replicas if _has_mean(held[fqn]) else total
-                    held[fqn].copy_(mean)
+                for fqn in unlike:  # a mean of equal numbers can be another one
+                    total, replicas = sums[fqn]
+                    held[fqn].copy_(total / replicas if _has_mean(held[fqn]) else total)
 
-    def _present(self, minibatch: int) -> Tensor:
-        """Digests of the weights that the update of a minibatch replaces, which are the same
-        version on every replica: by replica, of this one alone."""
-        found = torch.zeros(self._sums.size, len(self._weights.owned), dtype=torch.int64)
-        for n, fqn in enumerate(self._weights.owned):
-            found[self._sums.index, n] = digest(self._weights.parameter(minibatch + 1, fqn)) >> 1
-        return found
+    def _replaced(self, minibatch: int) -> dict[str, Tensor]:
+        """Weights that the update of a minibatch replaces: the same version on every replica."""
+        return {fqn: self._weights.parameter(minibatch + 1, fqn) for fqn in self._weights.owned}
 
-    def _compare(self, digests: Handle) -> None:
+    def _told(self, tensors: Mapping[str, Tensor], hashed: Callable[[Tensor], int]) -> Digests:
+        """Send the other replicas digests of what this one holds."""
+        rows = torch.zeros(self._sums.size, len(tensors), dtype=torch.int64)
+        found = [hashed(one) >> 1 for one in tensors.values()]
+        rows[self._sums.index] = torch.tensor(found, dtype=torch.int64)
+        return Digests([*tensors], self._sums.start(rows))
+
+    def _refuse_unlike(self, weights: list[str]) -> None:
         """Raise ContractError where replicas hold different weights."""
-        every = digests.wait()
-        assert every is not None
-        unlike = (every != every[:1]).any(0).tolist()
-        for fqn, differs in zip(self._weights.owned, unlike, strict=True):
-            if differs:
-                raise ContractError(
-                    "the replicas of this stage hold different values of this parameter",
-                    where=fqn,
-                    remedy="what you change between calls, change alike on every rank of the "
-                    "stage: weights, gradients, the optimizer's settings and its state; an "
-                    "optimizer that draws random numbers needs a seed that these ranks share",
-                )
+        for fqn in weights:
+            raise ContractError(
+                "the replicas of this stage hold different values of this parameter",
+                where=fqn,
+                remedy="what you change between calls, change alike on every rank of the "
+                "stage: weights, gradients, the optimizer's settings and its state; an "
+                "optimizer that draws random numbers needs a seed that these ranks share",
+            )
 
     def refuse_hooks(self) -> None:
         """Raise ConfigError for hooks on sums that no replica has."""
@@ -112,7 +136,10 @@ class Replicas:
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
             return self._gradients.ready(minibatch)
-        return action is not Action.WAIT_BUFFERS or self._buffers.ready(minibatch)
+        if action is Action.WAIT_BUFFERS:
+            told = self._digests[action, minibatch].rows
+            return told.ready() and self._buffers.ready(minibatch)
+        return True
 
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""
