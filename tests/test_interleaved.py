@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan.check import times_of
 from pdcompile.schedule import Action, Kind
 from pdcompile.schedule.instruction import TO_WEIGHTS
 from tests.helpers.schedules import chain, make_plan, mutated
@@ -71,9 +73,10 @@ def test_a_microbatch_less_takes_no_longer() -> None:
 
 @st.composite
 def several(draw: st.DrawFn) -> Plan:
-    """Values that skip stages, with gradients or without; tied parameters; any ranks' order."""
+    """Values that skip stages, with gradients or without; tied parameters; replicas; any ranks'
+    order."""
     name, per_rank = draw(st.sampled_from([("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]))
-    ranks = draw(st.integers(1, 4))
+    ranks, replicas = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
     n = ranks * per_rank
     edges = [replace(one, gradient=draw(st.booleans())) for one in chain(n) if draw(st.booleans())]
     for index in range(draw(st.integers(0, 3))):
@@ -83,10 +86,11 @@ def several(draw: st.DrawFn) -> Plan:
     holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=3))))
     plan = make_plan(
         name, n, draw(st.integers(1, 9)), per_rank=per_rank, edges=tuple(edges),
+        replicas=(replicas,) * n,
         tied=(TiedParameter("w", holders, 1),), clip=draw(st.sampled_from([None, 1.0])),
     )  # fmt: skip
-    order = draw(st.permutations(range(ranks)))
-    stages = [replace(stage, ranks=(order[stage.ranks[0]],)) for stage in plan.stages]
+    order = draw(st.permutations(range(ranks * replicas)))
+    stages = [replace(one, ranks=tuple(order[rank] for rank in one.ranks)) for one in plan.stages]
     return replace(plan, stages=tuple(stages))
 
 
@@ -94,6 +98,19 @@ def several(draw: st.DrawFn) -> Plan:
 @given(several())
 def test_whatever_crosses_stages_is_proved(plan: Plan) -> None:
     check(plan, range(1, plan.training.num_microbatches))
+
+
+@settings(max_examples=40, deadline=None)
+@given(several())
+def test_the_fast_clock_is_the_simulators(plan: Plan) -> None:
+    """With transfers, reductions over replicas, norms, and new weights of tied parameters."""
+    cluster = Cluster((Device(),) * plan.num_ranks, (Level("slow", plan.num_ranks, 4.0, 0.1),))
+    stages = tuple(replace(one, trainable_bytes=5 + one.index) for one in plan.stages)
+    plan = replace(plan, stages=stages, cluster=cluster.to_toml())
+    returning = [edge.value for edge in plan.edges if edge.gradient]
+    training = plan.training
+    found = times_of(plan, cluster, returning).makespan(training.warmup, training.num_microbatches)
+    assert found == pytest.approx(simulate(plan, timeline=False).forecast.step_seconds, rel=1e-9)
 
 
 @settings(max_examples=80, deadline=None)

@@ -351,6 +351,7 @@ GOLDEN_PLANS = {
     "1f1b_tied_clipped": make_plan("1f1b", 2, 2, tied=(TiedParameter("w", (0, 1), 1),), clip=1.0),
     "zb-h1": make_plan("zb-h1", 3, 5),
     "zb-v": make_plan("zb-v", 4, 3, per_rank=2),
+    "zb-v_replicas_clipped": make_plan("zb-v", 2, 3, per_rank=2, replicas=(2, 2), clip=1.0),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),

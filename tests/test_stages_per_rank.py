@@ -174,5 +174,10 @@ def test_schedules_say_how_many_stages_a_rank_holds() -> None:
     replicated = make_plan("gpipe", 3, 4, replicas=(1, 2, 1))
     given = zip(replicated.stages, [(0,), (1, 2), (0,)], strict=True)
     stages = [replace(stage, ranks=ranks) for stage, ranks in given]
-    with pytest.raises(ScheduleError, match="other stages have replicas"):
+    with pytest.raises(ScheduleError, match=r"stages have \[1, 2, 1\] replicas") as caught:
         make_stream(replace(replicated, stages=tuple(stages)))
+    assert "as many replicas of every stage" in str(caught.value.remedy)
+    crossed = make_plan("gpipe", 2, 4, replicas=(2, 2))
+    stages = [replace(s, ranks=r) for s, r in zip(crossed.stages, [(0, 1), (1, 0)], strict=True)]
+    with pytest.raises(ScheduleError, match=r"on other ranks besides: \[0, 1\] and \[1, 0\]"):
+        make_stream(replace(crossed, stages=tuple(stages)))

@@ -66,7 +66,8 @@ def warmup(
     if placement:
         if len(placement) != num_stages:
             raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
-        return tuple(count - 1 for count in _held(kind, num_microbatches, placement))
+        share = -(-num_microbatches // counts[0])
+        return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages
     apart = 1 if isinstance(extra, tuple) else 1 + extra
     for stage in range(num_stages - 2, -1, -1):
@@ -79,13 +80,13 @@ def warmup(
 
 
 @lru_cache(maxsize=256)
-def _held(kind: ScheduleKind, num_microbatches: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+def _held(kind: ScheduleKind, share: int, placement: tuple[int, ...]) -> tuple[int, ...]:
     """The most microbatches between forward and backward of each stage, by the ranks' orders."""
-    count, share = len(placement), range(num_microbatches)
+    count = len(placement)
     now, most = [0] * count, [0] * count
     for rank in sorted(set(placement)):
         held = [stage for stage in range(count) if placement[stage] == rank]
-        own = [StageWork(stage, share, num_stages=count) for stage in held]
+        own = [StageWork(stage, range(share), num_stages=count) for stage in held]
         for stage, action, _, _ in kind.order(own):
             now[stage] += (action is Action.FORWARD) - (action in TO_WEIGHTS)
             most[stage] = max(most[stage], now[stage])

@@ -83,12 +83,16 @@ class Column:
         """Write the compute order with its communication, as far as the program goes."""
         listed = [one for one in tasks if self.upto == "update" or one.action is not Action.STEP]
         last = {(s, action, t): n for n, (s, action, t, _) in enumerate(listed)}
+        ends = {(s, t): n for n, (s, action, t, _) in enumerate(listed) if action in TO_WEIGHTS}
         left_over = self._left_over(listed)
         for n, (stage, action, minibatch, microbatch) in enumerate(listed):
             lane, is_last = self.lanes[stage], last[stage, action, minibatch] == n
             if action is Action.FORWARD:
                 lane.forward(minibatch, microbatch, is_last)
             elif action is Action.STEP:
+                for other in self.lanes.values():  # nobody waits for a replica that has nothing
+                    if ends.get((other.stage, minibatch), -1) < n:
+                        other.post_collective(minibatch)
                 lane.step(minibatch)
             else:
                 is_last = is_last and (stage, minibatch) not in left_over
@@ -134,6 +138,7 @@ class StagePart:
         self.hops = hops(self.spec, stage, self.spec.ranks[stage].index(column.rank))
         self.lag = self.spec.lag(stage)
         self.replicated = len(self.spec.ranks[stage]) > 1
+        self.reduced = -self.spec.reach - 1  # the newest minibatch whose sum is known
         self.waiting = deque(state.pending)
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
@@ -243,12 +248,12 @@ class StagePart:
     def step(self, minibatch: int) -> None:
         """Collectives, update, and the new weights of tied parameters."""
         self.receive_weights(before=minibatch)
-        self.post_collective(minibatch)
-        if self.replicated:
-            self.put(Action.WAIT_REDUCE, minibatch)
-            if self.spec.clipping:
-                self.put(Action.POST_NORMS, minibatch)
+        # Norms are those of all stages of the rank, of gradients that replicas have summed.
+        for lane in self.column.lanes.values() if self.spec.clipping else (self,):
+            lane.wait_reduced(minibatch)
         if self.spec.clipping and self.column.awaited < minibatch:
+            if self.replicated:
+                self.put(Action.POST_NORMS, minibatch)
             self.put(Action.WAIT_NORMS, minibatch)
             self.column.awaited = minibatch
         for hop in self.hops.after_step:  # what the update overwrites must be out
@@ -266,6 +271,13 @@ class StagePart:
     def _channels(self, hop: Hop) -> list[deque[Instruction]]:
         key = (hop.kind, hop.edge, hop.peer, hop.stage if hop.ambiguous else -1)
         return [self.column.sends[key]] if key in self.column.sends else []
+
+    def wait_reduced(self, minibatch: int) -> None:
+        """Once a minibatch, its collective posted before."""
+        self.post_collective(minibatch)
+        if self.replicated and self.reduced < minibatch:
+            self.put(Action.WAIT_REDUCE, minibatch)
+            self.reduced = minibatch
 
     def post_collective(self, last: int) -> None:
         """In order of minibatches, also where a replica has no microbatch of one.

@@ -332,11 +332,11 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
 
 def _least(plan: Plan, cluster: Cluster) -> float:
     """Seconds of a minibatch if all devices were busy all the time."""
-    ranks = [first for first, *_ in ranks_of(plan.stages)]
-    speeds = {rank: cluster.devices[rank].speed for rank in ranks}
+    every = ranks_of(plan.stages)
+    speeds = {rank: cluster.devices[rank].speed for ranks in every for rank in ranks}
     work = math.fsum(
-        (stage.forward_seconds + stage.backward_seconds) * speeds[rank]
-        for stage, rank in zip(plan.stages, ranks, strict=True)
+        (stage.forward_seconds + stage.backward_seconds) * min(speeds[rank] for rank in ranks)
+        for stage, ranks in zip(plan.stages, every, strict=True)
     )
     return work * plan.training.num_microbatches / math.fsum(speeds.values())
 

@@ -308,7 +308,8 @@ class EventWalk:
         self.ready: list[int] = []
         self.cause: dict[ComputeEvent, Event] = {}
         stages = range(len(ranks))
-        self.done = [0.0 for _ in stages]
+        self.done = [0.0 for _ in stages]  # when the last rank comes to its update
+        self.summed = [0.0 for _ in stages]  # when the last rank has all of its gradients
         self.because: list[Event] = [None for _ in stages]
         self.into: dict[bool, list[list[WireGroup]]] = {
             f: [[] for _ in stages] for f in (True, False)
@@ -324,7 +325,7 @@ class EventWalk:
         first, last = min(hop), max(hop)
         count = len(wires[0].seconds)
         if any(len(stages) > 1 for stages in self.held.values()):
-            most = self.schedule.in_flight(self.warmup[first], self.m)
+            most = self.schedule.in_flight(self.warmup[first], -(-self.m // len(self.ranks[first])))
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
         lane = WireGroup(wires, len(wires), count, most * count)
@@ -377,7 +378,11 @@ class EventWalk:
 
         `finals`: stages, ranks and seconds of each message with new weights.
         """
-        step = [now + seconds for now, seconds in zip(self.done, reductions, strict=True)]
+        step = [now + seconds for now, seconds in zip(self.summed, reductions, strict=True)]
+        for own in self.held.values():  # one after the other
+            last = 0.0
+            for s in own:
+                last = step[s] = max(last, step[s], self.done[s])
         if norms is not None:
             step = [max(step) + norms] * len(step)
         free: dict[StagePair, float] = defaultdict(float)
@@ -461,8 +466,10 @@ class EventWalk:
                 own.backwards += 1
                 if j + GRADIENT_SLOTS < own.forwards:
                     post(own, False)
-            if action in TO_WEIGHTS and j + own.pool < own.share:
-                post(own, True)
+            if action in TO_WEIGHTS:
+                self.summed[s] = max(self.summed[s], now)
+                if j + own.pool < own.share:
+                    post(own, True)
 
 
 class _Stage:

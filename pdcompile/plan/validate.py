@@ -115,27 +115,42 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
                     message,
                     f"give every rank to one stage, or use schedule {several_a_rank(len(stages))}",
                 )
-    yield from _placement(plan, held)
-    shared = [rank for rank, stages in held.items() if len(stages) > 1]
-    if shared and any(stage.replicas > 1 for stage in plan.stages):
-        message = f"rank {shared[0]} holds stages {held[shared[0]]}, and other stages have replicas"
-        yield "stages", message, "one rank for each stage, or no replicas"
+    shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
+    if shared:
+        yield from _equal_replicas(plan, shared)
+        yield from _placement(plan, held)
+
+
+def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Finding]:
+    """Whether replicas of the stages of a rank take the same microbatches."""
+    counts = [stage.replicas for stage in plan.stages]
+    rank, stages = next(iter(shared.items()))
+    if len(set(counts)) > 1:
+        message = f"rank {rank} holds stages {stages}, and stages have {counts} replicas"
+        yield "stages", message, "as many replicas of every stage, or one rank for each stage"
+    for rank, stages in shared.items():
+        unlike = [s for s in stages if plan.stages[s].ranks != plan.stages[stages[0]].ranks]
+        for s in unlike:
+            message = f"rank {rank} holds stages {stages}, which are on other ranks besides: "
+            message += f"{list(plan.stages[stages[0]].ranks)} and {list(plan.stages[s].ranks)}"
+            remedy = "stages that share a rank share all of them, in one order"
+            yield f"stages[{s}].ranks", message, remedy
 
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Whether ranks that hold several stages have those that the schedule's order is for."""
     kind, ranks, count = KINDS.get(plan.training.schedule), len(held), len(plan.stages)
-    alone = all(len(stages) == 1 for stages in held.values())
-    if kind is None or kind.placed is None or alone:
+    if kind is None or kind.placed is None:
         return
-    places = kind.placed.places(count, ranks)
-    together = [[s for s in range(count) if places[s] == place] for place in range(ranks)]
+    places = ranks // plan.stages[0].replicas
+    placed = kind.placed.places(count, places)
+    together = [[s for s in range(count) if placed[s] == place] for place in range(places)]
     for rank, stages in held.items():
-        if stages not in together or count % ranks:
+        if stages not in together or count % places:
             message = f"rank {rank} holds stages {stages} of {count} on {ranks} ranks"
             anywhere = [name for name, one in KINDS.items() if one.several and not one.placed]
             remedy = "give every rank as many stages"
-            if count % ranks == 0:
+            if count % places == 0:
                 remedy = f"under {kind.name!r} stages {kind.placed.name} share a rank: "
                 remedy += " and ".join(map(str, together))
             yield (

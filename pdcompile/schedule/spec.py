@@ -193,8 +193,7 @@ class PipelineSpec:
 
     def shares_rank(self, stage: int) -> bool:
         """Does its rank hold other stages?"""
-        (rank, *others) = self.ranks[stage]
-        return not others and sum(rank in ranks for ranks in self.ranks) > 1
+        return sum(self.ranks[stage][0] in ranks for ranks in self.ranks) > 1
 
     def hop(self, kind: Kind, edge: int, stage: int, other: int) -> Hop:
         """An end at `stage`, the other end at `other`.

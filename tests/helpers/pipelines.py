@@ -21,6 +21,7 @@ from pdcompile.passes.stages import boundaries
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.runtime.pipeline import Pipeline
 from tests.helpers.captures import capture_once
+from tests.helpers.schedules import group
 
 
 def by_hand(
@@ -30,9 +31,11 @@ def by_hand(
     target: Any = None,
     *,
     ranks: tuple[int, ...] = (),
+    replicas: int = 1,
     **given: Any,
 ) -> Pipeline:
-    """Like compile(model, …), with the ops dealt out evenly over the stages."""
+    """Like compile(model, …), with the ops dealt out evenly over the stages; `ranks`: the place of
+    each stage, of so many replicas."""
     options = Options(stages=stages, **given)
 
     def build(model: nn.Module, flat: FlatCall, options: Options, _: int | None) -> Compiled:
@@ -43,8 +46,13 @@ def by_hand(
         plan = plan_by_hand(captured, stages, options, layout.size)
         if ranks:
             held = zip(plan.stages, ranks, strict=True)
-            plan = replace(plan, stages=tuple(replace(stage, ranks=(r,)) for stage, r in held))
-            depths = warmup(options.schedule, stages, options.microbatches, placement=ranks)
+            placed = (
+                replace(stage, replicas=replicas, ranks=group(place, replicas))
+                for stage, place in held
+            )
+            plan = replace(plan, stages=tuple(placed))
+            counts = (replicas,) * stages
+            depths = warmup(options.schedule, stages, options.microbatches, counts, 0, ranks)
             plan = replace(plan, training=replace(plan.training, warmup=depths))
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))

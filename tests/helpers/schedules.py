@@ -47,7 +47,7 @@ def make_plan(
             (),
             (),
             replicas=counts[s],
-            ranks=placed[s : s + 1],
+            ranks=group(placed[s], counts[s]) if placed else (),
             forward_seconds=times[s][0],
             backward_seconds=times[s][1],
             **stage,
@@ -59,6 +59,11 @@ def make_plan(
     training = Training(name, num_microbatches, num_microbatches, depths, max_grad_norm=clip)
     found = chain(num_stages) if edges is None else edges
     return Plan("hand-made", stages, found, tied, training, "", CERTIFICATE)
+
+
+def group(place: int, replicas: int) -> tuple[int, ...]:
+    """The ranks of the stages at a place, where all have so many replicas."""
+    return tuple(range(place * replicas, (place + 1) * replicas))
 
 
 @st.composite
