@@ -157,7 +157,7 @@ def test_ranks_that_build_different_weights_start_from_those_of_rank_0(tmp_path:
         """
         import copy, os, torch, pdcompile
         from tests.helpers import models
-        model = models.gpt(seed=int(os.environ["RANK"]))
+        model = models.mlp(seed=int(os.environ["RANK"]))
         twin = copy.deepcopy(model)
         x, y = models.batch_for(model, 8, 0)
         common = dict(loss_fn=models.loss_for(model), microbatches=4)

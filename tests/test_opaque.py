@@ -106,7 +106,7 @@ def test_graph_and_stages_equal_eager() -> None:
     verified(7)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_trains_as_the_reference(schedule: str) -> None:
     model = routed()
     twin = copy.deepcopy(model)

@@ -124,7 +124,7 @@ def assert_same(ours: tuple[list[Any], Any], theirs: tuple[list[Any], Any]) -> N
     assert not states_equal(ours[1], theirs[1])
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
     st.lists(st.booleans(), min_size=1, max_size=3),

@@ -31,7 +31,7 @@ def pipeline(model: nn.Module, **more: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_one_process_it_trains_as_the_model_that_was_saved(tmp_path: Path, tie: bool) -> None:
     eager = llama(tie=tie)
     eager.save_pretrained(tmp_path)

@@ -155,6 +155,7 @@ def test_a_refusal_is_told_from_a_crash(monkeypatch: pytest.MonkeyPatch) -> None
     assert report.where.startswith("main/tests/test_zoo.py:") or "test_zoo.py:" in report.where
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     script = (
         "import os, signal\n"
