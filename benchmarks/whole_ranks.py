@@ -34,6 +34,7 @@ from pdcompile.schedule.registry import KINDS
 from tests.helpers import models
 
 RANKS, MICROBATCHES, CALLS = 2, 8, 5
+DETAILED = ("1f1b", "2bw")
 TRAINING = "training"  # from the first call on
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -99,6 +100,7 @@ class Case:
     clip: bool = False
     outputs: str = "none"
     recompute: bool = False
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +118,21 @@ class RankRow:
 
 
 def cases() -> Iterator[Case]:
-    """Every optimizer without clipping, one with it, and one that keeps the outputs."""
+    """Every schedule; of two of them every optimizer, clipping, kept outputs, and the rest."""
     for model in MODELS:
-        for schedule in ("1f1b", "2bw"):
+        for schedule, kind in KINDS.items():
+            refused = model == "GPT, tied" and not kind.one_age
+            if schedule not in DETAILED and not refused:
+                yield Case(model, "AdamW", schedule)
+                yield Case(model, "SGD", schedule)
+        for schedule in DETAILED:
             for optimizer in OPTIMIZERS:
                 yield Case(model, optimizer, schedule)
             yield Case(model, "AdamW", schedule, clip=True)
             yield Case(model, "SGD", schedule, clip=True)
             yield Case(model, "AdamW", schedule, outputs="last")
+            yield Case(model, "AdamW", schedule, recompute=True)
+            yield Case(model, "AdamW", schedule, replicas=RANKS)
 
 
 def measure(case: Case) -> RankRow:
@@ -133,11 +142,12 @@ def measure(case: Case) -> RankRow:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model, inputs, target, loss_fn = MODELS[case.model]()
         pipe = pdcompile.compile(
-            model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer], stages=RANKS,
+            model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer],
             microbatches=1 if KINDS[case.schedule].updates_each else MICROBATCHES,
             schedule=case.schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
-            recompute=case.recompute,
+            recompute=case.recompute, replicas=case.replicas,
+            stages=RANKS // case.replicas * KINDS[case.schedule].usual,
         )  # fmt: skip
         with pipe:
             pipe.prepare(inputs, target=target)

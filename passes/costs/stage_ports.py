@@ -16,11 +16,10 @@ class Resident:
 
     `saved_bytes`: alive when the forward has returned, results among it, without parameters, what
     was received and the caller's inputs.  `workspace_bytes`: how far forward and backward exceed
-    that, beside gradients of parameters that have memory already.  `first_peak_bytes` is known of
-    a stage that was `rehearsed` with a whole backward: the peak of both together for the first
-    microbatch, gradients of parameters among it.  `split_bytes`: alive between the
-    two parts of a split backward, with the gradients that the second part needs; 0 where that is
-    not known.
+    that, beside gradients of parameters that have memory already.  `first_peak_bytes`: the peak of
+    both together for a minibatch's first microbatch, gradients of parameters among it; known of a
+    stage that was `rehearsed` with a whole backward.  `split_bytes`: alive between the two parts
+    of a split backward, with the gradients that the second part needs; 0 where that is not known.
     """
 
     saved_bytes: int
@@ -28,6 +27,11 @@ class Resident:
     first_peak_bytes: int | None = None
     rehearsed: bool = False
     split_bytes: int = 0
+
+    @property
+    def first_workspace_bytes(self) -> int:
+        """How far the first microbatch exceeds what is saved; 0 where that is not known."""
+        return max(0, (self.first_peak_bytes or 0) - self.saved_bytes)
 
 
 @dataclass(slots=True)

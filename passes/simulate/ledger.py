@@ -21,7 +21,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
 
     Weights: trainable ones times live versions, others once.  Optimizer: the factor times what
     this stage updates itself (not the copies of a tied parameter that another stage owns).
-    Gradients: buffers of the same parameters, from a minibatch's first backward to its update.
+    Gradients: buffers of the same parameters, from a minibatch's first backward, which makes
+    them one by one, to its update.
     Activations: saved bytes times the microbatches between forward and backward; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
@@ -136,11 +137,17 @@ class _StageLedger:
 
     def _backward(self, action: Action, at: _Microbatch) -> None:
         """All of it, or a part: the first takes the gradients, the last ends the microbatch."""
-        self.buffers.add(self.spec.closing(self.index, at[0]))
+        update = self.spec.closing(self.index, at[0])
         workspace, second = self.stage.workspace_bytes, action is Action.BACKWARD_WEIGHT
+        first = action is Action.BACKWARD and update not in self.buffers
+        to_come = 0  # bytes of gradients that are not there when the first backward needs the most
+        if first and (all_of_it := self.stage.first_workspace_bytes):
+            to_come = max(0, self.owned - all_of_it)
+            workspace = max(0, all_of_it - self.owned)
+        self.buffers.add(update)
         if second and self.stage.split_bytes:  # workspace is what comes on top of what is saved
             workspace = max(0, self.stage.saved_bytes + workspace - self.stage.split_bytes)
-        self._note(workspace=workspace, running=not second)
+        self._note(workspace=workspace, to_come=to_come, running=not second)
         if action in TO_INPUTS:
             self.received -= self.arriving.pop(at, 0)
             self.inputs[at[0]] -= 1
@@ -197,9 +204,11 @@ class _StageLedger:
         elif phase is Phase.WAIT_SEND:
             self.sending -= size
 
-    def _note(self, *, workspace: int = 0, temporaries: int = 0, running: bool = False) -> None:
+    def _note(
+        self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False
+    ) -> None:
         """Keep what is held now if it is the most."""
-        parts = self._parts(workspace, temporaries, running=running)
+        parts = self._parts(workspace, to_come, temporaries, running=running)
         if len(self.held) > 1:
             others = [one._parts() for one in self.held.values() if one is not self]
             parts = tuple(map(sum, zip(parts, *others, strict=True)))
@@ -209,11 +218,11 @@ class _StageLedger:
             self.peak = MemoryLedger(*parts)
 
     def _parts(
-        self, workspace: int = 0, temporaries: int = 0, *, running: bool = False
+        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
     ) -> tuple[int, ...]:
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
         sets = int(running) if self.stage.recompute else self.in_flight - self.split
-        gradients = len(self.buffers) * self.owned
+        gradients = len(self.buffers) * self.owned - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
         kept, received = sets * self.stage.saved_bytes + between, self.pool + self.received
         # What is in flight has its outputs among its activations; a second run makes its own.

@@ -177,6 +177,7 @@ def _stage(
         trainable_bytes=sum(info.bytes for info in trainable.values()),
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
+        first_workspace_bytes=resident.first_workspace_bytes,
         step_bytes=training.step_bytes(  # in the order in which the optimizer gets them
             [
                 trainable[fqn].bytes
@@ -225,6 +226,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             stage,
             saved_bytes=held.saved_bytes,
             workspace_bytes=held.workspace_bytes,
+            first_workspace_bytes=held.first_workspace_bytes,
             input_bytes=read,
             output_bytes=made,
             split_bytes=held.split_bytes,

@@ -78,6 +78,7 @@ class StagePlan:
     trainable_bytes: int = 0
     saved_bytes: int = 0  # per microbatch in flight; with `recompute` of one microbatch only
     workspace_bytes: int = 0
+    first_workspace_bytes: int = 0  # of a minibatch's first backward, its gradients too; 0: unknown
     recompute: bool = False  # runs its forward again, from its inputs, just before a backward
     step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
