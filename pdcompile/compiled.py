@@ -64,10 +64,14 @@ class Compiled:
         """The stages that each rank holds."""
         return dict(sorted(self.stream.spec.holders))
 
+    def edited(self, stage: int) -> bool:
+        """Whether a person has changed the source of a stage."""
+        return any(f"stage_{stage}." in name for name in self.sources.edited)
+
     def written_buffers(self, stage: int) -> frozenset[str]:
         """Buffers that training writes on a stage: all of its own where its source was edited."""
         held = (*self.interfaces[stage].buffers, *self.interfaces[stage].constants)
-        if any(f"stage_{stage}." in name for name in self.sources.edited):
+        if self.edited(stage):
             return frozenset(held)  # whatever a person wrote there
         return written_buffers(self.capture.train.ops).intersection(held)
 

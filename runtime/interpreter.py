@@ -25,6 +25,7 @@ from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.norms import Norms
 from pdcompile.runtime.transport.point_to_point import Done, Handle, Transport
 from pdcompile.schedule import Action, Instruction, Kind, Phase
+from pdcompile.schedule.instruction import TO_WEIGHTS
 from pdcompile.schedule.spec import spec_of
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
@@ -105,15 +106,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        stage: int,
-        compute: Compute,
-        plan: Plan,
-        weights: StageWeights,
-        norms: Norms,
-        transport: Transport,
-        loss_dtype: torch.dtype,
-    ) -> None:
+        self, stage: int, compute: Compute, plan: Plan, weights: StageWeights, norms: Norms,
+        transport: Transport, loss_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self.stage = stage
         self.replicas: Replicas | None = None
         self.held: dict[int, Worker] = {stage: self}
@@ -210,7 +205,11 @@ class Worker:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
         rule = self._transfers.get(ins.action.phase) or self._rest[ins.action]
-        rule(ins)
+        if self.replicas is not None and ins.action in TO_WEIGHTS:
+            with self.replicas.summing(ins, self.base + ins.minibatch):
+                rule(ins)
+        else:
+            rule(ins)
         self.current = None
 
     # -- messages ----------------------------------------------------------------------------

@@ -175,6 +175,8 @@ class Session(Guarded):
         """Interpret a program whose minibatch 0 is number `base`."""
         for n, worker in enumerate(self.workers):
             worker.begin(base, feeds[n] if feeds else None, box, max_norm)
+            if worker.replicas is not None:
+                worker.replicas.follow(program.columns[worker.transport.rank], worker.stage)
         columns = [program.columns[rank] for rank in self.ranks]
         with preserved_rng(), torch.enable_grad():  # whatever the caller has switched off
             run_together([self._of_rank[rank] for rank in self.ranks], columns)

@@ -125,7 +125,9 @@ class Workers:
             sums: Sums = LocalSums(self._boards[stage], len(ranks), index)
         else:
             sums = GroupSums(self._world.subgroup(f"replicas/{stage}", ranks), ranks, index)
-        return Replicas(sums, weights, self._compiled.written_buffers(stage))
+        compiled = self._compiled
+        once = not compiled.interfaces[stage].opaque and not compiled.edited(stage)
+        return Replicas(sums, weights, compiled.written_buffers(stage), once=once)
 
 
 def tied_here(plan: Plan, stages: Collection[int]) -> list[tuple[str, list[int]]]:

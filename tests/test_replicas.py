@@ -13,9 +13,11 @@ from torch import nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, LaunchError
+from pdcompile.errors import ConfigError, ContractError, LaunchError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
+from pdcompile.runtime.transport import reductions
+from pdcompile.schedule import Action
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
 from tests.test_runtime_distributed import COMMON
@@ -144,6 +146,56 @@ def test_gradients_without_an_update_accumulate(schedule: str) -> None:
         one.zero_grad()
         one.step(x, target=y)
     close(pipe.full_state_dict(), expected.full_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (mlp, {"schedule": "gpipe", "replicas": 2, "stages": 1}),
+        (mlp, {"schedule": "1f1b", "replicas": (3, 2)}),
+        (mlp, {"schedule": "zb-h1", "replicas": (2, 1), "recompute": True}),
+        (unet, {"schedule": "2bw", "replicas": (1, 2, 1), "max_grad_norm": 0.3}),
+        (partial(gpt, layers=3, tied=True), {"replicas": (2, 2), "max_grad_norm": 0.3}),
+    ],
+)
+def test_sums_begin_within_the_last_backward(
+    build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every bucket that it fills; whatever then comes, replicas begin them in one order."""
+    monkeypatch.setattr(reductions, "BUCKET_BYTES", 1)  # a parameter each
+    model = build()
+    pipe, expected = pair(model, **options)
+    begun: dict[Any, list[Any]] = {}
+    start = reductions.LocalSums.start
+
+    def noted(self: Any, flat: torch.Tensor) -> Any:
+        (at,) = (one.current for one in pipe._session.workers if one.current is not None)
+        begun.setdefault((at.stage, self.index), []).append((flat.numel(), at))
+        return start(self, flat)
+
+    monkeypatch.setattr(reductions.LocalSums, "start", noted)
+    for t, size in enumerate((8, 8, 1, 5, 8)):
+        x, y = batch_for(model, size, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    for (stage, index), sums in begun.items():
+        assert [size for size, _ in sums] == [size for size, _ in begun[stage, 0]], index
+        actions = {at.action for _, at in sums}
+        ends = Action.BACKWARD_WEIGHT if options.get("schedule") == "zb-h1" else Action.BACKWARD
+        assert ends in actions
+        # A replica without a microbatch of the minibatch has no backward to begin in.
+        assert actions <= {ends, Action.POST_REDUCE}
+
+
+def test_what_is_on_its_way_does_not_grow() -> None:
+    sums = reductions.Reduction(
+        reductions.LocalSums({}, 2, 0), {"a": reductions.Shape((2,), torch.float32)}
+    )
+    sums.add(0, "a", torch.ones(2))
+    with pytest.raises(ContractError, match="'a' grew again"):
+        sums.add(0, "a", torch.ones(2))
+    sums.add(1, "a", torch.ones(2))
 
 
 class Sometimes(nn.Module):
@@ -401,17 +453,32 @@ class Scaled(nn.Module):
 
 
 def test_buffers_that_an_edited_stage_writes_become_their_mean(tmp_path: Path) -> None:
+    """Nor is it known where the backward of an edited stage ends: a checkpoint has its own."""
     torch.manual_seed(0)
+    model = Scaled()
+    expected = pdcompile.reference(
+        deepcopy(model), loss_fn=nn.functional.mse_loss, microbatches=4,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
     x, y = torch.randn(4, 4), torch.randn(4, 1)
     given: dict[str, Any] = {
         "example_target": y, "loss_fn": nn.functional.mse_loss, "replicas": 2, "stages": 1,
-        "microbatches": 4, **OPTIONS,
+        "microbatches": 4, "optimizer": partial(torch.optim.SGD, lr=0.1), **OPTIONS,
     }  # fmt: skip
-    pdcompile.compile(Scaled(), x, **given).dump(str(tmp_path))
+    pdcompile.compile(model, x, **given).dump(str(tmp_path))
     file = tmp_path / "stage_0.py"
     head, forward, body = file.read_text().partition("    def forward(self, x):\n")
     assert forward
-    file.write_text(f"{head}{forward}        self.scale.add_(x.detach().mean(0))\n{body}")
+    write = "        self.scale.add_(x.detach().mean(0))\n"
+    given_x = "x.clone().requires_grad_()"
+    again = f"torch.utils.checkpoint.checkpoint(self.first, {given_x}, use_reentrant=True)"
+    body = body.replace("self.first(x)", f"{again} + 0 * self.first(x)")
+    file.write_text(f"{head}{forward}{body}")
+    pipe = pdcompile.compile(model, x, sources=tmp_path, allow_edited=True, **given)
+    pipe.step(x, target=y)
+    expected.step(x, target=y)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    file.write_text(f"{head}{forward}{write}{body}")
     pipe = pdcompile.compile(Scaled(), x, sources=tmp_path, allow_edited=True, **given)
     pipe.step(x, target=y)
     torch.testing.assert_close(pipe.full_state_dict()["scale"], 1 + x.sum(0) / 2)

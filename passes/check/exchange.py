@@ -18,11 +18,10 @@ from typing import Literal
 
 from pdcompile.passes.check.transfers import Label
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
-from pdcompile.schedule.instruction import POST_RECV, SEND, WAIT_RECV, WAIT_SEND
+from pdcompile.schedule.instruction import POST_RECV, REPLICATED, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.spec import Broadcast, PipelineSpec
 
 ChannelModel = Literal["per_direction", "per_pair"]
-OF_STAGE = (Kind.REDUCE, Kind.BUFFERS)  # collectives of the replicas of a stage
 Told = tuple[int, Action, int, int, int]  # rank, action, item, microbatch, peer
 Rule = Callable[[int, int, Instruction, Label], tuple[int, ...]]
 
@@ -239,7 +238,7 @@ class Exchange:
 
     def _group(self, one: Instruction) -> Group:
         kind = one.action.kind
-        return self.groups[kind, one.stage if kind in OF_STAGE else -1]
+        return self.groups[kind, one.stage if kind in REPLICATED else -1]
 
     def _match(self, channel: ChannelTokens, rank: int, position: int) -> None:
         """First in, first out: the k-th receive posted gets the k-th send."""

@@ -56,7 +56,8 @@ class Action(StrEnum):
     minibatch from the owner to one other stage.
     Collectives: POST_NORMS / WAIT_NORMS (all ranks of the plan exchange their vectors of
     per-parameter gradient norms of one minibatch), POST_REDUCE / WAIT_REDUCE (gradients of one
-    minibatch over the replicas of the stage), POST_BUFFERS / WAIT_BUFFERS (between calls: the
+    minibatch over the replicas of the stage; what the last backward before it completes may be
+    on its way already, and all is after it), POST_BUFFERS / WAIT_BUFFERS (between calls: the
     buffers that training writes, over the replicas of the stage, which compare weights as well).
     LOSS sums what the microbatches of a minibatch lost on a rank of the last stage; TELL_LOSS
     sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
@@ -122,6 +123,8 @@ BACKWARDS = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 TO_INPUTS = frozenset((Action.BACKWARD, Action.BACKWARD_INPUT))
 #: those that end a microbatch's backward on a stage
 TO_WEIGHTS = frozenset((Action.BACKWARD, Action.BACKWARD_WEIGHT))
+#: collectives of the replicas of a stage
+REPLICATED = (Kind.REDUCE, Kind.BUFFERS)
 #: what stages send each other: the edge field counts edges or tied parameters of the plan
 TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
 #: what the edge field counts, as a letter: edges, tied parameters, outputs, names of tensors

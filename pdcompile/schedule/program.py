@@ -7,11 +7,12 @@ with tensors.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from pdcompile.errors import ScheduleError
-from pdcompile.schedule.instruction import Action, Instruction, Kind
+from pdcompile.schedule.instruction import REPLICATED, TO_WEIGHTS, Action, Instruction, Kind, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,25 @@ class Schedule:
                     raise ScheduleError(f"a gap in the column of rank {rank}", where=where)
                 columns[rank].append(_cell(cell, homes[rank], where))
         return Schedule(name, tuple(map(tuple, columns)))
+
+
+def ending_in_sums(column: Iterable[Instruction], stage: int) -> frozenset[Instruction]:
+    """A stage's backwards after which its replicas next sum the gradients of their minibatch.
+
+    What such a backward has completed is ready for the sum: no other one comes before POST_REDUCE,
+    nor does a sum of anything else, so that all replicas begin their sums in one order.
+    """
+    found, last = [], None
+    for one in column:
+        if one.stage != stage:
+            continue
+        if one.action in TO_WEIGHTS:
+            last = one
+        elif one.action.phase is Phase.POST and one.action.kind in REPLICATED:
+            if last and one.action.kind is Kind.REDUCE and one.minibatch == last.minibatch:
+                found.append(last)
+            last = None
+    return frozenset(found)
 
 
 LEGEND = (

@@ -10,7 +10,9 @@ all values between calls, before anybody reads a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.runtime.stage.weights import Gradients, StageWeights, gradient_hooks
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
-from pdcompile.schedule import Action
+from pdcompile.schedule import Action, Instruction
+from pdcompile.schedule.program import ending_in_sums
 
 OF_REPLICAS = (Action.POST_REDUCE, Action.WAIT_REDUCE, Action.POST_BUFFERS, Action.WAIT_BUFFERS)
 
@@ -47,10 +50,18 @@ class Replicas:
     Gradients of a minibatch become their sum.  Buffers that training writes are each replica's own
     until somebody else reads them: then those that differ become their mean where they are
     floating, the first replica's otherwise.  `written`: their names.
+
+    `once`: a backward accumulates once into each gradient, which it has then completed.  An opaque
+    module or a person's edit may run a backward of its own within it.
     """
 
-    def __init__(self, sums: Sums, weights: StageWeights, written: Collection[str]) -> None:
+    def __init__(
+        self, sums: Sums, weights: StageWeights, written: Collection[str], *, once: bool
+    ) -> None:
         self.updates = True  # the user has the gradients, where not
+        self._once = once
+        self._column: tuple[Instruction, ...] = ()  # the present program
+        self._ending: frozenset[Instruction] = frozenset()  # its backwards that end in a sum
         self._sums = sums
         self._weights = weights
         self._written = written
@@ -60,6 +71,32 @@ class Replicas:
         )
         held = weights.buffers(written)
         self._buffers = Reduction(sums, {fqn: _shape(tensor) for fqn, tensor in held.items()})
+
+    def follow(self, column: tuple[Instruction, ...], stage: int) -> None:
+        """A program begins, of which this is the rank's part; it is often the one before."""
+        if self._once and column is not self._column:
+            self._column, self._ending = column, ending_in_sums(column, stage)
+
+    @contextmanager
+    def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
+        """While a backward runs: sum what it completes as it goes on."""
+        version = max(minibatch - backward.lag, 0)
+        owned = self._weights.owned if backward in self._ending else ()
+        handles = [
+            self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
+                partial(self._completed, minibatch, fqn)
+            )  # type: ignore[no-untyped-call]
+            for fqn in owned
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _completed(self, minibatch: int, fqn: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients.add(minibatch, fqn, parameter.grad)
 
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""

@@ -8,6 +8,7 @@ microbatches take): behind its values a bucket counts, for each tensor, the repl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 from threading import Thread
@@ -125,21 +126,64 @@ class _Gathered(Handle):
         return total
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A sum of which some tensors are there."""
+
+    lacking: list[int]  # tensors of each bucket that are not
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    posted: list[Handle] = field(default_factory=list)
+
+
 class Reduction:
-    """One replica's part in the sums of its stage, of tensors that are known by name."""
+    """One replica's part in the sums of its stage, of tensors that are known by name.
+
+    Buckets are posted in one order on all replicas, each as soon as it and those before are full.
+    """
 
     def __init__(self, sums: Sums, shapes: Mapping[str, Shape]) -> None:
         self._sums = sums
         self._shapes = shapes
         self._buckets = _buckets(shapes)
-        self._posted: dict[int, list[Handle]] = {}
+        self._place = {name: n for n, bucket in enumerate(self._buckets) for name in bucket}
+        self._begun: dict[int, _Begun] = {}
+
+    def _begin(self, number: int) -> _Begun:
+        if number not in self._begun:
+            self._begun[number] = _Begun([len(bucket) for bucket in self._buckets])
+        return self._begun[number]
+
+    def add(self, number: int, name: str, tensor: Tensor) -> None:
+        """Add one of this replica's tensors to sum `number`, before the others are there.
+
+        Raises ContractError for a sparse tensor, and for one that is already on its way.
+        """
+        one, place = self._begin(number), self._place[name]
+        if place < len(one.posted):
+            raise ContractError(
+                f"the gradient of {name!r} grew again after this backward had completed it",
+                remedy="no autograd.Function of the stage may run a backward of its own "
+                "(checkpoint: use_reentrant=False); or plan with one replica for its stage",
+            )
+        one.lacking[place] -= name not in one.tensors
+        one.tensors[name] = tensor
+        while len(one.posted) < len(self._buckets) and not one.lacking[len(one.posted)]:
+            self._post_next(one, one.tensors)
 
     def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Add this replica's tensors to sum `number`; one that is not there counts as zero.
+        """Add all of this replica's tensors to sum `number`, as far as they are not on their way;
+        one that is not there counts as zero.
 
         Raises ContractError for a sparse tensor.
         """
-        self._posted[number] = [self._sums.start(self._flat(b, tensors)) for b in self._buckets]
+        one = self._begin(number)
+        one.tensors.clear()
+        while len(one.posted) < len(self._buckets):
+            self._post_next(one, tensors)
+
+    def _post_next(self, one: _Begun, tensors: Mapping[str, Tensor]) -> None:
+        bucket = self._buckets[len(one.posted)]
+        one.posted.append(self._sums.start(self._flat(bucket, tensors)))
 
     def _flat(self, bucket: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
         dtype = self._shapes[bucket[0]].dtype
@@ -159,12 +203,12 @@ class Reduction:
         return torch.cat([*parts, present])
 
     def ready(self, number: int) -> bool:
-        return all(handle.ready() for handle in self._posted[number])
+        return all(handle.ready() for handle in self._begun[number].posted)
 
     def wait(self, number: int) -> dict[str, tuple[Tensor, int]]:
         """The sums, each with the number of replicas that had a part; none where nobody had."""
         found: dict[str, tuple[Tensor, int]] = {}
-        for bucket, handle in zip(self._buckets, self._posted.pop(number), strict=True):
+        for bucket, handle in zip(self._buckets, self._begun.pop(number).posted, strict=True):
             flat = handle.wait()
             assert flat is not None
             sizes = [prod(self._shapes[name].sizes) for name in bucket]
@@ -175,7 +219,7 @@ class Reduction:
         return found
 
     def abandon(self) -> None:
-        self._posted.clear()
+        self._begun.clear()
         self._sums.abandon()
 
 
