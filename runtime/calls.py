@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,17 +41,18 @@ def begin_call(
     """
     session.check_running()
     compiled, options = session.compiled, session.options
+    part = None if flat.whole is None else microbatches_here(session, flat.whole.size)
     paths = needed_paths(session, training=training, with_loss=with_loss)
     graph = compiled.capture.train if training else compiled.capture.eval
     try:
-        size = check_call(compiled, graph, flat, paths)
-        check_values(compiled, graph, flat, size)
+        size = check_call(compiled, graph, flat, paths if part is None or part else (), part)
+        check_values(compiled, graph, flat, size, part)
     except PdcompileError as error:
         session.refuse(error)
         raise
     session.check_changes(training)
     with session.guard():
-        size = session.agree(kind, number, size, flat.leaves)
+        size = session.agree(kind, number, size, flat)
     if size is None:
         raise InputError("no input tells the batch size", remedy="pass the model's inputs")
     layout = replace(compiled.layout, size=size)
@@ -63,16 +65,44 @@ def begin_call(
     feeds = []
     for worker in session.workers:
         wiring = session.wirings[worker.stage, training]
-        leaves = {path: flat.leaves[path] for path in wiring.paths(with_loss)}
+        held = flat.leaves if part == () else wiring.paths(with_loss)
+        leaves = {path: flat.leaves[path] for path in held}
         if training and compiled.overlaps:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
             leaves = {p: x.clone() if isinstance(x, Tensor) else x for p, x in leaves.items()}
-        feed = Feed(number, split(leaves, layout, count), sizes, [], wiring, with_loss)
+        feed = Feed(number, split(leaves, layout, count, part), sizes, [], wiring, with_loss)
         if wiring.is_last:
             feed.keep_outputs = bool(session.output_ranks(training=training))
             feed.weights = scales
         feeds.append(feed)
     return feeds
+
+
+def microbatches_here(session: Session, size: int) -> tuple[int, ...]:
+    """The microbatches of which this process reads samples, of a minibatch of that size."""
+    compiled, spec = session.compiled, session.spec
+    if not any(wiring.paths(True) for wiring in session.wirings.values()):
+        return ()
+    sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
+    count = len(sizes) if compiled.layout.splits else 1
+    if spec.kind.updates_each:  # which replica takes a minibatch depends on its number
+        return tuple(range(count))
+    found: set[int] = set()
+    for worker in session.workers:
+        replica = spec.ranks[worker.stage].index(worker.transport.rank)
+        found.update(spec.share(worker.stage, replica, count))
+    return tuple(sorted(found))
+
+
+def rows_here(session: Session, size: int) -> list[int]:
+    """The samples that this process reads of a minibatch of that size."""
+    compiled = session.compiled
+    part = microbatches_here(session, size)
+    if not compiled.layout.splits:
+        return list(range(size)) if part else []
+    sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
+    ends = [*accumulate(sizes)]
+    return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
 
 
 def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:
@@ -91,9 +121,15 @@ _OTHER_SHAPE = "pad or convert it to the captured shape and dtype, or make anoth
 
 
 def check_call(
-    compiled: Compiled, graph: OpGraph, flat: FlatCall, needed: tuple[str, ...]
+    compiled: Compiled,
+    graph: OpGraph,
+    flat: FlatCall,
+    needed: tuple[str, ...],
+    part: tuple[int, ...] | None = None,
 ) -> int | None:
     """The batch size, None where this process holds nothing that tells it.
+
+    `part`: the microbatches whose samples the call has, where it is a part of a minibatch.
 
     Raises InputError for a missing input, another shape or dtype, or another constant than
     the captured one.
@@ -132,10 +168,21 @@ def check_call(
     for path in lone_rows(present, layout, compiled.layout):
         if several or _counts_rows(graph, path):
             raise lone_row_error(flat, path, layout.size)
-    if all(layout.dims[path] is None for path in tensors):
+    size, count = layout.size, compiled.plan.training.num_microbatches
+    told = any(layout.dims[path] is not None for path in tensors)
+    if flat.whole is not None and part is not None:
+        size, sizes = flat.whole.size, microbatch_sizes(flat.whole.size, count)
+        due = sum(sizes[i] for i in part)
+        if told and layout.size != due:
+            raise InputError(
+                f"{layout.size} samples came of the {due} that this process asked for, of a "
+                f"minibatch of {size}",
+                remedy="collate_fn has to give a row for each sample that it gets",
+            )
+    elif not told:
         return None
-    _check_sizes(graph, layout.size, compiled.plan.training.num_microbatches)
-    return layout.size
+    _check_sizes(graph, size, count)
+    return size
 
 
 def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
@@ -216,7 +263,13 @@ def _of_target(path: str) -> bool:
     return path == "target" or path.startswith(("target[", "target."))
 
 
-def check_values(compiled: Compiled, graph: OpGraph, flat: FlatCall, size: int | None) -> None:
+def check_values(
+    compiled: Compiled,
+    graph: OpGraph,
+    flat: FlatCall,
+    size: int | None,
+    part: tuple[int, ...] | None = None,
+) -> None:
     """Raise InputError where the model's Python would go another way than in the capture."""
     if size is None:
         return
@@ -224,8 +277,9 @@ def check_values(compiled: Compiled, graph: OpGraph, flat: FlatCall, size: int |
     count = compiled.plan.training.num_microbatches
     sizes = microbatch_sizes(size, count) if layout.splits else [size]
     given = {entry.path: flat.leaves.get(entry.path) for entry in graph.inputs}
-    for leaves, b in zip(split(given, layout, count), sizes, strict=True):
-        check_inputs(graph, leaves, b)
+    parts = split(given, layout, count, part)
+    for i in range(len(sizes)) if part is None else part:
+        check_inputs(graph, parts[i], sizes[i])
 
 
 def _check_sizes(graph: OpGraph, size: int, count: int) -> None:

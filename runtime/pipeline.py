@@ -16,7 +16,7 @@ from pdcompile.compiled import Compiled
 from pdcompile.eager.modes import apply_overrides, modes
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import evaluation_minibatch
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
@@ -26,6 +26,7 @@ from pdcompile.runtime.failure.first_cause import Failures, describe
 from pdcompile.runtime.outputs import join, share
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.shards import Shard
 from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
@@ -107,8 +108,9 @@ class Pipeline(PipelineState):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """One global minibatch and its update (optimizer=None: `forward_backward`).
 
-        The arguments are those of forward, which runs in train mode.  Raises InputError before
-        anything is sent when they do not fit the capture; RankError when another rank failed.
+        The arguments are those of forward, which runs in train mode; or one of `shard`.  Raises
+        InputError before anything is sent when they do not fit the capture; RankError when
+        another rank failed.
         """
         return self.step_call(args, kwargs, target)
 
@@ -182,6 +184,10 @@ class Pipeline(PipelineState):
     def _flatten(self, args: Any, kwargs: Any, target: Any) -> FlatCall:
         self._check_open()
         check_target(self._options, target)
+        if args and isinstance(args[0], Shard):
+            if len(args) > 1 or kwargs or target is not None:
+                raise InputError("a shard takes the place of all arguments", remedy="step(shard)")
+            return args[0].call(self._model, with_target=self._options.loss_fn is not None)
         flat = flatten_call(self._model, args, kwargs, target)
         if self._session is None:
             self._start(flat)

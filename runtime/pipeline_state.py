@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +15,7 @@ from pdcompile.plan import Plan
 from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.calls import needed_paths
 from pdcompile.runtime.session import Session
+from pdcompile.runtime.shards import Shard, shards
 from pdcompile.runtime.transport.norms import check_max_norm
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"
@@ -125,6 +126,22 @@ class PipelineState(ModuleHints):
     def needs(self) -> tuple[str, ...]:
         """Paths of the inputs and targets that this process reads; others may be None."""
         return needed_paths(self._running, training=True, with_loss=True)
+
+    def shard(
+        self, dataset: Any, batches: Iterable[Sequence[Any]], **loader: Any
+    ) -> Iterator[Shard]:
+        """This process's part of minibatches: of their samples it reads what its stages need.
+
+        Every rank iterates over the same `batches`, each the indices of one minibatch (a
+        torch.utils.data.BatchSampler, or lists), and gives what comes to `step`, `eval_step` and
+        the like in place of their arguments.  Samples are (inputs, target) pairs where there is a
+        loss_fn, else inputs: a tensor, a tuple of forward's arguments or a dict of them.
+        `loader`: further arguments of torch.utils.data.DataLoader, as num_workers and collate_fn.
+
+        Raises ConfigError for a dataset that is not read by index, and where loss_reduction
+        counts items that another replica reads.
+        """
+        return shards(self._running, dataset, batches, loader)
 
     def explain(self) -> str:
         """The plan as a table: stages, time, memory, traffic, proof."""

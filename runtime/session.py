@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import preserved_rng
@@ -85,7 +85,7 @@ class Session(Guarded):
     # -- running -----------------------------------------------------------------------------
 
     def agree(
-        self, call: str, minibatch: int, size: int | None = None, leaves: Any = None
+        self, call: str, minibatch: int, size: int | None = None, flat: FlatCall | None = None
     ) -> int | None:
         """Begin a call on every rank; returns its batch size where it has one."""
         self._call += 1
@@ -94,7 +94,7 @@ class Session(Guarded):
         if self.agreement is None or self.world is None:
             return size
         self.world.ending.called(call, minibatch)
-        return self.agreement.reach(call, self._call, minibatch, size, leaves or {})
+        return self.agreement.reach(call, self._call, minibatch, size, flat)
 
     def output_ranks(self, *, training: bool) -> Collection[int]:
         """The ranks that get the outputs of a call.

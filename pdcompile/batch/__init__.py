@@ -9,8 +9,10 @@ losses, for the eager reference and the pipeline alike.
 from pdcompile.batch.call import Argument as Argument
 from pdcompile.batch.call import CallSpec as CallSpec
 from pdcompile.batch.call import FlatCall as FlatCall
+from pdcompile.batch.call import Whole as Whole
 from pdcompile.batch.call import as_one_argument as as_one_argument
 from pdcompile.batch.call import check_example as check_example
+from pdcompile.batch.call import empty_call as empty_call
 from pdcompile.batch.call import example_call as example_call
 from pdcompile.batch.call import flatten_call as flatten_call
 from pdcompile.batch.layout import BatchLayout as BatchLayout

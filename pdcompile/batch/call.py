@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -43,6 +43,13 @@ class CallSpec:
     by_keyword: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
+class Whole(NamedTuple):
+    """A minibatch of which a call has a part: its samples, and a digest of their order."""
+
+    size: int
+    order: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatCall:
     """A flattened call: path -> tensor, or constant (any other value, None included).
@@ -52,10 +59,12 @@ class FlatCall:
     keyword itself for ``**kwargs`` (``kwargs['a']`` where a positional-only parameter has the
     same name).  The loss target is ``target``; a parameter of forward with that name is
     ``forward.target``.  Defaults that were not passed are not leaves.
+    `whole`: the leaves have the samples of some microbatches of this alone.
     """
 
     leaves: dict[str, Any]
     spec: CallSpec
+    whole: Whole | None = None
 
     def unflatten(
         self, leaves: Mapping[str, Any] | None = None
@@ -138,6 +147,12 @@ def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> F
     if isinstance(example_inputs, Mapping):
         return flatten_call(model, (), example_inputs, target)
     return flatten_call(model, example_inputs, {}, target)
+
+
+def empty_call(model: nn.Module, whole: Whole) -> FlatCall:
+    """The call of a process that reads nothing of a minibatch."""
+    target = Argument(TARGET, None, TARGET, pytree.tree_structure(None), ())
+    return FlatCall({}, CallSpec((), target, inspect.signature(model.forward)), whole)
 
 
 def as_one_argument(given: Any) -> str:

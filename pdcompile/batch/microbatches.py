@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -46,9 +47,14 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def split(
-    flat_leaves: Mapping[str, Any], layout: BatchLayout, num_microbatches: int
+    flat_leaves: Mapping[str, Any],
+    layout: BatchLayout,
+    num_microbatches: int,
+    part: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """One dict of leaves for each microbatch: parts along the batch dimension, the rest shared.
+
+    `part`: the microbatches whose samples the leaves have, where not all; others are empty.
 
     Tensors have no gaps in memory and their dimensions are in the order of `layout.orders`, as
     the model was captured: views where they have this layout already, else copies.
@@ -56,19 +62,21 @@ def split(
     A leaf that is None although it has a batch dimension (a rank that does not need it) stays
     None.  Without any batch dimension there is one microbatch.
     """
-    count = len(microbatch_sizes(layout.size, num_microbatches)) if layout.splits else 1
-    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    sizes = microbatch_sizes(layout.size, num_microbatches) if layout.splits else [layout.size]
+    mine = range(len(sizes)) if part is None else part
+    parts: list[dict[str, Any]] = [{} for _ in sizes]
     for path, leaf in flat_leaves.items():
         dim = layout.dims[path]
-        pieces: Sequence[Any] = [leaf] * count
+        pieces: Sequence[Any] = [leaf] * len(mine)
         if isinstance(leaf, Tensor):
             order = layout.orders.get(path)
             if dim is None:
-                pieces = [dense(leaf, order)] * count
+                pieces = [dense(leaf, order)] * len(mine)
             else:
-                pieces = [dense(part, order) for part in torch.tensor_split(leaf, count, dim)]
-        for part, piece in zip(parts, pieces, strict=True):
-            part[path] = piece
+                ends = list(accumulate(sizes[i] for i in mine))[:-1]
+                pieces = [dense(piece, order) for piece in torch.tensor_split(leaf, ends, dim)]
+        for i, piece in zip(mine, pieces, strict=True):
+            parts[i][path] = piece
     return parts
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdcompile.batch import FlatCall
 from pdcompile.errors import ContractError
 from pdcompile.runtime.transport.contract import Channel, Expected
 from pdcompile.runtime.transport.point_to_point import Transport
@@ -27,14 +28,17 @@ class Agreement:
         self._paths = paths
 
     def reach(
-        self, call: str, number: int, minibatch: int, size: int | None, leaves: Any
+        self, call: str, number: int, minibatch: int, size: int | None, flat: FlatCall | None
     ) -> int | None:
         """Begin a call; returns its batch size, rank 0's where this rank does not know it.
 
         Raises ContractError when this rank makes another call than rank 0, or has another
         minibatch.  Nobody waits for anything that is not on its way: rank 0 goes on at once.
         """
+        whole = flat.whole if flat else None
         mine = [_CALLS.index(call), number, minibatch, _UNKNOWN if size is None else size]
+        mine.append(whole.order if whole else 0)
+        leaves = flat.leaves if flat and not whole else {}
         mine += [_digest(leaves.get(path)) for path in self._paths]
         if self._transport.rank == 0:
             for peer in range(1, self._num_ranks):
@@ -58,8 +62,14 @@ class Agreement:
             )
         elif _UNKNOWN not in (theirs[3], mine[3]) and theirs[3] != mine[3]:
             wrong = f"has a minibatch of {theirs[3]} samples, this rank one of {mine[3]}"
+        elif theirs[4] != mine[4]:
+            wrong = (
+                "gives shards of other samples, or in another order, than this rank"
+                if (theirs[4] and mine[4])
+                else "and this rank do not both give shards"
+            )
         else:
-            for path, a, b in zip(self._paths, theirs[4:], mine[4:], strict=True):
+            for path, a, b in zip(self._paths, theirs[5:], mine[5:], strict=True):
                 if a and b and a != b:
                     wrong = f"has other values in input {path!r} than this rank"
                     break

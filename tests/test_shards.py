@@ -1,0 +1,171 @@
+"""`pipe.shard`: every process reads the samples that it feeds, and results stay the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+import pdcompile
+from pdcompile.errors import ConfigError, InputError, NotPrepared
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, loss_for, mlp
+from tests.helpers.pipelines import states_equal
+from tests.test_runtime_distributed import COMMON
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
+
+class Samples:
+    """Pairs of an input and its target; `read` are the indices that were asked for."""
+
+    def __init__(self, count: int = 21) -> None:
+        self.x, self.y = batch_for(mlp(), count)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read.append(index)
+        return self.x[index], self.y[index]
+
+
+def shuffled(samples: Any, size: int = 8) -> BatchSampler:
+    """Minibatches in a random order, which torch's own generator draws; the last one is short."""
+    return BatchSampler(RandomSampler(samples), size, False)
+
+
+def pipeline(*, prepared: bool = True, **given: Any) -> Any:
+    model = mlp()
+    common: dict[str, Any] = {
+        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "microbatches": 4, "costs": "estimated", "verify": "off", "progress": False,
+    }  # fmt: skip
+    pipe = pdcompile.compile(model, **(common | given))
+    x, y = batch_for(model, 8)
+    return pipe.prepare(x, target=y) if prepared else pipe
+
+
+def test_minibatches_are_those_of_a_loader() -> None:
+    """In one process all samples are read, in the order of an ordinary DataLoader."""
+    samples = Samples()
+    torch.manual_seed(5)
+    whole, parts = pipeline(replicas=(2, 1)), pipeline(replicas=(2, 1))
+    torch.manual_seed(5)
+    loader: Any = torch.utils.data.DataLoader(samples, 8, shuffle=True)  # type: ignore[arg-type]
+    expected = [float(whole.step(x, target=y).loss) for _ in range(2) for x, y in loader]
+    samples.read.clear()
+    torch.manual_seed(5)
+    found = [
+        float(parts.step(shard).loss)
+        for _ in range(2)
+        for shard in parts.shard(samples, shuffled(samples))
+    ]
+    assert found == expected
+    assert sorted(samples.read) == sorted([*range(21)] * 2)
+    assert states_equal(whole.full_state_dict(), parts.full_state_dict()) == []
+
+
+RANKS = (
+    COMMON
+    + """
+from tests.test_shards import Samples, pipeline, shuffled
+samples = Samples()
+own = Samples()
+whole, parts = (pipeline(replicas=(2, 1, 1), max_grad_norm=0.5) for _ in range(2))
+torch.manual_seed(5)
+sizes = (8, 4)  # the last of 21 samples makes a minibatch that the second replica has no part of
+for size in sizes:
+    torch.manual_seed(size)
+    loader = torch.utils.data.DataLoader(samples, size, shuffle=True)
+    expected = [float(whole.step(x, target=y).loss) for x, y in loader]
+    own.read.clear()
+    torch.manual_seed(size)
+    batches = list(shuffled(own, size))
+    torch.manual_seed(size)
+    found = [float(parts.step(shard).loss) for shard in parts.shard(own, shuffled(own, size))]
+    assert found == expected, (found, expected)
+    torch.manual_seed(size)
+    torch.empty((), dtype=torch.int64).random_()  # as a loader does before its sampler
+    due = []
+    for batch in shuffled(own, size):
+        rows = torch.arange(len(batch)).tensor_split(min(4, len(batch)))
+        mine = rows[rank::2] if rank < 2 else rows if rank == 3 else ()
+        due += [batch[row] for part in mine for row in part]
+    assert own.read == due, (own.read, due)
+
+batches = [[0, 1, 2], [7]]  # a microbatch each, and one for nobody but the first replica
+for shard, batch in zip(parts.shard(own, batches, num_workers=1), batches):
+    x, y = (part[batch] for part in (samples.x, samples.y))
+    assert float(parts.eval_step(shard).loss) == float(whole.eval_step(x, target=y).loss)
+assert not states_equal(parts.full_state_dict(), whole.full_state_dict())
+counted = pipeline(replicas=(2, 2), loss_reduction=lambda args, kwargs, target: len(target))
+try:
+    counted.shard(own, batches)
+except ConfigError as error:
+    assert "counts what is in all microbatches" in str(error), error
+    say("equal")
+meet("equal")
+order = [[0, 1, 2, 3]] if rank != 3 else [[1, 0, 2, 3]]
+try:
+    for shard in parts.shard(own, order):
+        parts.step(shard)
+except (ContractError, RankError) as error:
+    assert "in another order" in str(error), error
+    say("refused")
+"""
+)
+
+
+def test_ranks_read_what_they_feed(tmp_path: Path) -> None:
+    """Replicas share the inputs of a minibatch, a stage between reads nothing; all is as if each
+    had read everything.  Ranks that draw other orders are told so."""
+    run = processes(RANKS, 4, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 4, run
+    assert run.output.count("refused") == 4, run
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Samples())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "match"),
+    [
+        (Endless(), {}, "read by index"),
+        (Samples(), {"batch_size": 8}, "batch_size= is not an option of shard"),
+    ],
+)
+def test_what_cannot_be_shared_out(dataset: Any, options: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        pipeline().shard(dataset, [[0, 1]], **options)
+
+
+def test_shards_that_do_not_fit() -> None:
+    pipe = pipeline()
+    samples = Samples()
+    with pytest.raises(NotPrepared):
+        pipeline(prepared=False).shard(samples, [[0, 1]])
+    with pytest.raises(InputError, match="without samples"):
+        list(pipe.shard(samples, [[]]))
+    (shard,) = pipe.shard(samples, [[0, 1, 2]], collate_fn=lambda one: torch.stack([one[0][0]]))
+    with pytest.raises(InputError, match=r"pair \(inputs, target\)"):
+        pipe.step(shard)
+    (shard,) = pipe.shard(
+        samples,
+        [[0, 1, 2]],
+        collate_fn=lambda read: torch.utils.data.default_collate(read[:2]),
+    )
+    with pytest.raises(InputError, match="2 samples came of the 3"):
+        pipe.step(shard)
+    (shard,) = pipe.shard(samples, [[0, 1, 2]])
+    with pytest.raises(InputError, match="place of all arguments"):
+        pipe.step(shard, target=samples.y)
