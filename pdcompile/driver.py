@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import Any, Literal
 
 from torch import nn
@@ -152,7 +153,7 @@ def compile(
     optimizer: Callable[..., Any] | None = default_optimizer,
     cluster: Any = "auto",
     stages: int | None = None,
-    schedule: str = DEFAULT,
+    schedule: str | PathLike[str] = DEFAULT,
     replicas: int | tuple[int, ...] | Literal["equal", "any"] = 1,
     recompute: bool | Literal["auto"] | Sequence[bool] = False,
     microbatches: int | Literal["auto"] = "auto",
@@ -205,7 +206,9 @@ def compile(
             eager gradient accumulation does; "2bw" never drains and uses gradients of weights one
             minibatch old; "stash" and "vsync" update after every microbatch, with gradients of
             weights as old as the warm-up is deep; "auto": the planner decides schedule (gpipe,
-            1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.
+            1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.  Or the path of a .csv
+            or .json file with one of your own: stages, ranks and microbatches are then what it says
+            (``pdcompile schedule --help``).
         replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data

@@ -18,6 +18,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.plan import Plan, check
 from pdcompile.runtime.transport.launch import is_distributed
+from pdcompile.schedule.registry import name_of
 from pdcompile.units import format_bytes, parse_bytes
 
 # Fields of `Training` in which a given plan has to be what the options ask for.
@@ -86,8 +87,11 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
     for name, planned, asked in compared:
         if planned != asked:
+            if name == "schedule":
+                planned, asked = name_of(str(planned)), name_of(str(asked))
+            differs = " with other tasks" if planned == asked else ""
             raise PlanError(
-                f"the plan has {name}={planned!r}, but the options ask for {asked!r}",
+                f"the plan has {name}={planned!r}, but the options ask for {asked!r}{differs}",
                 where="plan",
                 remedy="plan again with these options, or give the options of the plan",
             )

@@ -194,7 +194,7 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         f"send, first in first out; channels {walks[0].exchange.model}",
         "no deadlock, even where a send ends only when its receiver has come to the wait",
         f"coverage: {microbatches:,} microbatches once {directions} on each of "
-        f"{num_stages} stages, on one replica, in ascending order",
+        f"{num_stages} stages, on one replica, in {_order(spec)} order",
     ]
     if not forward_only:
         statements += [
@@ -216,6 +216,11 @@ def _proof(walks: list[Walk], induction: str, begin: float) -> Proof:
         sum(walk.num_instructions for walk in walks),
         time.perf_counter() - begin,
     )
+
+
+def _order(spec: PipelineSpec) -> str:
+    turns = [spec.kind.turn(i) for i in range(spec.num_microbatches)]
+    return "ascending" if turns == sorted(turns) else "the schedule's"
 
 
 def _weights(lags: list[int], groups: list[int]) -> str:

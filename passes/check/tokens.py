@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pdcompile.passes.check.transfers import Label, Transfers, Violation
 from pdcompile.schedule import Action, Instruction, Kind
-from pdcompile.schedule.instruction import BACKWARDS, TO_INPUTS, TO_WEIGHTS
+from pdcompile.schedule.instruction import TO_INPUTS, TO_WEIGHTS
 from pdcompile.schedule.spec import PipelineSpec
 
 
@@ -30,8 +30,7 @@ class Tokens(Transfers):
         replicated = len(spec.ranks[stage]) > 1
         self.collectives = (Kind.REDUCE,) * replicated + (Kind.NORMS,) * spec.clipping
         self.depth = 1 if forward_only else spec.in_flight(stage)
-        splits = spec.kind.splits_backward
-        self.backward_actions = BACKWARDS[1:] if splits else BACKWARDS[:1]
+        self.backward_actions = spec.kind.backwards
         self.backwards: dict[int, list[int]] = {}
         self.to_free: set[Label] = set()
         self.posted = dict.fromkeys(self.collectives, 0)
@@ -120,11 +119,11 @@ class Tokens(Transfers):
             del self.in_flight[label]
             self.to_free.add(label)
 
-    @staticmethod
-    def _ascending(order: dict[int, list[int]], label: Label) -> None:
+    def _ascending(self, order: dict[int, list[int]], label: Label) -> None:
         minibatch, microbatch = label
         done = order.setdefault(minibatch, [])
-        if done and microbatch <= done[-1]:
+        turn = self.spec.kind.turn
+        if done and turn(microbatch) <= turn(done[-1]):
             raise Violation(f"backward after that of microbatch {done[-1]}: not ascending")
         done.append(microbatch)
 
@@ -195,7 +194,7 @@ class Tokens(Transfers):
         minibatches it takes one, which must have come."""
         came = self.group == 1 or any(t in self.forwards for t in minibatches)
         return came and all(
-            self.backwards.get(t, []) == self.forwards.get(t, []) for t in minibatches
+            sorted(self.backwards.get(t, ())) == self.forwards.get(t, []) for t in minibatches
         )
 
     def _collective(self, one: Instruction) -> Kind:

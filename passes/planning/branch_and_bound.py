@@ -43,7 +43,7 @@ from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace
-from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.registry import kind_of, name_of
 
 Progress = Callable[[str], None]
 
@@ -396,6 +396,7 @@ def describe(candidate: Candidate) -> str:
     """``2bw, 16 microbatches, stages of 4-2-2 ranks``."""
     widths = "-".join(str(option.replicas) for option in candidate.options)
     again = sum(option.recompute for option in candidate.options)
-    text = f"{candidate.setting.schedule}, {candidate.setting.num_microbatches} microbatches, "
+    setting = candidate.setting
+    text = f"{name_of(setting.schedule)}, {setting.num_microbatches} microbatches, "
     where = f"{len(candidate.ranks)} stages" if candidate.shared else f"stages of {widths} ranks"
     return text + where + (f", {again} recompute" if again else "")

@@ -63,6 +63,8 @@ def warmup(
     most = [kind.most_warmup(num_microbatches, count) for count in counts]
     if kind.warmup == "all":
         return tuple(most)
+    if kind.written is not None and placement == kind.written.placement:
+        return kind.written.warmup
     if placement:
         if len(placement) != num_stages:
             raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")

@@ -82,16 +82,22 @@ class Column:
     def write(self, tasks: Iterable[Task]) -> None:
         """Write the compute order with its communication, as far as the program goes."""
         listed = [one for one in tasks if self.upto == "update" or one.action is not Action.STEP]
-        last = {(s, action, t): n for n, (s, action, t, _) in enumerate(listed)}
-        ends = {(s, t): n for n, (s, action, t, _) in enumerate(listed) if action in TO_WEIGHTS}
+        last = {
+            (stage, action in TO_WEIGHTS, minibatch): n
+            for n, (stage, action, minibatch, _) in enumerate(listed)
+            if action is Action.FORWARD or action in TO_WEIGHTS
+        }
         left_over = self._left_over(listed)
+        for stage, lane in self.lanes.items():
+            lane.expect([one for one in listed if one.stage == stage])
         for n, (stage, action, minibatch, microbatch) in enumerate(listed):
-            lane, is_last = self.lanes[stage], last[stage, action, minibatch] == n
+            lane = self.lanes[stage]
+            is_last = last.get((stage, action in TO_WEIGHTS, minibatch)) == n
             if action is Action.FORWARD:
                 lane.forward(minibatch, microbatch, is_last)
             elif action is Action.STEP:
                 for other in self.lanes.values():  # nobody waits for a replica that has nothing
-                    if ends.get((other.stage, minibatch), -1) < n:
+                    if last.get((other.stage, True, minibatch), -1) < n:
                         other.post_collective(minibatch)
                 lane.step(minibatch)
             else:
@@ -140,6 +146,8 @@ class StagePart:
         self.replicated = len(self.spec.ranks[stage]) > 1
         self.reduced = -self.spec.reach - 1  # the newest minibatch whose sum is known
         self.waiting = deque(state.pending)
+        self.posted = min(GRADIENT_SLOTS, len(self.waiting))  # of them, with receives of gradients
+        self.to_return: deque[tuple[int, int]] = deque()  # the others, as they go backward
         self.unstepped = deque(state.unstepped)
         self.unreduced = deque(state.unreduced)
         self.unreceived = deque(state.unreceived)
@@ -197,11 +205,22 @@ class StagePart:
             for hop in self.hops.before_forward:
                 self.post(hop, 0, microbatch)
 
-    def post_gradients(self, place: int) -> None:
-        """Post the receives for the microbatch at `place` of those waiting for backward."""
-        if place < len(self.waiting):
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """In which order microbatches go backward: as in these tasks, the others afterwards."""
+        backwards = [(t, i) for _, action, t, i in tasks if action in TO_INPUTS]
+        forwards = [(t, i) for _, action, t, i in tasks if action is Action.FORWARD]
+        order = dict.fromkeys((*backwards, *self.waiting, *forwards))
+        self.to_return = deque(list(order)[self.posted :])
+
+    def post_gradients(self) -> None:
+        """Post the receives for the next backwards whose forward has run."""
+        while self.posted < GRADIENT_SLOTS and self.to_return:
+            if self.to_return[0] not in self.waiting:
+                return
+            one = self.to_return.popleft()
             for hop in self.hops.before_backward:
-                self.post(hop, *self.waiting[place])
+                self.post(hop, *one)
+            self.posted += 1
 
     def forward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
         """Without a backward to come, the microbatch is done after it."""
@@ -215,8 +234,7 @@ class StagePart:
             self.send(hop, minibatch, microbatch)
         if trains:
             self.waiting.append((minibatch, microbatch))
-            if len(self.waiting) <= GRADIENT_SLOTS:
-                self.post_gradients(len(self.waiting) - 1)
+            self.post_gradients()
         else:
             self.put(Action.FREE, minibatch, microbatch)
             self.post_value()
@@ -236,8 +254,9 @@ class StagePart:
         if ends:
             self.put(Action.FREE, minibatch, microbatch)
         if sends:
-            self.waiting.popleft()
-            self.post_gradients(GRADIENT_SLOTS - 1)
+            self.waiting.remove((minibatch, microbatch))
+            self.posted -= 1
+            self.post_gradients()
         if ends:
             self.post_value()
         if ends and is_last:

@@ -113,6 +113,14 @@ def share(plan: Plan, broadcasts: Iterable[Broadcast]) -> Schedule:
     return lower_broadcasts(spec_of(plan), broadcasts)
 
 
+def tasks_of(spec: PipelineSpec) -> list[list[Task]]:
+    """What every rank computes in one call, after which nothing is in flight."""
+    begin, found = Stream.begin(spec), [list[Task]() for _ in range(spec.num_ranks)]
+    for column, states in zip(_columns(begin), begin.states, strict=True):
+        found[column.rank] = _tasks(column, states, {}, spec.num_microbatches)
+    return found
+
+
 def _check_count(spec: PipelineSpec, num_microbatches: int) -> None:
     if not 1 <= num_microbatches <= spec.num_microbatches:
         raise ScheduleError(

@@ -15,6 +15,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
@@ -65,7 +66,13 @@ class Flags:
             metavar="BYTES", help="Memory limit of every device, for example '16 GB' or '512 MiB'."
         ),
     ] = None
-    schedule: Annotated[str, training(help=f"{described()}; auto: the planner chooses.")] = DEFAULT
+    schedule: Annotated[
+        str,
+        training(
+            help=f"{described()}; FILE.csv or FILE.json: your own (see pdcompile "
+            "schedule); auto: the planner chooses."
+        ),
+    ] = DEFAULT
     replicas: Annotated[
         str,
         machines(
@@ -156,9 +163,11 @@ class Flags:
 
         Raises:
             ConfigError: an option has an invalid value.
+            ScheduleError: the schedule is a file that cannot be read.
         """
         if self.memory is not None:
             parse_bytes(self.memory, what="--memory", where="--memory")
+        named(self.schedule)
         _cluster(self.cluster)
         _refine(self.refine)
         _recompute(self.recompute)

@@ -60,6 +60,7 @@ def simulate(
     from pdcompile.report.picture import save
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.svg import Panel
+    from pdcompile.schedule.registry import name_of
     from pdcompile.schedule.spec import spec_of
 
     loaded = Plan.load(plan)
@@ -73,7 +74,7 @@ def simulate(
         write_text(html, page.page(loaded, events, title=plan.name))
     if picture is not None:
         write_text(picture, "")  # the same errors for a place that cannot be written
-        save([Panel(loaded.training.schedule, events)], picture)
+        save([Panel(name_of(loaded.training.schedule), events)], picture)
     shown = timeline.bars(events)
     if as_json:
         document = {

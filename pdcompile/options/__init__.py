@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pdcompile.eager.optimizers import default_optimizer
+from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT
 
 
@@ -22,7 +23,7 @@ class Options:
     optimizer: Callable[..., Any] | None = default_optimizer
     cluster: Any = "auto"
     stages: int | None = None
-    schedule: str = DEFAULT
+    schedule: str = DEFAULT  # a name, or the tasks of a file; a path is read at once
     recompute: bool | Literal["auto"] | Sequence[bool] = False
     microbatches: int | Literal["auto"] = "auto"
     memory: int | str | None = None  # per device
@@ -49,6 +50,10 @@ class Options:
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
+
+    def __post_init__(self) -> None:
+        """Raises ScheduleError: a file cannot be read, or is no schedule."""
+        object.__setattr__(self, "schedule", named(self.schedule))
 
     @property
     def searches(self) -> bool:

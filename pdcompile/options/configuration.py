@@ -18,9 +18,11 @@ from pdcompile.schedule.registry import (
     KINDS,
     ScheduleKind,
     allowed,
+    kind_of,
     one_age_streams,
     several_a_rank,
 )
+from pdcompile.schedule.written import Written
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -73,8 +75,9 @@ def configure(
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
     devices = len(cluster.devices)
-    shared = stages > devices
-    placement = KINDS[schedule].placement(stages, devices) if shared else ()
+    kind = kind_of(schedule)
+    placed = stages > devices or kind.written is not None
+    placement = kind.placement(stages, devices) if placed else ()
     reduction = options.loss_reduction
     training = Training(
         schedule=schedule,
@@ -102,7 +105,7 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
         raise ConfigError(
             f"{shown} on a cluster of {len(cluster.devices)} devices",
             remedy=f"give a cluster of {ranks} devices"
-            if ranks != stages
+            if ranks != stages or kind_of(chosen_schedule(options)).written
             else f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
             "one stage a device" + _several(stages, len(cluster.devices)),
         )
@@ -168,7 +171,8 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         raise LaunchError(
             f"{shown}, but WORLD_SIZE is {num_ranks}",
-            remedy=f"launch with torchrun --nproc-per-node={ranks}, or leave stages out"
+            remedy=f"launch with torchrun --nproc-per-node={ranks}"
+            + ("" if kind_of(chosen_schedule(options)).written else ", or leave stages out")
             + (_several(stages, num_ranks) if ranks == stages else ""),
         )
     return stages, ranks
@@ -179,7 +183,9 @@ def _without_replicas(options: Options, there: int | None) -> tuple[int, int]:
 
     As many stages as ranks, or a multiple of them where the schedule has several on a rank.
     """
-    stages, kind = options.stages, KINDS[chosen_schedule(options)]
+    stages, kind = options.stages, kind_of(chosen_schedule(options))
+    if kind.written is not None:
+        return len(kind.written.placement), len(kind.written.rows)
     several = kind.several and options.replicas in (1, "1")
     if several and stages is None:
         return (there or 1) * kind.usual, there or 1
@@ -207,20 +213,43 @@ def chosen_schedule(options: Options) -> str:
     if options.schedule == "auto":
         streams = [name for name in allowed(options.max_staleness) if KINDS[name].stream]
         return streams[0] if streams else DEFAULT
-    if options.schedule not in KINDS:
+    written = isinstance(options.schedule, str) and ":" in options.schedule
+    if not written and options.schedule not in KINDS:
         known = ", ".join(map(repr, (*KINDS, "auto")))
         raise ConfigError(
-            f"schedule={options.schedule!r} is not available", remedy=f"one of {known}"
+            f"schedule={options.schedule!r} is not available",
+            remedy=f"one of {known}, or the path of a .csv or .json file",
         )
-    if KINDS[options.schedule].updates_each:
-        _refuse_several(options, KINDS[options.schedule])
-    if KINDS[options.schedule].placed and options.replicas not in ("1", 1):
+    kind = kind_of(options.schedule)
+    if kind.updates_each:
+        _refuse_several(options, kind)
+    if kind.written is not None:
+        _refuse_other_counts(options, kind.name, kind.written)
+    elif kind.placed and options.replicas not in ("1", 1):
         raise ConfigError(
             f"replicas={options.replicas!r} under schedule={options.schedule!r}, whose ranks hold "
             "several stages",
             remedy=f"one replica a stage, or schedule={DEFAULT!r}",
         )
     return options.schedule
+
+
+def _refuse_other_counts(options: Options, name: str, written: Written) -> None:
+    """Raise ConfigError for stages, microbatches or replicas that a written schedule has not."""
+    counts: dict[str, tuple[int, set[Any]]] = {
+        "stages": (len(written.placement), {options.stages} - {None}),
+        "microbatches": (
+            written.num_microbatches,
+            {options.microbatches, *(options.microbatch_counts or ())} - {"auto"},
+        ),
+        "replicas": (1, {options.replicas} - {"1"}),
+    }
+    for option, (has, asked) in counts.items():
+        for other in asked - {has}:
+            raise ConfigError(
+                f"{option}={other!r}, and the schedule {name!r} is written for {has}",
+                remedy=f"leave {option} out, or write the schedule for that",
+            )
 
 
 def _refuse_several(options: Options, kind: ScheduleKind) -> None:
@@ -290,7 +319,15 @@ def _auto(num_ranks: int) -> Cluster:
 
 
 def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bool) -> int:
-    given = options.microbatches
+    given, written = options.microbatches, kind_of(chosen_schedule(options)).written
+    if written is not None:
+        given = written.num_microbatches
+        if not splits and given > 1:
+            raise ConfigError(
+                f"the schedule is written for {given} microbatches, and nothing in the minibatch "
+                "has a dimension that counts samples",
+                remedy="say with batch_dims which one does, or write it for one microbatch",
+            )
     if not splits or _updates_each(options):
         return 1
     if given == "auto":
@@ -308,7 +345,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
 
 def _updates_each(options: Options) -> bool:
     """Is every microbatch a minibatch with an update of its own?"""
-    return options.schedule in KINDS and KINDS[options.schedule].updates_each
+    return options.schedule != "auto" and kind_of(options.schedule).updates_each
 
 
 def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
@@ -385,7 +422,8 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     usual = configuration.training.num_microbatches
     if _updates_each(options):
         return (1,)
-    if options.microbatches != "auto" or options.costs not in ("measured", "estimated"):
+    written = kind_of(configuration.training.schedule).written
+    if options.microbatches != "auto" or written or options.costs not in ("measured", "estimated"):
         return (usual,)  # a saved profile is of one size
     near = [
         m

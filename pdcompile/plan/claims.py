@@ -205,7 +205,7 @@ def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     training = plan.training
     kind = kind_of(training.schedule)
     if problem.objective != kind.objective:
-        message = f"{problem.objective!r} is not what {training.schedule!r} minimises"
+        message = f"{problem.objective!r} is not what {kind.name!r} minimises"
         yield "problem.objective", message, AGAIN
     if problem.num_microbatches != training.num_microbatches:
         message = f"{problem.num_microbatches}, and the plan has {training.num_microbatches}"

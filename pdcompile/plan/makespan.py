@@ -278,7 +278,8 @@ class EventWalk:
     Args:
         forward, backward: seconds of one microbatch on each stage.
         ranks: of each stage; one may hold several stages.
-        warmup: forwards of each stage before its first backward, beyond one.
+        warmup: forwards of each stage before its first backward, beyond one; a written schedule
+            has its own.
         again: of `backward`, forwards that run again; empty: none.
     """
 
@@ -292,8 +293,11 @@ class EventWalk:
         schedule: str = DEFAULT,
         again: Sequence[float] = (),
     ):
-        self.ranks, self.warmup, self.m = ranks, warmup, num_microbatches
-        self.schedule = kind_of(schedule)
+        self.name, self.schedule = schedule, kind_of(schedule)
+        written = self.schedule.written
+        self.ranks, self.m = ranks, num_microbatches
+        self.warmup = warmup if written is None else written.warmup
+        self.turns = [self.schedule.turn(i) for i in range(num_microbatches)]
         parts = list(map(self.schedule.halves, backward, again or (0.0,) * len(backward)))
         self.seconds: dict[Action, Sequence[float]] = {
             Action.FORWARD: forward,
@@ -324,7 +328,7 @@ class EventWalk:
         hop, kind = wires[0].hop, wires[0].kind
         first, last = min(hop), max(hop)
         count = len(wires[0].seconds)
-        if any(len(stages) > 1 for stages in self.held.values()):
+        if self.schedule.written or any(len(stages) > 1 for stages in self.held.values()):
             most = self.schedule.in_flight(self.warmup[first], -(-self.m // len(self.ranks[first])))
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
@@ -431,15 +435,16 @@ class EventWalk:
             for _ in range(min(own.pool, own.share)):
                 post(own, True)
         works = tuple((own.index, own.warmup, own.share, own.delay) for own in held)
-        for n, action, j in order_of(self.schedule.name, works, len(self.ranks)):
+        for n, action, j in order_of(self.name, works, len(self.ranks)):
             own = held[n]
-            s, k = own.index, own.first + j * own.replicas
+            s = own.index
             if action is Action.STEP:
                 if now > self.done[s] or self.because[s] is None:
                     self.done[s], self.because[s] = now, because
                 continue
             kind = action is Action.FORWARD
             moves = action is not Action.BACKWARD_WEIGHT
+            k = own.first + (j if kind else own.turns[j]) * own.replicas
             for lane in own.into[kind] if moves else ():
                 wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
                 while len(wire.arrived) <= last:
@@ -459,16 +464,18 @@ class EventWalk:
                 wire.send(now, because, ready)
             # Gradients are expected for the next microbatches that went forward.
             if kind:
-                own.forwards += 1
-                if own.forwards - own.backwards <= GRADIENT_SLOTS:
-                    post(own, False)
+                own.gone[own.turns[j]] = True
             elif moves:
                 own.backwards += 1
-                if j + GRADIENT_SLOTS < own.forwards:
-                    post(own, False)
+            while own.returning < min(own.backwards + GRADIENT_SLOTS, own.share):
+                if not own.gone[own.returning]:
+                    break
+                own.returning += 1
+                post(own, False)
             if action in TO_WEIGHTS:
                 self.summed[s] = max(self.summed[s], now)
-                if j + own.pool < own.share:
+                own.ended += 1
+                if own.ended + own.pool <= own.share:
                     post(own, True)
 
 
@@ -476,8 +483,8 @@ class _Stage:
     """One stage on one rank, as far as the walk of the rank has come."""
 
     __slots__ = (
-        "backwards", "delay", "expected", "first", "forwards", "index", "into", "out", "pool",
-        "replicas", "seconds", "share", "warmup",
+        "backwards", "delay", "ended", "expected", "first", "gone", "index", "into", "out", "pool",
+        "replicas", "returning", "seconds", "share", "turns", "warmup",
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
@@ -492,4 +499,6 @@ class _Stage:
         self.out = {f: lanes[s] for f, lanes in walk.out.items()}
         self.seconds = {action: seconds[s] for action, seconds in walk.seconds.items()}
         self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
-        self.forwards = self.backwards = 0
+        self.turns = walk.turns  # when each of its microbatches goes backward
+        self.gone = bytearray(self.share)  # forward, by that
+        self.backwards = self.ended = self.returning = 0

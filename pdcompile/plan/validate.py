@@ -8,11 +8,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ClusterError, PlanError
+from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan import embedded
 from pdcompile.plan.embedded import Finding, unusable_numbers
-from pdcompile.schedule.registry import KINDS, one_age_streams, several_a_rank, with_replicas
+from pdcompile.schedule.registry import (
+    KINDS,
+    find,
+    kind_of,
+    one_age_streams,
+    several_a_rank,
+    with_replicas,
+)
+from pdcompile.schedule.written import Written
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -93,7 +101,7 @@ def pipeline(plan: Plan) -> Iterator[Finding]:
 
 def _ranks(plan: Plan) -> Iterator[Finding]:
     held: dict[int, list[int]] = {}
-    kind = KINDS.get(plan.training.schedule)
+    kind = find(plan.training.schedule)
     most = None if kind is None else kind.stages_per_rank
     for s, stage in enumerate(plan.stages):
         path = f"stages[{s}].ranks"
@@ -139,7 +147,10 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Whether ranks that hold several stages have those that the schedule's order is for."""
-    kind, ranks, count = KINDS.get(plan.training.schedule), len(held), len(plan.stages)
+    kind, ranks, count = find(plan.training.schedule), len(held), len(plan.stages)
+    if kind is not None and kind.written is not None:
+        yield from _as_written(plan, kind.written)
+        return
     if kind is None or kind.placed is None:
         return
     places = ranks // plan.stages[0].replicas
@@ -160,9 +171,37 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
             )
 
 
+def _as_written(plan: Plan, written: Written) -> Iterator[Finding]:
+    """Whether a plan has the stages, ranks and microbatches of the schedule that it carries."""
+    count, remedy = plan.training.num_microbatches, "make the plan again with this schedule"
+    if len(plan.stages) != len(written.placement):
+        message = f"{len(plan.stages)} stages, and the schedule {written.name!r} is written for "
+        yield "stages", f"{message}{len(written.placement)}", remedy
+        return
+    if count != written.num_microbatches:
+        message = f"{count}, and the schedule {written.name!r} is written for "
+        yield "training.num_microbatches", f"{message}{written.num_microbatches}", remedy
+    for s, (rank, stage) in enumerate(zip(written.placement, plan.stages, strict=True)):
+        if stage.replicas > 1:
+            message = f"{stage.replicas} replicas, and a written schedule has one rank for a stage"
+            yield f"stages[{s}].replicas", message, remedy
+        elif (stage.ranks or (s,)) != (rank,):
+            message = f"rank {(stage.ranks or (s,))[0]}, and the schedule {written.name!r} has "
+            yield f"stages[{s}].ranks", f"{message}stage {s} on rank {rank}", remedy
+
+
+def _unwritten(schedule: str) -> Iterator[Finding]:
+    """What is wrong with the tasks in the place of a schedule's name."""
+    try:
+        kind_of(schedule, "training.schedule")
+    except ScheduleError as error:
+        place = (error.where or "").removeprefix("training.schedule")
+        yield f"training.schedule{place}", error.message, error.remedy or "make the plan again"
+
+
 def _updates(plan: Plan) -> Iterator[Finding]:
     """What a schedule whose weights are as old as its warm-up is deep cannot do."""
-    kind, training = KINDS.get(plan.training.schedule), plan.training
+    kind, training = find(plan.training.schedule), plan.training
     if kind is None or not kind.updates_each:
         return
     under = f"under {kind.name!r}"
@@ -225,7 +264,10 @@ def _ascending(stages: tuple[int, ...], num_stages: int, path: str) -> Iterator[
 
 def _training(plan: Plan) -> Iterator[Finding]:
     training, num_stages = plan.training, len(plan.stages)
-    if training.schedule not in KINDS:
+    kind = find(training.schedule)
+    if kind is None and ":" in training.schedule:
+        yield from _unwritten(training.schedule)
+    elif kind is None:
         message = f"unknown schedule {training.schedule!r}"
         yield "training.schedule", message, f"write one of {', '.join(KINDS)}"
     for name in ("num_microbatches", "batch_size"):
@@ -238,7 +280,8 @@ def _training(plan: Plan) -> Iterator[Finding]:
         message = f"{len(warmup)} warm-up depths for {num_stages} stages"
         yield "training.warmup", message, "give one depth to each stage"
     replicated = any(stage.replicas > 1 for stage in plan.stages)
-    if not replicated and any(a < b for a, b in pairwise(warmup)):
+    counted = kind is not None and kind.written is not None
+    if not (replicated or counted) and any(a < b for a, b in pairwise(warmup)):
         remedy = "a stage needs at least the depth of the next one"
         yield "training.warmup", f"warm-up {list(warmup)} increases", remedy
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdcompile.errors import ConfigError
-from pdcompile.schedule.registry import DEFAULT, KINDS
+from pdcompile.schedule.registry import DEFAULT, find, kind_of, name_of
 
 MOST_COUNTS = 64  # replica counts in one menu; beyond, they are multiples of a step
 
@@ -65,7 +65,7 @@ class SearchSpace:
         checks: tuple[tuple[str, bool], ...] = (
             ("replicas", self.replicas in ("1", "equal", "any") or _fits(self)),
             ("recompute", bool(self.recompute) and set(self.recompute) <= {False, True}),
-            ("schedules", bool(self.schedules) and set(self.schedules) <= set(KINDS)),
+            ("schedules", bool(self.schedules) and all(map(find, self.schedules))),
             ("microbatches", bool(self.microbatches) and min(self.microbatches) >= 1),
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),
@@ -84,7 +84,7 @@ class SearchSpace:
         """Has every stage a rank, and can all schedules have several on one?"""
         ranks = set(self.placement)
         most = max(map(self.placement.count, ranks), default=1)
-        several = all(KINDS[name].holds(most) for name in self.schedules)
+        several = all(kind_of(name).holds(most) for name in self.schedules)
         return several and len(self.placement) == self.stages and ranks == set(range(len(ranks)))
 
     @property
@@ -134,7 +134,7 @@ class SearchSpace:
             *([f"on ranks {_listed(self.placement)}"] if self.placement else []),
             f"replicas {_listed(self.replicas)}",
             f"recomputation {again}",
-            f"schedules {', '.join(self.schedules)}",
+            f"schedules {', '.join(map(name_of, self.schedules))}",
             f"microbatches {', '.join(map(str, self.microbatches))}",
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
         ]

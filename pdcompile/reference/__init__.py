@@ -5,7 +5,8 @@ or scheduled: microbatches run one after another through the model itself, and a
 the age of the weights that a minibatch is computed on (`versions`).
 
 Conventions that decide the last bit: a microbatch's loss is multiplied by its weight before
-backward; backwards run in ascending microbatch order; the reported loss is the sum of the weighted
+backward; backwards run in ascending microbatch order (or in that of a written
+schedule); the reported loss is the sum of the weighted
 losses from left to right; the clip norm is the norm of the per-parameter norms in the order of
 ``model.named_parameters()``, tied weights once.
 """

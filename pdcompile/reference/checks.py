@@ -10,7 +10,7 @@ from torch import nn
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, option_checks
-from pdcompile.schedule.registry import DEFAULT, KINDS
+from pdcompile.schedule.registry import DEFAULT, find
 from pdcompile.weights import materialise, open_source
 
 
@@ -45,13 +45,21 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def turns_of(options: Options) -> tuple[int, ...]:
+    """When each microbatch goes backward; empty: right after its forward, in ascending order."""
+    kind = find(options.schedule)
+    return () if kind is None or kind.written is None else kind.written.turns
+
+
 def check_options(options: Options) -> int:
     """Refuses options that the reference cannot use; returns the number of microbatches."""
-    known = options.schedule in KINDS  # else `weight_lags` refuses it
-    option_checks.check_options(options if known else replace(options, schedule=DEFAULT))
+    kind = find(options.schedule)  # where there is none, `weight_lags` refuses it
+    option_checks.check_options(options if kind else replace(options, schedule=DEFAULT))
     microbatches: int | Literal["auto"] = options.microbatches
-    if known and KINDS[options.schedule].updates_each:
+    if kind is not None and kind.updates_each:
         return 1
+    if kind is not None and kind.written is not None:
+        return kind.written.num_microbatches
     if microbatches == "auto":
         raise ConfigError(
             "microbatches='auto' is the planner's choice, which a reference does not have",

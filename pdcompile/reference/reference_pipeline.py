@@ -40,7 +40,7 @@ from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, preserve
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target
-from pdcompile.reference.checks import check_model, check_options, chosen_model
+from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
 from pdcompile.reference.reference_state import ReferenceState
 from pdcompile.reference.versions import Versions, weight_lags
 
@@ -56,6 +56,7 @@ class Reference(ReferenceState):
         check_model(self._model)
         self._options = options
         self._num_microbatches = check_options(options)
+        self._turns = turns_of(options)
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
@@ -132,6 +133,7 @@ class Reference(ReferenceState):
         scales = weights(self._options.loss_reduction, flat, layout, self._num_microbatches)
         losses: list[Tensor] = []
         outputs: list[Any] = []
+        later: dict[int, tuple[DrawScope, Tensor]] = {}
         loss_leaf = None
         with in_mode(self._model, True), torch.enable_grad(), preserved_rng(self._device):
             parts = split(flat.leaves, layout, self._num_microbatches)
@@ -140,10 +142,16 @@ class Reference(ReferenceState):
                     output, loss = self._forward(flat, part, scope, with_loss=True)
                     loss_leaf = _position(loss, output)
                     loss = scaled_loss(self._differentiable(loss, output), scale)
-                    if loss.requires_grad:
+                    if self._turns:
+                        later[index] = scope, loss
+                    elif loss.requires_grad:
                         scope.backward(loss)
                 losses.append(loss.detach())
                 outputs.append(self._kept(output))
+            for index in sorted(later, key=self._turns.__getitem__):
+                scope, loss = later[index]
+                if loss.requires_grad:
+                    scope.backward_of([loss], [None])
         self._num_minibatches += 1
         total = total_loss(losses)
         whole = self._concatenate(outputs, layout, total, loss_leaf)

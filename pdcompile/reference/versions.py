@@ -3,7 +3,7 @@
 Minibatch t (from 0) runs on W_max(t − lag, 0), its gradients update W_t.  Written for N stages
 with warm-up depths w_s, the schedules are
 
-    flushes        lag 0: eager gradient accumulation (gpipe, 1f1b, zb-h1)
+    flushes        lag 0: eager gradient accumulation (gpipe, 1f1b, zb-h1, written ones)
     2bw            lag 1 on every stage
     vsync          lag w_0 on every stage
     stash          lag w_s on stage s
@@ -25,7 +25,7 @@ from torch import nn
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import KINDS, one_age_streams
+from pdcompile.schedule.registry import KINDS, find, one_age_streams
 
 
 class Versions:
@@ -75,7 +75,7 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
         ConfigError: the schedule is not known, or needs a plan that is not given.
     """
     names = [name for name, _ in model.named_parameters()]
-    kind = KINDS.get(options.schedule)
+    kind = find(options.schedule)
     if kind is None:
         raise ConfigError(
             f"schedule={options.schedule!r} is not a known schedule",

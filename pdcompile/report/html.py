@@ -16,6 +16,7 @@ from pdcompile.report.plan_table import (
 )
 from pdcompile.report.svg import Panel, draw
 from pdcompile.report.timeline import Event
+from pdcompile.schedule.registry import name_of
 from pdcompile.units import format_bytes
 
 LEDGER_FILLS = (
@@ -43,7 +44,7 @@ def page(plan: Plan, events: Iterable[Event], *, title: str = "pdcompile plan") 
         _paragraph(str(certificate_line(plan.certificate, plan.training.schedule))),
         _paragraph(str(forecast_line(plan))) if plan.forecast else "",
         "<h2>Timeline</h2>",
-        draw([Panel(plan.training.schedule, events)]),
+        draw([Panel(name_of(plan.training.schedule), events)]),
         "<h2>Stages</h2>",
         _table([*stages[0]], [[*row.values()] for row in stages], texts=(2,)),
         "<h2>Memory</h2>" + _memory(plan) if plan.forecast else "",

@@ -12,7 +12,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.report import labels
 from pdcompile.report.labels import counted
-from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.registry import kind_of, name_of
 from pdcompile.units import format_bytes, format_seconds
 
 LEDGER_LINES = tuple(
@@ -46,7 +46,7 @@ def plan_report(plan: Plan) -> Group:
 def headline(plan: Plan) -> Text:
     training = plan.training
     text = Text()
-    text.append(f"{training.schedule}", style="bold")
+    text.append(name_of(training.schedule), style="bold")
     text.append(
         f": {counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
         f"minibatches of {counted(training.batch_size, 'sample')} "

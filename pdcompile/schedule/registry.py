@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 from math import lcm
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError
-from pdcompile.schedule.instruction import Action
+from pdcompile.schedule.instruction import BACKWARDS, Action
+from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
 GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
@@ -111,6 +113,8 @@ class ScheduleKind:
         source: the paper.
         module: where the pure generator `order` is: it yields the tasks of one rank in one call,
             given the work of the rank's stages in ascending order.
+        written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
+            from it, and what is in flight is counted.
     """
 
     name: str
@@ -123,6 +127,7 @@ class ScheduleKind:
     usual: int = 1
     placed: Placement | None = None
     splits_backward: bool = False
+    written: Written | None = None
 
     @property
     def stream(self) -> bool:
@@ -195,8 +200,22 @@ class ScheduleKind:
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
+        if self.written is not None:
+            return _as_written(self.written, stages)
         generator: Order = import_module(self.module).order
         return generator(stages)
+
+    @property
+    def backwards(self) -> tuple[Action, ...]:
+        """The kinds of backward that its programs have."""
+        if self.written is not None:
+            return self.written.backward_actions
+        return BACKWARDS[1:] if self.splits_backward else BACKWARDS[:1]
+
+    def turn(self, microbatch: int) -> int:
+        """When it goes backward: microbatches do so in ascending order, unless it is written so."""
+        turns = () if self.written is None else self.written.turns
+        return turns[microbatch] if microbatch < len(turns) else microbatch
 
     def most_warmup(self, num_microbatches: int, replicas: int) -> int:
         """The deepest warm-up of a replica: all its microbatches, with one left to go backward.
@@ -332,7 +351,12 @@ KINDS = {kind.name: kind for kind in _ROWS}
 
 
 def kind_of(name: str, where: str | None = None) -> ScheduleKind:
-    """The row of a schedule.  Raises ScheduleError when there is none of that name."""
+    """The row of a schedule, by its name or by its tasks (`Written`).
+
+    Raises ScheduleError when there is none of that name, or the tasks are none of a schedule.
+    """
+    if ":" in name:
+        return _kind_of_written(name, where)
     if name not in KINDS:
         raise ScheduleError(
             f"schedule {name!r} is not one of {', '.join(KINDS)}",
@@ -340,6 +364,47 @@ def kind_of(name: str, where: str | None = None) -> ScheduleKind:
             remedy=f'schedule="{DEFAULT}"',
         )
     return KINDS[name]
+
+
+def find(name: str) -> ScheduleKind | None:
+    """The row of a schedule; None where there is none."""
+    try:
+        return kind_of(name)
+    except ScheduleError:
+        return None
+
+
+def name_of(schedule: str) -> str:
+    """What to call a schedule where its tasks would be too long."""
+    kind = find(schedule)
+    return schedule if kind is None else kind.name
+
+
+@lru_cache(maxsize=64)
+def _kind_of_written(text: str, where: str | None) -> ScheduleKind:
+    written = parse(text, where or "schedule")
+    order = ", in another order of microbatches" if written.turns else ", bit for bit"
+    return ScheduleKind(
+        written.name,
+        update=f"updates as eager gradient accumulation does{order}",
+        source="a file",
+        module="",
+        stages_per_rank=None,
+        placed=Placement("as written", lambda _, __: written.placement),
+        splits_backward=written.splits_backward,
+        written=written,
+    )
+
+
+def _as_written(written: Written, stages: Sequence[StageWork]) -> Iterator[Task]:
+    """The tasks of these stages of a rank, without those of microbatches that a short minibatch has
+    not.  What is left of an order that cannot deadlock cannot either."""
+    here = {own.stage: frozenset(own.microbatches) for own in stages}
+    for stage, action, microbatch in written.rows[written.placement[stages[0].stage]]:
+        if microbatch in here.get(stage, ()):
+            yield Task(stage, action, 0, microbatch)
+    for own in stages:
+        yield Task(own.stage, Action.STEP, 0, -1)
 
 
 def allowed(max_staleness: int | str) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class Broadcast(NamedTuple):
 class PipelineSpec:
     """What the schedule functions read of a plan.  `ranks[s][q]`: replica q of stage s."""
 
-    name: str
+    schedule: str  # its name, or its tasks: see `kind_of`
     num_microbatches: int
     warmup: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -71,7 +71,11 @@ class PipelineSpec:
 
     @property
     def kind(self) -> ScheduleKind:
-        return kind_of(self.name)
+        return kind_of(self.schedule)
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
 
     @property
     def num_ranks(self) -> int:
@@ -209,11 +213,12 @@ class PipelineSpec:
     def window(self, first: int, last: int) -> int:
         """Sends in flight on one channel between two stages, first < last.
 
-        Where ranks hold several stages, that is whatever the first stage has in flight: what has
-        gone backward there has been received by every later stage, and back.
+        Where ranks hold several stages, or in an order that somebody wrote, that is whatever the
+        first stage has in flight: what has gone backward there has been received by every later
+        stage, and back.
         """
         flat = [rank for ranks in self.ranks for rank in ranks]
-        if len(set(flat)) < len(flat):
+        if len(set(flat)) < len(flat) or self.kind.written is not None:
             return self.in_flight(first)
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)

@@ -1,0 +1,70 @@
+"""A schedule without a model: to be proved, drawn, and written to a file."""
+
+from __future__ import annotations
+
+from pdcompile.errors import ScheduleError
+from pdcompile.passes.schedules import warmup
+from pdcompile.passes.schedules.stream import tasks_of
+from pdcompile.plan import Certificate, Edge, Plan, StagePlan, Training
+from pdcompile.schedule import Action
+from pdcompile.schedule.registry import PARTS, flush_schedules, kind_of
+from pdcompile.schedule.spec import spec_of
+from pdcompile.schedule.written import Cell, Written, parse
+
+FORWARD, BACKWARD = 1.0, float(PARTS)  # seconds: so that each part of a split backward takes 1
+
+
+def chain(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int) -> Plan:
+    """The plan of stages that take equally long and each feed the next one, for nothing.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it is written for other counts.
+    """
+    kind = kind_of(schedule)
+    shared = num_ranks < num_stages or kind.written is not None
+    placement = kind.placement(num_stages, num_ranks) if shared else ()
+    depths = warmup(schedule, num_stages, num_microbatches, placement=placement)
+    stages = tuple(
+        StagePlan(
+            s, (), (), forward_seconds=FORWARD, backward_seconds=BACKWARD,
+            ranks=placement[s : s + 1],
+        )
+        for s in range(num_stages)
+    )  # fmt: skip
+    edges = tuple(Edge(f"x{s}", s, (s + 1,), 0, True) for s in range(num_stages - 1))
+    training = Training(schedule, num_microbatches, num_microbatches, depths)
+    certificate = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
+    return Plan("", stages, edges, (), training, "", certificate)
+
+
+def written_of(plan: Plan) -> Written:
+    """The tasks of a plan's schedule, as a file has them.
+
+    Raises:
+        ScheduleError: it is not one minibatch that ends with its update, or has replicas.
+    """
+    kind = kind_of(plan.training.schedule)
+    if kind.written is not None:
+        return kind.written
+    if kind.stream:
+        raise ScheduleError(
+            f"schedule {kind.name!r} leaves microbatches in flight between minibatches, and a "
+            "file is one minibatch that ends with its update",
+            remedy=f"a schedule that drains: {flush_schedules()}",
+        )
+    replicated = next((stage for stage in plan.stages if stage.replicas > 1), None)
+    if replicated is not None:
+        raise ScheduleError(
+            f"stage {replicated.index} has {replicated.replicas} replicas, and a file has one rank "
+            "for a stage",
+            remedy="a plan without replicas",
+        )
+    rows = [
+        tuple(
+            Cell(stage, action, microbatch)
+            for stage, action, _, microbatch in tasks
+            if action is not Action.STEP
+        )
+        for tasks in tasks_of(spec_of(plan))
+    ]
+    return parse(str(Written(kind.name, tuple(rows))), "the plan's schedule")

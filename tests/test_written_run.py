@@ -1,0 +1,226 @@
+"""Schedules that somebody wrote down, from a file to training: bit for bit as the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pdcompile
+from pdcompile.cluster import Cluster
+from pdcompile.errors import ConfigError, LaunchError, PlanError, ScheduleError
+from pdcompile.options import Options
+from pdcompile.options.configuration import machines
+from pdcompile.plan import Plan
+from pdcompile.schedule import files
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
+from tests.helpers.pipelines import states_equal
+from tests.helpers.torch_schedules import CLASSES, dump
+from tests.test_runtime_distributed import COMMON
+
+OPTIONS: dict[str, Any] = {
+    "optimizer": partial(torch.optim.AdamW, lr=0.05), "max_grad_norm": 0.5,
+}  # fmt: skip
+PLANNED: dict[str, Any] = {**OPTIONS, "costs": "estimated", "progress": False, "verify": "off"}
+#: V-shaped, its last stage whole and its others in two parts, each of another order of microbatches
+FOLDED = (
+    "folded: 0F0 0F1 0F2 3F0 3F1 3F2 3B1 3B2 3B0 0I1 0I2 0W1 0W2 0B0 | "
+    "1F0 1F1 1F2 2F0 2F1 2F2 2I1 2I2 2I0 1B1 2W1 2W2 2W0 1B2 1B0"
+)
+
+
+def compiled(build: Callable[[], nn.Module], **options: Any) -> pdcompile.Pipeline:
+    model = build()
+    x, y = batch_for(model, 8)
+    given = {**PLANNED, "loss_fn": loss_for(model), **options}
+    return pdcompile.compile(model, (x,), example_target=y, **given)
+
+
+def train_alike(pipe: pdcompile.Pipeline, model: nn.Module, **options: Any) -> None:
+    """Minibatches of several sizes, evaluation, a user's own loop: equal to the last bit."""
+    expected = pdcompile.reference(
+        deepcopy(model), loss_fn=loss_for(model), **{**OPTIONS, **options}
+    )
+    x, y = batch_for(model, 8)
+    for size in (8, 3, 1, 7, 8):
+        ours, theirs = (one.step(x[:size], target=y[:size]).loss for one in (pipe, expected))
+        assert ours.item() == theirs.item()
+    assert torch.equal(pipe.predict(x), expected.predict(x))
+    for one in (pipe, expected):
+        one.forward_backward(x, target=y)
+        one.clip_grad_norm_(0.1)
+        one.optimizer.step()
+        one.zero_grad()
+        one.step(x, target=y)
+    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
+
+
+BUILDS = {
+    "ScheduleGPipe": mlp,
+    "Schedule1F1B": convnet,
+    "ScheduleLoopedBFS": partial(gpt, dropout=0.2, tied=True),
+    "ScheduleInterleaved1F1B": unet,
+    "ScheduleInterleavedZeroBubble": partial(gpt, tied=True),
+    "ScheduleZBVZeroBubble": partial(gpt, dropout=0.2),
+    "ScheduleDualPipeV": unet,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_schedules_of_torch(name: str, tmp_path: Path) -> None:
+    """Planned, read back from the plan alone, and trained."""
+    path = dump(name, 2, 4, tmp_path / f"{name}.csv")
+    assert path is not None
+    build: Any = BUILDS[name]
+    pipe = compiled(build, schedule=path)
+    text = files.named(path)
+    path.unlink()
+    plan = Plan.from_json(pipe.plan.to_json())
+    assert plan.training.schedule == text
+    assert f"{name}: " in pipe.explain()
+    assert text not in pipe.explain()
+    again = compiled(build, schedule=plan.training.schedule, plan=plan)
+    train_alike(again, build(), schedule=text)
+
+
+@pytest.mark.parametrize(
+    "build", [mlp, partial(gpt, tied=True), partial(gpt, dropout=0.2), unet],
+    ids=["mlp", "tied", "dropout", "unet"],
+)  # fmt: skip
+@pytest.mark.parametrize("recompute", [False, (True, False, True, False)])
+def test_in_any_order(build: Any, recompute: Any) -> None:
+    """Sums of gradients are in the order of the schedule, in the reference too."""
+    pipe = compiled(build, schedule=FOLDED, recompute=recompute)
+    assert [stage.ranks for stage in pipe.plan.stages] == [(0,), (1,), (1,), (0,)]
+    assert pipe.plan.training.num_microbatches == 3
+    train_alike(pipe, build(), schedule=FOLDED)
+
+
+def test_statistics_are_in_the_order_of_the_forwards() -> None:
+    """Batch norm's running statistics, where microbatches go backward in another order."""
+    pipe = compiled(convnet, schedule="back: 0F0 0F1 0B1 0B0 | 1F0 1F1 1B1 1B0")
+    train_alike(pipe, convnet(), schedule="back: 0F0 0F1 0B1 0B0 | 1F0 1F1 1B1 1B0")
+
+
+def test_stages_on_other_ranks_than_their_number() -> None:
+    pipe = compiled(mlp, schedule="turned: 1F0 1B0 1F1 1B1 | 0F0 0F1 0B0 0B1 | 2F0 2B0 2F1 2B1")
+    assert [stage.ranks for stage in pipe.plan.stages] == [(1,), (0,), (2,)]
+    train_alike(pipe, mlp(), schedule=pipe.plan.training.schedule)
+
+
+MINE = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "error", "message", "remedy"),
+    [
+        ({"stages": 4}, None, ConfigError, "stages=4, and the schedule 'mine' is written for 2",
+         "leave stages out"),
+        ({"microbatches": 4}, None, ConfigError, "microbatches=4, and the schedule 'mine' is "
+         "written for 2", "leave microbatches out"),
+        ({"replicas": 2}, None, ConfigError, "replicas=2, and the schedule 'mine' is written for 1",
+         "leave replicas out"),
+        ({}, 4, LaunchError, "2 stages, but WORLD_SIZE is 4", "--nproc-per-node=2"),
+        ({"cluster": "1x4"}, None, ConfigError, "2 stages on a cluster of 4 devices",
+         "give a cluster of 2 devices"),
+        ({"schedule": "mine: 0F0"}, None, ScheduleError, "no backward of microbatch 0", "add 0B0"),
+        ({"schedule": "none.csv"}, None, ScheduleError, "cannot read the schedule", "pdcompile"),
+        ({"schedule": "mine"}, None, ConfigError, "'mine' is not available", ".csv or .json"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    options: dict[str, Any],
+    processes: int | None,
+    error: type[Exception],
+    message: str,
+    remedy: str,
+) -> None:
+    """By compile before anything is captured, and by the reference."""
+    given = {"schedule": MINE, **options}
+    refuse = partial(pdcompile.compile, mlp(), **given)
+    if processes:
+        refuse = partial(machines, Options(**given), processes)
+    with pytest.raises(error) as caught:
+        refuse()
+    assert message in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_counts_that_a_minibatch_does_not_have() -> None:
+    x, y = batch_for("mlp", 1)
+    options = {**PLANNED, "loss_fn": loss_for("mlp"), "schedule": MINE}
+    with pytest.raises(ConfigError, match="2 microbatches of a minibatch of 1 samples"):
+        pdcompile.compile(mlp(), (x,), example_target=y, **options)
+    with pytest.raises(ConfigError, match="written for 2 microbatches, and nothing in the mini"):
+        pdcompile.compile(mlp(), (x,), example_target=y, batch_dims=None, **options)
+
+
+def test_a_plan_of_another_schedule_is_refused() -> None:
+    plan = compiled(mlp, schedule=MINE).plan
+    other = MINE.replace("0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1")
+    for schedule, message in (
+        (other, "the plan has schedule='mine', but the options ask for 'mine' with other tasks"),
+        ("1f1b", "the plan has schedule='mine', but the options ask for '1f1b'"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            compiled(mlp, schedule=schedule, plan=plan)
+
+
+def test_its_stages_fit_into_memory() -> None:
+    """Less than the fastest plan needs: another cut, or stages that recompute."""
+    cluster = Cluster.local(2)
+    build = partial(gpt, tied=True)
+    free = compiled(build, schedule=FOLDED, cluster=cluster).plan
+    assert free.forecast is not None
+    limit = int(0.97 * max(ledger.total_bytes for ledger in free.forecast.ledgers))
+    plan = compiled(build, schedule=FOLDED, cluster=cluster, memory=limit, recompute="auto").plan
+    assert plan.forecast is not None
+    assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= limit
+
+
+TORCHRUN = (
+    COMMON
+    + """
+import pdcompile
+from copy import deepcopy
+schedule = sys.argv[1]
+model = models.gpt(tied=True, dropout=0.2)
+inputs, target = models.batch_for(model, 8)
+options = dict(
+    loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=0.05),
+    schedule=schedule, max_grad_norm=0.3,
+)
+eager = pdcompile.reference(deepcopy(model), **options)
+pipe = pdcompile.compile(
+    model, (inputs,), example_target=target, costs="estimated", progress=False, **options
+)
+for size in (8, 3, 8):
+    ours, theirs = (one.step(inputs[:size], target=target[:size]) for one in (pipe, eager))
+    assert float(ours.loss) == float(theirs.loss)
+assert float(pipe.eval_step(inputs, target=target).loss) == float(
+    eager.eval_step(inputs, target=target).loss
+)
+full = pipe.full_state_dict()
+assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
+say("equal", *pipe.stages)
+pipe.close()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["ScheduleDualPipeV", pytest.param("ScheduleLoopedBFS", marks=pytest.mark.slow)]
+)
+def test_on_two_ranks(name: str, tmp_path: Path) -> None:
+    path = dump(name, 2, 4, tmp_path / "theirs.csv")
+    run = processes(TORCHRUN, 2, tmp_path, str(path))
+    assert run.code == 0, run
+    held = ("0 3", "1 2") if CLASSES[name].folded else ("0 2", "1 3")
+    assert all(f"[{rank}] equal {stages}" in run.output for rank, stages in enumerate(held)), run
