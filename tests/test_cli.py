@@ -18,7 +18,9 @@ from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.report_data import plan
 
 Call = Callable[..., tuple[int, str, str]]
-VERBS = ("plan", "explain", "diff", "whatif", "simulate", "dump", "verify", "run", "costs")
+VERBS = (
+    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run", "costs",
+)  # fmt: skip
 
 
 @pytest.fixture

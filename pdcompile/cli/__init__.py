@@ -6,7 +6,18 @@ import sys
 import warnings
 
 # Each verb adds itself to the application.
-from pdcompile.cli import costs, diff, dump, explain, plan, run, simulate, verify, whatif  # noqa: F401
+from pdcompile.cli import (  # noqa: F401
+    costs,
+    diff,
+    dump,
+    explain,
+    plan,
+    run,
+    schedule,
+    simulate,
+    verify,
+    whatif,
+)
 from pdcompile.cli.app import app, reflow_help
 from pdcompile.cli.output import fail, show_warning
 from pdcompile.errors import PdcompileError

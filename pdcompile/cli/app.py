@@ -9,7 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 # The order in which a person meets them.
-ORDER = ("plan", "explain", "diff", "whatif", "simulate", "dump", "verify", "run", "costs")
+ORDER = (
+    "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run", "costs",
+)  # fmt: skip
 
 
 class Verbs(TyperGroup):

@@ -59,6 +59,15 @@ def read(path: str | PathLike[str]) -> Written:
     return reads(text, str(path), _name(path.stem))
 
 
+def is_plan(path: Path) -> bool:
+    """Is it the file of a plan, which has stages, and not of a schedule alone?"""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False  # who reads it says what is wrong
+    return isinstance(data, dict) and "stages" in data
+
+
 def named(schedule: Any) -> Any:
     """A schedule's name as it is; for the path of a file the tasks in it (`registry.kind_of`).
 

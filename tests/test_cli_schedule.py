@@ -1,0 +1,130 @@
+"""`pdcompile schedule`, and a schedule of one's own on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdcompile.cli import main
+from pdcompile.plan import Plan
+from pdcompile.schedule import files
+from pdcompile.schedule.registry import KINDS
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    said = capsys.readouterr()
+    return int(stop.value.code or 0), said.out, said.err
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.stream])
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_a_schedule_is_written_and_read_again(
+    name: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / f"mine{suffix}"
+    code, out, err = run(capsys, "schedule", name, "--microbatches", "5", "-o", str(mine))
+    assert code == 0, err
+    ranks = 4 // KINDS[name].usual
+    assert out.startswith(f"{name}: 4 stages on {ranks} rank")
+    assert "5 microbatches, " in out
+    assert f"schedule {name}: proved on" in out
+    assert f"written: {mine}" in err.replace("\n", "")
+    code, out, _ = run(capsys, "schedule", str(mine), "--json")
+    document = json.loads(out)
+    assert document["status"] == "done"
+    assert document["schedule"] == ("mine" if suffix == ".csv" else name)
+    assert document["microbatches"] == 5
+    assert [len(row.split()) for row in document["ranks"]] == [
+        len(row) for row in files.read(mine).rows
+    ]
+
+
+def test_an_edited_schedule_is_planned_and_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan carries it: the file may be gone, and comes out of the plan again."""
+    mine, plan, again = (tmp_path / name for name in ("mine.csv", "plan.json", "again.json"))
+    target = "examples/gpt.py:build"
+    assert run(capsys, "schedule", "1f1b", "--stages", "2", "-o", str(mine))[0] == 0
+    text = mine.read_text()
+    assert text.startswith("0F0,0F1,,0B0,0F2,0B1,")
+    mine.write_text(text.replace("0F0,0F1,,0B0,0F2", "0F0,0F1,0F2,0B0,"))  # another warm-up
+    given = ["--schedule", str(mine), "--costs", "estimated", "-o", str(plan)]
+    code, _, err = run(capsys, "plan", target, *given)
+    assert code == 0, err
+    written = files.read(mine)
+    mine.unlink()
+    assert Plan.load(plan).training.schedule == str(written)
+    assert Plan.load(plan).training.warmup == (2, 0)
+    code, _, err = run(capsys, "run", target, "--plan", str(plan), "--steps", "2", "--json")
+    assert code == 0, err
+    assert run(capsys, "schedule", str(plan), "-o", str(again))[0] == 0
+    assert files.read(again) == written
+    for verb in ("explain", "simulate"):
+        code, out, _ = run(capsys, verb, str(plan))
+        assert code == 0
+        assert str(written) not in out
+    code, out, _ = run(capsys, "diff", str(plan), str(plan))
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "remedy"),
+    [
+        (["2bw"], "schedule '2bw' leaves microbatches in flight", "a schedule that drains: gpipe"),
+        (["pipes"], "'pipes' is neither a schedule nor a file of one", "one of gpipe, 1f1b"),
+        (["none.csv"], "cannot read the schedule: No such file", "pdcompile schedule NAME -o FILE"),
+        (["bad.csv"], "there is a stage 1, and no stage 0", "without gaps"),
+        (["1f1b", "--stages", "4", "--ranks", "2"], "4 stages on 2 ranks under schedule '1f1b'",
+         "as many stages on every rank, 1 at most"),
+        (["interleaved", "--stages", "5", "--ranks", "2"], "5 stages on 2 ranks", "as many stages"),
+        (["bad.csv", "--stages", "2"], "--stages 2 would have no effect", "leave --stages out"),
+        (["1f1b", "-o", "mine.txt"], "written to .csv or .json, not to .txt", "mine.csv"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    words: list[str],
+    message: str,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.csv").write_text("1F0,1B0\n")
+    code, out, err = run(capsys, "schedule", *words)
+    assert code == 2
+    assert not out
+    shown = " ".join(err.split())
+    assert message in shown
+    assert remedy in shown
+
+
+def test_a_bad_file_is_refused_before_the_target_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("0F0,0B0\n1F0,1Q0\n")
+    for verb in ("plan", "run"):
+        code, _, err = run(capsys, verb, "nowhere.py:build", "--schedule", str(bad))
+        assert code == 2
+        assert "'1Q0' is not a task" in err
+        assert "row 2, column 2" in " ".join(err.split())
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pdcompile.cli import main\n"
+        "try: main(['schedule', 'zb-v', '-o', sys.argv[1]])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    given: list[Any] = [sys.executable, "-c", script, tmp_path / "mine.csv"]
+    subprocess.run(given, check=True, capture_output=True)
