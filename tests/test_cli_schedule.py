@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,12 @@ def test_an_edited_schedule_is_planned_and_run(
         code, out, _ = run(capsys, verb, str(plan))
         assert code == 0
         assert str(written) not in out
-    code, out, _ = run(capsys, "diff", str(plan), str(plan))
+    other = Plan.load(plan)
+    text = other.training.schedule.replace("0F2 0B0", "0B0 0F2")
+    again.write_text(replace(other, training=replace(other.training, schedule=text)).to_json())
+    code, out, _ = run(capsys, "diff", str(plan), str(again))
     assert code == 0
+    assert re.search("schedule +mine +mine +other tasks", out)
 
 
 @pytest.mark.parametrize(

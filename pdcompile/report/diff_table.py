@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pdcompile.plan.diff import Changed, Moved, PlanDiff
 from pdcompile.report import labels
-from pdcompile.schedule.registry import flush_schedules
+from pdcompile.schedule.registry import flush_schedules, name_of
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
 SHOWN = 3  # ops of a move by name
@@ -123,6 +123,8 @@ def _reader(one: Changed) -> Callable[[Any], str]:
             return "-"
         if isinstance(value, tuple):
             return ", ".join("none" if part is None else show(part) for part in value)
+        if name == "schedule":
+            return name_of(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return chosen(value) if chosen and number else str(value)
 
@@ -131,6 +133,8 @@ def _reader(one: Changed) -> Callable[[Any], str]:
 
 def _change(one: Changed, rows: Sequence[tuple[str, Changed]]) -> str:
     """Relative, where both are numbers that compare."""
+    if one.what == "schedule" and name_of(one.a) == name_of(one.b):
+        return "other tasks"
     numbers = [x for x in (one.a, one.b) if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(numbers) < 2 or one.a <= 0 or one.what in ("seed", "bubble"):
         return ""
