@@ -125,6 +125,12 @@ def test_a_bad_file_is_refused_before_the_target_is_read(
         assert "row 2, column 2" in " ".join(err.split())
 
 
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "schedule", "examples/schedule.csv")
+    assert code == 0
+    assert out.startswith("schedule: 4 stages on 2 ranks, 4 microbatches, ")
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pdcompile.cli import main\n"

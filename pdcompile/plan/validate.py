@@ -20,7 +20,6 @@ from pdcompile.schedule.registry import (
     several_a_rank,
     with_replicas,
 )
-from pdcompile.schedule.written import Written
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -78,6 +77,7 @@ def _stages(plan: Plan) -> Iterator[Finding]:
 
 def pipeline(plan: Plan) -> Iterator[Finding]:
     """What no schedule could run, whatever the stages compute."""
+    yield from _as_written(plan)
     yield from _ranks(plan)
     yield from _updates(plan)
     for i, edge in enumerate(plan.edges):
@@ -148,10 +148,7 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Whether ranks that hold several stages have those that the schedule's order is for."""
     kind, ranks, count = find(plan.training.schedule), len(held), len(plan.stages)
-    if kind is not None and kind.written is not None:
-        yield from _as_written(plan, kind.written)
-        return
-    if kind is None or kind.placed is None:
+    if kind is None or kind.placed is None or kind.written is not None:
         return
     places = ranks // plan.stages[0].replicas
     placed = kind.placed.places(count, places)
@@ -171,8 +168,12 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
             )
 
 
-def _as_written(plan: Plan, written: Written) -> Iterator[Finding]:
-    """Whether a plan has the stages, ranks and microbatches of the schedule that it carries."""
+def _as_written(plan: Plan) -> Iterator[Finding]:
+    """Whether a plan has the stages, ranks and microbatches of a schedule that it carries."""
+    kind = find(plan.training.schedule)
+    written = None if kind is None else kind.written
+    if written is None:
+        return
     count, remedy = plan.training.num_microbatches, "make the plan again with this schedule"
     if len(plan.stages) != len(written.placement):
         message = f"{len(plan.stages)} stages, and the schedule {written.name!r} is written for "
