@@ -27,6 +27,7 @@ from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import Affine, OpGraph, walk
 from pdcompile.ir.value_checks import check_inputs, check_leaf
 from pdcompile.options import Options
+from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed
 
@@ -65,7 +66,8 @@ def begin_call(
     feeds = []
     for worker in session.workers:
         wiring = session.wirings[worker.stage, training]
-        held = flat.leaves if part == () else wiring.paths(with_loss)
+        here = _takes_part(session, worker, number if training else 0, count)
+        held = flat.leaves if part == () else wiring.paths(with_loss) if here else ()
         leaves = {path: flat.leaves[path] for path in held}
         if training and compiled.overlaps:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
@@ -103,6 +105,13 @@ def rows_here(session: Session, size: int) -> list[int]:
     sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
     ends = [*accumulate(sizes)]
     return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
+
+
+def _takes_part(session: Session, worker: Worker, number: int, count: int) -> bool:
+    """Whether a microbatch comes here: replicas may take whole minibatches in turn."""
+    spec, stage = session.spec, worker.stage
+    replica = spec.ranks[stage].index(worker.transport.rank)
+    return spec.group(stage) == 1 or bool(spec.share(stage, replica, count, number))
 
 
 def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class Updater:
             given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
             self.apply(minibatch, given, stage)
         weights.adopt()
-        del weights.gradients[minibatch]
+        weights.drop(minibatch)
 
     def apply(
         self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int = 0

@@ -28,10 +28,11 @@ def share(
     """Bring the outputs of a minibatch from the ranks of the last stage to the receivers."""
     box, broadcasts = Box({}, {}), []
     # Training and evaluation may differ in dtype or layout: channels of their own.
+    turn = feed.minibatch if feed.wiring.training else 0
     items = [(2 * n + feed.wiring.training, port) for n, port in enumerate(ports)]
     for item, port in items:
         for i, size in enumerate(feed.sizes):
-            root = session.spec.rank(len(session.spec.ranks) - 1, i)
+            root = session.spec.rank(len(session.spec.ranks) - 1, i, turn)
             others = tuple(rank for rank in receivers if rank != root)
             broadcasts.append(Broadcast(Kind.OUTPUT, item, i, root, others))
             if i in feed.outputs:

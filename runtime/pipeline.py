@@ -202,7 +202,7 @@ class Pipeline(PipelineState):
         made = replace(feed, outputs={i: one for f in feeds for i, one in f.outputs.items()})
         for one in feeds:
             one.outputs = {}
-        roots = session.spec.ranks[-1][: len(feed.sizes)]
+        roots = session.spec.roots(len(feed.sizes), feed.minibatch if training else 0)
         if session.world is not None and any({*receivers} - {root} for root in roots):
             with session.guard():
                 ports = compiled.interfaces[-1]

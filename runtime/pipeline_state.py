@@ -111,10 +111,10 @@ class PipelineState(ModuleHints):
 
     @property
     def unsettled(self) -> bool:
-        """Whether flush() would do anything: replicas may also differ in their buffers."""
+        """Whether flush() would do anything: replicas may also have something of their own."""
         session = self._session
         return self.in_flight or (
-            session is not None and session.buffers_apart and session.failed is None
+            session is not None and session.replicas_apart and session.failed is None
         )
 
     @property

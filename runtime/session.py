@@ -56,7 +56,7 @@ class Session(Guarded):
         self._stale_copies = False
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
-        self.buffers_apart = False  # each replica has written its own
+        self.replicas_apart = False  # each has buffers or gradients of its own
         self._uncompared = False  # nor are its weights known to be those of the others
         self.agreement: Agreement | None = None
         self.wirings = _wirings(compiled, self.stages)
@@ -124,14 +124,20 @@ class Session(Guarded):
         for worker in self.workers:
             replicas = worker.replicas
             if replicas is not None:
-                replicas.updates = updates
+                replicas.updates, replicas.shown = updates, {}
             if not overlaps:
                 worker.weights.open_gradients(keep=not updates, summed=replicas is not None)
         count = len(feeds[0].sizes)
         program = self._programs.step(count) if updates else self._programs.gradients(count)
         self._run(program, minibatch, feeds)
         self.in_flight = overlaps
-        self.buffers_apart, self._uncompared = self._buffers_part, self._weights_part
+        self.replicas_apart = self._buffers_part or self.waits_for_more(minibatch + 1)
+        self._uncompared = self._weights_part
+
+    def waits_for_more(self, minibatches: int) -> bool:
+        """Do gradients then wait for other minibatches of their update?"""
+        stages = range(len(self.spec.ranks))
+        return any(minibatches % self.spec.group(stage) for stage in stages)
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
@@ -141,14 +147,15 @@ class Session(Guarded):
     def drain(self, minibatch: int, *, together: bool = True) -> None:
         """Finish what is in flight; `minibatch` is the next one.
 
-        `together`: somebody reads what replicas hold: bring buffers together, compare weights.
+        `together`: somebody reads what replicas hold: bring buffers together, and gradients that
+        wait for others; compare weights.
         """
         if self.in_flight:
             self._run(self._programs.flush(), minibatch)
             self.in_flight = False
-        if together and (self.buffers_apart or self._uncompared):
+        if together and (self.replicas_apart or self._uncompared):
             self._run(self._programs.buffers(), minibatch)
-            self.buffers_apart = self._uncompared = False
+            self.replicas_apart = self._uncompared = False
 
     def refresh(self, minibatch: int) -> None:
         """Bring tied copies up to date while the user has the gradients, and may yet use them."""
@@ -220,7 +227,7 @@ class Session(Guarded):
                 self._first[stage].follow(fqn, self._first[stages[0]])
         for weights in held:
             weights.renew()
-            if isinstance(weights, ReplicaWeights) and not self.buffers_apart:
+            if isinstance(weights, ReplicaWeights) and not self.replicas_apart:
                 weights.follow_buffers(self.state.tensors.__getitem__)
 
     def _rebind(self, name: str, buffer: Tensor) -> None:
@@ -249,6 +256,7 @@ class Session(Guarded):
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
+        self._programs.restart(minibatches)
         self._adopt()
 
 

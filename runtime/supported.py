@@ -7,7 +7,6 @@ from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.sparse_gradients import sparse_lookups
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import kind_of
 
 
 def check_supported(plan: Plan, graph: OpGraph) -> None:
@@ -24,11 +23,6 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
         )
     _check_recomputation(plan, graph)
     _check_sums(plan, graph)
-    if kind_of(plan.training.schedule).updates_each and plan.num_ranks > len(plan.stages):
-        raise ConfigError(
-            f"replicas under schedule={plan.training.schedule!r} do not run yet",
-            remedy="one replica a stage",
-        )
 
 
 def _check_recomputation(plan: Plan, graph: OpGraph) -> None:

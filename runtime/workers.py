@@ -106,6 +106,7 @@ class Workers:
                 versions=self._spec.versions(stage),
                 apart=compiled.overlaps,
                 model=self._model,
+                group=self._spec.group(stage),
             )
         else:
             weights = ReplicaWeights(

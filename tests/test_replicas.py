@@ -330,9 +330,9 @@ for build, schedule, outputs in ((models.mlp, "1f1b", "all"), (models.unet, "2bw
     close(part, {name: value for name, value in eager.full_state_dict().items() if name in part})
     # replicas hold equal weights, to the bit
     stage = next(stage for stage in pipe.plan.stages if rank in stage.ranks)
-    torch.save(part, f"{schedule}.{rank}")
+    torch.save(part, f"{schedule}.{rank}.pt")
     meet(schedule)
-    other = torch.load(f"{schedule}.{stage.ranks[0]}")
+    other = torch.load(f"{schedule}.{stage.ranks[0]}.pt")
     assert not states_equal(part, other)
     if schedule == "1f1b":
         pipe.forward_backward(inputs, target=target)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules.stream import (
+    Stream,
     buffers,
     evaluation,
     gradients,
@@ -39,6 +40,10 @@ class Programs:
             self._counts.add(num_microbatches)
         program, self._stream = self._stream.step(num_microbatches)
         return program
+
+    def restart(self, minibatches: int) -> None:
+        """Go on as after so many minibatches; nothing is in flight."""
+        self._stream = Stream.begin(self._stream.spec, minibatches)
 
     def flush(self) -> Schedule:
         """Drain what is in flight."""

@@ -21,6 +21,7 @@ from pdcompile.schedule.registry import (
     kind_of,
     one_age_streams,
     several_a_rank,
+    with_replicas,
 )
 from pdcompile.schedule.written import Written
 from pdcompile.units import parse_bytes
@@ -269,10 +270,11 @@ def _refuse_several(options: Options, kind: ScheduleKind) -> None:
             remedy="microbatches=1, and smaller minibatches",
         )
     counts = options.replicas if isinstance(options.replicas, tuple) else (options.replicas,)
-    if any(count not in ("1", 1) for count in counts):
+    if not kind.takes_replicas and any(count not in ("1", 1) for count in counts):
         raise ConfigError(
-            f"replicas={options.replicas!r} {asked}, where replicas would update in turn",
-            remedy="one replica a stage, or another schedule",
+            f"replicas={options.replicas!r} {asked}, where all stages run on one version of the "
+            "weights: stages of unlike counts update at unlike times",
+            remedy=f"one replica a stage, or a schedule of {with_replicas()}",
         )
 
 

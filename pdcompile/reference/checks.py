@@ -53,7 +53,7 @@ def turns_of(options: Options) -> tuple[int, ...]:
 
 def check_options(options: Options) -> int:
     """Refuses options that the reference cannot use; returns the number of microbatches."""
-    kind = find(options.schedule)  # where there is none, `weight_lags` refuses it
+    kind = find(options.schedule)  # where there is none, `weight_ages` refuses it
     option_checks.check_options(options if kind else replace(options, schedule=DEFAULT))
     microbatches: int | Literal["auto"] = options.microbatches
     if kind is not None and kind.updates_each:

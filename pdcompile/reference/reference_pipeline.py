@@ -41,8 +41,9 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
+from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
-from pdcompile.reference.versions import Versions, weight_lags
+from pdcompile.reference.versions import Versions, weight_ages
 
 
 class Reference(ReferenceState):
@@ -60,7 +61,8 @@ class Reference(ReferenceState):
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
-        self._versions = Versions(self._model, weight_lags(self._model, options))
+        ages = weight_ages(self._model, options)
+        self._versions, self._groups = Versions(self._model, ages), Groups(self._model, ages)
         if self._versions.stale:
             check_older_weights(options.schedule, updates=self.optimizer is not None)
         self._first: BatchLayout | None = None  # of each input in its first call
@@ -89,9 +91,10 @@ class Reference(ReferenceState):
         try:
             with self._versions.of_minibatch():
                 result = self._train(args, kwargs or {}, target)
+            self._groups.take(self._num_minibatches - 1)
             if self._options.max_grad_norm is not None:
                 self.clip_grad_norm_(self._options.max_grad_norm)
-            self._versions.remember()
+            self._versions.remember(self._num_minibatches - 1)
             self.optimizer.step()
         finally:
             self.zero_grad()

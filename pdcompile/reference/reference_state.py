@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from pdcompile.eager.gradients import clip, norm_of
 from pdcompile.errors import ClosedError, InputError
-from pdcompile.position import Position, as_position, position_of, with_position
+from pdcompile.position import (
+    Position,
+    accumulated_of,
+    as_position,
+    position_of,
+    with_position,
+)
+from pdcompile.reference.groups import Groups
 from pdcompile.reference.versions import Versions
 
 
@@ -18,6 +25,7 @@ class ReferenceState:
     """The part of `Reference` that takes no minibatch."""
 
     _versions: Versions
+    _groups: Groups
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -54,7 +62,7 @@ class ReferenceState:
 
     def state_dict(self) -> dict[str, Any]:
         """Live, detached tensors under the model's names."""
-        return with_position(self._model.state_dict(), self.position)
+        return with_position(self._model.state_dict(), self.position, self._groups.accumulated())
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy on the CPU, with exactly the keys of ``model.state_dict()``."""
@@ -62,7 +70,7 @@ class ReferenceState:
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict().items()
         }
-        return with_position(state, self.position)
+        return with_position(state, self.position, self._groups.accumulated())
 
     @property
     def position(self) -> Position:
@@ -92,6 +100,7 @@ class ReferenceState:
             raise InputError(f"the state does not fit the model: {error}") from None
         self._versions.forget()
         found = as_position(position) or position_of(state) or self.position
+        self._groups.resume(found.minibatches, accumulated_of(state, found))
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
 
     def to_model(self) -> nn.Module:

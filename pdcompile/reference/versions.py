@@ -11,13 +11,18 @@ with warm-up depths w_s, the schedules are
 The registry has the lag of each.
 
 (PipeDream counts minibatches k = t + 1 and writes max(0, k − (w_s + 1)).)
+
+Under stash a stage with r_s replicas updates after every r_s minibatches, with the mean of their
+gradients (1F1B-RR): minibatch t runs on W_max(⌊t/r_s⌋ − w_s, 0), and a group's last one, t with
+t + 1 a multiple of r_s, makes W_{(t+1)/r_s}.  Lags count updates.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +33,13 @@ from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, find, one_age_streams
 
 
+class Age(NamedTuple):
+    """How many updates old the weights are that a minibatch runs on; minibatches of an update."""
+
+    lag: int = 0
+    group: int = 1
+
+
 class Versions:
     """Older weights of a model, at most `lag` of each parameter.
 
@@ -35,13 +47,17 @@ class Versions:
     optimizer state stay the same objects.
     """
 
-    def __init__(self, model: nn.Module, lags: Mapping[str, int]) -> None:
-        self._history: list[tuple[nn.Parameter, deque[torch.Tensor]]] = [
-            (parameter, deque(maxlen=lags[name]))
+    def __init__(self, model: nn.Module, ages: Mapping[str, Age]) -> None:
+        held = [
+            (parameter, ages.get(name, Age()))
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and lags.get(name, 0) > 0
+            if parameter.requires_grad
         ]
-        self.stale = any(lag > 0 for lag in lags.values())
+        self._history: list[tuple[nn.Parameter, deque[torch.Tensor]]] = [
+            (parameter, deque(maxlen=age.lag)) for parameter, age in held if age.lag > 0
+        ]
+        self._groups = {id(parameter): age.group for parameter, age in held}
+        self.stale = any(age.lag > 0 or age.group > 1 for age in ages.values())
 
     @contextmanager
     def of_minibatch(self) -> Iterator[None]:
@@ -57,10 +73,12 @@ class Versions:
             for (parameter, _), data in zip(self._history, newest, strict=True):
                 parameter.data = data
 
-    def remember(self) -> None:
-        """Keeps a copy of the present weights; called before an update in place."""
+    def remember(self, minibatch: int) -> None:
+        """Keeps a copy of the present weights; called before an update in place, of those whose
+        group the minibatch ends."""
         for parameter, older in self._history:
-            older.append(parameter.data.clone())
+            if (minibatch + 1) % self._groups[id(parameter)] == 0:
+                older.append(parameter.data.clone())
 
     def forget(self) -> None:
         """Drops older versions: the present weights are W_0."""
@@ -68,8 +86,8 @@ class Versions:
             older.clear()
 
 
-def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
-    """The lag of every parameter, by name.
+def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
+    """The age of every parameter's weights, by name.
 
     Raises:
         ConfigError: the schedule is not known, or needs a plan that is not given.
@@ -82,7 +100,7 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
             remedy=f"one of {', '.join(KINDS)} (pipe.plan.training.schedule)",
         )
     if not kind.updates_each:
-        return dict.fromkeys(names, kind.lag_of(0, 0))
+        return dict.fromkeys(names, Age(kind.lag_of(0, 0)))
     plan = options.plan
     if plan is not None and not isinstance(plan, Plan):
         raise ConfigError(
@@ -90,7 +108,7 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
         )
     if plan is None:
         if kind.one_age and options.stages is not None:
-            return dict.fromkeys(names, options.stages - 1)
+            return dict.fromkeys(names, Age(options.stages - 1))
         raise ConfigError(
             f"schedule={kind.name!r} computes on weights whose age depends on the plan",
             remedy="give plan=pipe.plan"
@@ -98,32 +116,30 @@ def weight_lags(model: nn.Module, options: Options) -> dict[str, int]:
         )
     depths = plan.training.warmup or tuple(reversed(range(len(plan.stages))))
     if kind.one_age:
-        return dict.fromkeys(names, kind.lag_of(depths[0], depths[0]))
-    return _lags_by_stage(names, plan, [kind.lag_of(depth, depths[0]) for depth in depths])
+        return dict.fromkeys(names, Age(kind.lag_of(depths[0], depths[0])))
+    ages = [
+        Age(kind.lag_of(depth, depths[0]), stage.replicas)
+        for depth, stage in zip(depths, plan.stages, strict=True)
+    ]
+    return _by_stage(names, plan, ages)
 
 
-def _lags_by_stage(names: list[str], plan: Plan, lag_of: Sequence[int]) -> dict[str, int]:
-    schedule, lags = plan.training.schedule, dict[str, int]()
-    for stage, lag in zip(plan.stages, lag_of, strict=True):
-        if stage.replicas > 1:
-            raise ConfigError(
-                f"stage {stage.index} has {stage.replicas} replicas: {schedule} with replicas "
-                "updates stages at different times",
-                remedy=f"use a plan without replicas, or schedule={one_age_streams()}",
-            )
+def _by_stage(names: list[str], plan: Plan, age_of: list[Age]) -> dict[str, Age]:
+    schedule, ages = plan.training.schedule, dict[str, Age]()
+    for stage, age in zip(plan.stages, age_of, strict=True):
         for name in stage.parameters:
-            if name in lags:
+            if name in ages:
                 raise ConfigError(
                     "a parameter is held by several stages, whose weights differ in age under "
                     + schedule,
                     where=name,
                     remedy=f"use schedule={one_age_streams()}, or keep its users in one stage",
                 )
-            lags[name] = lag
-    unknown = sorted(set(lags) - set(names))
+            ages[name] = age
+    unknown = sorted(set(ages) - set(names))
     if unknown:
         raise ConfigError(
             f"the plan holds parameters that the model does not have: {', '.join(unknown[:5])}",
             remedy="use the plan of this model",
         )
-    return {name: lags.get(name, 0) for name in names}
+    return {name: ages.get(name, Age()) for name in names}

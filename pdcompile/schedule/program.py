@@ -85,7 +85,8 @@ def ending_in_sums(column: Iterable[Instruction], stage: int) -> frozenset[Instr
         if one.action in TO_WEIGHTS:
             last = one
         elif one.action.phase is Phase.POST and one.action.kind in REPLICATED:
-            if last and one.action.kind is Kind.REDUCE and one.minibatch == last.minibatch:
+            # An update of several minibatches is named by the last one.
+            if last and one.action.kind is Kind.REDUCE and one.minibatch >= last.minibatch:
                 found.append(last)
             last = None
     return frozenset(found)

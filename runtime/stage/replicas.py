@@ -47,9 +47,11 @@ class Digests(NamedTuple):
 class Replicas:
     """One replica's part in the collectives of its stage.
 
-    Gradients of a minibatch become their sum.  Buffers that training writes are each replica's own
-    until somebody else reads them: then those that differ become their mean where they are
-    floating, the first replica's otherwise.  `written`: their names.
+    Gradients of a minibatch become their sum, or their mean where each replica has had a minibatch
+    of its own.  Buffers that training writes are each replica's own until somebody else reads
+    them: then those that differ become their mean where they are floating, the first replica's
+    otherwise.  `written`: their names.  Gradients that wait for the others of their group are
+    summed with them, and `shown` until the next minibatch.
 
     `once`: a backward accumulates once into each gradient, which it has then completed.  An opaque
     module or a person's edit may run a backward of its own within it.
@@ -65,6 +67,7 @@ class Replicas:
         self._sums = sums
         self._weights = weights
         self._written = written
+        self.shown: Gradients = {}
         self._digests: dict[tuple[Action, int], Digests] = {}  # by what waits, and minibatch
         self._gradients = Reduction(
             sums, {fqn: _shape(weights.master(fqn)) for fqn in weights.owned}
@@ -80,7 +83,7 @@ class Replicas:
     @contextmanager
     def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
         """While a backward runs: sum what it completes as it goes on."""
-        version = max(minibatch - backward.lag, 0)
+        version = self._weights.version(minibatch, backward.lag)
         owned = self._weights.owned if backward in self._ending else ()
         handles = [
             self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
@@ -96,12 +99,16 @@ class Replicas:
 
     def _completed(self, minibatch: int, fqn: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._gradients.add(minibatch, fqn, parameter.grad)
+        self._gradients.add(self._update(minibatch), fqn, parameter.grad)
+
+    def _update(self, minibatch: int) -> int:
+        """The number of the update that takes a minibatch."""
+        return minibatch // self._weights.group
 
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""
         if action is Action.POST_REDUCE:
-            self._gradients.post(minibatch, self._weights.harvest(minibatch))
+            self._gradients.post(self._update(minibatch), self._weights.harvest(minibatch))
             if self._sums.apart:
                 self._digests[Action.WAIT_REDUCE, minibatch] = self._told(
                     self._replaced(minibatch), digest_of_ends
@@ -109,10 +116,12 @@ class Replicas:
         elif action is Action.WAIT_REDUCE:
             if self._sums.apart:
                 self._refuse_unlike(self._digests.pop((action, minibatch)).unlike())
-            sums = self._gradients.wait(minibatch)
+            sums = self._gradients.wait(self._update(minibatch))
             gradients = self._weights.harvest(minibatch)
             gradients.clear()
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
+            for gradient in gradients.values() if self._weights.group > 1 else ():
+                gradient.div_(self._weights.taken(minibatch))
             if not self.updates:
                 self._weights.give_back(minibatch)
         elif action is Action.POST_BUFFERS:
@@ -124,6 +133,8 @@ class Replicas:
                 minibatch,
                 {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
             )
+            if self._waits(minibatch):
+                self._gradients.post(self._update(minibatch), self._weights.harvest(minibatch))
         else:
             held = self._weights.buffers(self._written)
             unlike = self._digests.pop((action, minibatch)).unlike()
@@ -133,10 +144,25 @@ class Replicas:
                 for fqn in unlike:  # a mean of equal numbers can be another one
                     total, replicas = sums[fqn]
                     held[fqn].copy_(total / replicas if _has_mean(held[fqn]) else total)
+            if self._waits(minibatch):
+                self._bring_together(minibatch)
+
+    def _waits(self, minibatch: int) -> bool:
+        """Do gradients of this stage wait, where a minibatch is the next, for others?"""
+        return minibatch % self._weights.group > 0
+
+    def _bring_together(self, minibatch: int) -> None:
+        """The first replica goes on with the sum of the gradients so far, the others without."""
+        sums = self._gradients.wait(self._update(minibatch))
+        self.shown = {fqn: total for fqn, (total, _) in sums.items()}
+        gradients = self._weights.harvest(minibatch)
+        gradients.clear()
+        gradients.update(self.shown if self._sums.index == 0 else {})
 
     def _replaced(self, minibatch: int) -> dict[str, Tensor]:
         """Weights that the update of a minibatch replaces: the same version on every replica."""
-        return {fqn: self._weights.parameter(minibatch + 1, fqn) for fqn in self._weights.owned}
+        version = self._update(minibatch) + 1
+        return {fqn: self._weights.parameter(version, fqn) for fqn in self._weights.owned}
 
     def _told(self, tensors: Mapping[str, Tensor], hashed: Callable[[Tensor], int]) -> Digests:
         """Send the other replicas digests of what this one holds."""
@@ -172,10 +198,12 @@ class Replicas:
 
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
-            return self._gradients.ready(minibatch)
+            return self._gradients.ready(self._update(minibatch))
         if action is Action.WAIT_BUFFERS:
             told = self._digests[action, minibatch].rows
-            return told.ready() and self._buffers.ready(minibatch)
+            waits = self._waits(minibatch)
+            summed = not waits or self._gradients.ready(self._update(minibatch))
+            return told.ready() and self._buffers.ready(minibatch) and summed
         return True
 
     def abandon(self) -> None:
@@ -223,6 +251,7 @@ class ReplicaWeights(StageWeights):
             versions=first.versions,
             apart=True,
             model=model,
+            group=first.group,
         )
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
@@ -239,12 +268,12 @@ class ReplicaWeights(StageWeights):
             self.parameter(0, fqn).grad = None
 
     def give_back(self, minibatch: int) -> None:
-        self.gradients.pop(minibatch, None)
+        self.drop(minibatch)
 
     # -- values: those of the first replica ----------------------------------------------------
 
     def advance(self, minibatch: int) -> bool:
-        self.newest, self.starts_anew = minibatch + 1, False
+        self.newest, self.starts_anew = minibatch // self.group + 1, False
         return self._first.advance(minibatch)
 
     def adopt(self) -> None:
@@ -261,7 +290,8 @@ class ReplicaWeights(StageWeights):
         self.starts_anew = True
 
     def restart(self, minibatches: int) -> None:
-        self.newest, self.starts_anew = minibatches, True
+        self._begin(minibatches)
+        self.starts_anew = True
 
     # -- buffers -------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class StageWeights:
     `tensors(fqn)` is the tensor to use: the model's own Parameter or buffer, or a copy.
     `copies` are tied parameters that another stage owns: they take part in backward here, but
     their updates arrive by message.  `apart`: minibatches overlap, so that versions, or the only
-    one, have Parameters of their own.  `model` has the opaque modules.
+    one, have Parameters of their own.  `model` has the opaque modules.  `group`: minibatches whose
+    gradients one update takes: versions and gradients have the numbers of updates.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class StageWeights:
         versions: int,
         apart: bool,
         model: nn.Module | None = None,
+        group: int = 1,
     ) -> None:
-        self.versions, self.apart = versions, apart
+        self.versions, self.apart, self.group = versions, apart, group
         self.newest = 0
-        self.gradients: dict[int, Gradients] = {}  # complete minibatches, not yet applied
+        self.begun = 0  # the first minibatch whose gradients are known
+        self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied
         self._hooks = Hooks()
         self._masters: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[nn.Parameter]] = {}
@@ -83,6 +86,10 @@ class StageWeights:
         module = self._modules[version % self.versions]
         return module if module.training == training else module.train(training)
 
+    def version(self, minibatch: int, lag: int) -> int:
+        """The version that a minibatch runs on, where it is so many updates old."""
+        return max(minibatch // self.group - lag, 0)
+
     def parameter(self, version: int, fqn: str) -> nn.Parameter:
         return self._slots[fqn][version % self.versions]
 
@@ -108,10 +115,11 @@ class StageWeights:
     # -- gradients ---------------------------------------------------------------------------
 
     def begin_backward(self, minibatch: int, version: int) -> None:
-        """Gradients that follow belong to `minibatch`; those of an earlier one are put aside."""
-        if self._accumulating is not None and self._accumulating[0] != minibatch:
-            self.harvest(self._accumulating[0])
-        self._accumulating = (minibatch, version % self.versions)
+        """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
+        number = minibatch // self.group
+        if self._accumulating is not None and self._accumulating[0] != number:
+            self._put_aside(self._accumulating[0])
+        self._accumulating = (number, version % self.versions)
 
     def take_gradient(self, version: int, fqn: str) -> Tensor:
         """This microbatch's gradient of a tied copy, which leaves none behind."""
@@ -129,8 +137,12 @@ class StageWeights:
                 parameter.grad = gradient.clone()
 
     def harvest(self, minibatch: int) -> Gradients:
-        """The complete gradients of a minibatch, by FQN of the owned parameters that have one."""
-        if self._accumulating is not None and self._accumulating[0] == minibatch:
+        """The gradients of the update that takes a minibatch, by FQN of the owned parameters that
+        have one."""
+        return self._put_aside(minibatch // self.group)
+
+    def _put_aside(self, number: int) -> Gradients:
+        if self._accumulating is not None and self._accumulating[0] == number:
             _, instance = self._accumulating
             found = {}
             for fqn in self.owned:
@@ -138,9 +150,19 @@ class StageWeights:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:
                     found[fqn] = gradient
-            self.gradients[minibatch] = found
+            self.gradients[number] = found
             self._accumulating = None
-        return self.gradients.setdefault(minibatch, {})
+        return self.gradients.setdefault(number, {})
+
+    def taken(self, minibatch: int) -> int:
+        """Of how many minibatches the update is that takes this one: less than the group where
+        the history began within it."""
+        end = (minibatch // self.group + 1) * self.group
+        return min(self.group, end - self.begun)
+
+    def drop(self, minibatch: int) -> None:
+        """Let go of the gradients of the update that takes a minibatch."""
+        self.gradients.pop(minibatch // self.group, None)
 
     def present_gradients(self) -> Gradients:
         """What is in .grad of the owned parameters now (where nothing is `apart`)."""
@@ -160,7 +182,7 @@ class StageWeights:
 
     def give_back(self, minibatch: int) -> None:
         """Add the gradients of a minibatch to those that the user had before."""
-        for fqn, gradient in self.gradients.pop(minibatch, {}).items():
+        for fqn, gradient in self.gradients.pop(minibatch // self.group, {}).items():
             earlier = self._earlier.pop(fqn, None)
             self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
         for fqn, gradient in self._earlier.items():
@@ -170,17 +192,18 @@ class StageWeights:
     # -- versions ----------------------------------------------------------------------------
 
     def advance(self, minibatch: int) -> bool:
-        """Make room for the update of `minibatch`: W_minibatch+1 starts as W_minibatch.
+        """Make room for the update that takes `minibatch`: the next version starts as the newest.
 
         False where it has run already, for another replica in this process.
         """
-        if self.newest > minibatch:
+        number = minibatch // self.group
+        if self.newest > number:
             return False
-        self.newest = minibatch + 1
+        self.newest = number + 1
         self.starts_anew = False
         for fqn in self.owned if self.versions > 1 else ():
-            new = self.parameter(minibatch + 1, fqn)
-            new.data.copy_(self.parameter(minibatch, fqn).data)
+            new = self.parameter(number + 1, fqn)
+            new.data.copy_(self.parameter(number, fqn).data)
             self._masters[fqn].data = new.data
         return True
 
@@ -245,7 +268,7 @@ class StageWeights:
     def restart(self, minibatches: int) -> None:
         """A new history begins after so many minibatches, with other weights."""
         newest = {fqn: slots[self.newest % self.versions] for fqn, slots in self._slots.items()}
-        self.newest = minibatches
+        self._begin(minibatches)
         for fqn, slot in newest.items():
             slots = self._slots[fqn]
             present = slots[self.newest % self.versions]
@@ -253,6 +276,14 @@ class StageWeights:
                 present.data.copy_(slot.data)
             self._masters[fqn].data = present.data
         self.forget()
+
+    def _begin(self, minibatches: int) -> None:
+        """A history begins, without gradients that wait for others of their group."""
+        if self.group > 1:
+            if self._accumulating is not None:
+                self._put_aside(self._accumulating[0])
+            self.gradients.clear()
+        self.newest, self.begun = minibatches // self.group, minibatches
 
     def renew(self) -> None:
         """Changes that the user makes before a new history has begun are part of its start."""

@@ -1,0 +1,60 @@
+"""Updates of several minibatches in the reference: gradients that wait for the rest of their group.
+
+A parameter whose stage has r replicas is updated after every r minibatches with the mean of their
+gradients, summed in the order of the minibatches.  A group that is not complete waits, whatever
+comes between; states hold its sum and its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from pdcompile.position import Accumulated
+from pdcompile.reference.versions import Age
+
+
+class Groups:
+    """The sums of groups that are not complete, by parameter."""
+
+    def __init__(self, model: nn.Module, ages: Mapping[str, Age]) -> None:
+        named = model.named_parameters()
+        self._held = {n: (p, ages[n].group) for n, p in named if n in ages and ages[n].group > 1}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts = dict.fromkeys(self._held, 0)
+
+    def take(self, minibatch: int) -> None:
+        """Take the gradients of a minibatch, and leave in ``.grad`` those of groups that it ends:
+        their means."""
+        for name, (parameter, group) in self._held.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and name in self._sums:
+                self._sums[name] += gradient
+            elif gradient is not None:
+                self._sums[name] = gradient.clone()
+            self._counts[name] += 1
+            if (minibatch + 1) % group == 0:
+                total = self._sums.pop(name, None)
+                parameter.grad = None if total is None else total / self._counts[name]
+                self._counts[name] = 0
+
+    def accumulated(self) -> dict[str, Accumulated]:
+        """What waits, by the names of the model."""
+        return {
+            name: Accumulated(count, None if name not in self._sums else self._sums[name].clone())
+            for name, count in self._counts.items()
+            if count
+        }
+
+    def resume(self, minibatches: int, accumulated: Mapping[str, Accumulated]) -> None:
+        """Go on after so many minibatches.  Where nothing is known of those that begin a group,
+        its update is of the others."""
+        self._sums.clear()
+        for name, (_, group) in self._held.items():
+            found = accumulated.get(name, Accumulated(0, None))
+            fits = found.minibatches == minibatches % group
+            self._counts[name] = found.minibatches if fits else 0
+            if fits and found.gradient is not None:
+                self._sums[name] = found.gradient.clone()
