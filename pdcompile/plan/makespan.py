@@ -465,11 +465,9 @@ class EventWalk:
             # Gradients are expected for the next microbatches that went forward.
             if kind:
                 own.gone[own.turns[j]] = True
-            elif moves:
-                own.backwards += 1
-            while own.returning < min(own.backwards + GRADIENT_SLOTS, own.share):
-                if not own.gone[own.returning]:
-                    break
+            elif moves and own.room < own.share:
+                own.room += 1
+            while own.returning < own.room and own.gone[own.returning]:
                 own.returning += 1
                 post(own, False)
             if action in TO_WEIGHTS:
@@ -483,8 +481,8 @@ class _Stage:
     """One stage on one rank, as far as the walk of the rank has come."""
 
     __slots__ = (
-        "backwards", "delay", "ended", "expected", "first", "gone", "index", "into", "out", "pool",
-        "replicas", "returning", "seconds", "share", "turns", "warmup",
+        "delay", "ended", "expected", "first", "gone", "index", "into", "out", "pool",
+        "replicas", "returning", "room", "seconds", "share", "turns", "warmup",
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
@@ -501,4 +499,5 @@ class _Stage:
         self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
         self.turns = walk.turns  # when each of its microbatches goes backward
         self.gone = bytearray(self.share)  # forward, by that
-        self.backwards = self.ended = self.returning = 0
+        self.room = min(GRADIENT_SLOTS, self.share)  # so many gradients may be expected
+        self.ended = self.returning = 0
