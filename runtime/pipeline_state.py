@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from pdcompile.errors import ClosedError, ConfigError, NotPrepared
 from pdcompile.options import Options
 from pdcompile.plan import Plan
-from pdcompile.position import Position, as_position, position_of, with_position
+from pdcompile.position import (
+    Position,
+    accumulated_of,
+    as_position,
+    position_of,
+    with_position,
+)
 from pdcompile.runtime.calls import needed_paths
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.shards import Shard, shards
+from pdcompile.runtime.state.accumulated import check_accumulated, gathered, held, resume
 from pdcompile.runtime.transport.norms import check_max_norm
 
 _MODES = "step trains in train mode; eval_step and predict run in eval mode, by themselves"
@@ -210,7 +217,8 @@ class PipelineState(ModuleHints):
         with self._call("state_dict") as session:
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
-        return with_position(session.state.part(), self.position)
+            waiting = held(session, self._num_minibatches)
+        return with_position(session.state.part(), self.position, waiting)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All of the state on rank 0, copied to the CPU, with the keys of model.state_dict().
@@ -221,7 +229,8 @@ class PipelineState(ModuleHints):
         with self._call("full_state_dict") as session:
             session.drain(self._num_minibatches)
             state = session.state.gather(session.share)
-        return with_position(state, self.position) if state else state
+            waiting = gathered(session, self._num_minibatches)
+        return with_position(state, self.position, waiting) if state else state
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], *, position: Position | int | None = None
@@ -238,7 +247,10 @@ class PipelineState(ModuleHints):
         """
         self.flush()
         found = as_position(position) or position_of(state) or self.position
+        accumulated = accumulated_of(state, found)
+        check_accumulated(self._running, accumulated)
         self._running.load(state, found.minibatches)
+        resume(self._running, found.minibatches, accumulated)
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
         self._running.end_call()
 

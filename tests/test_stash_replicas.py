@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pdcompile
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InputError
+from pdcompile.position import Accumulated, Position, accumulated_of, with_position
 from tests.helpers import models
 from tests.helpers.launch import processes
 from tests.test_updates_each import equal_states, in_between, nothing, options_of, prepared, train
@@ -153,6 +155,81 @@ def test_statistics_are_those_of_the_replicas_until_they_are_read() -> None:
         torch.testing.assert_close(found[name], mean)
 
 
+def saved(pipe: Any) -> Any:
+    """The state as a file gives it back."""
+    file = io.BytesIO()
+    torch.save(pipe.full_state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+PLAIN = partial(torch.optim.SGD, lr=0.05)
+
+
+@pytest.mark.parametrize("replicas", [(3,), (2, 3)])
+def test_a_state_in_the_middle_of_a_group_holds_its_gradient_and_count(
+    replicas: tuple[int, ...],
+) -> None:
+    """The update that completes it is that of a training which never stopped; states of pipeline
+    and reference are of one kind."""
+    model = models.mlp()
+    twin, options = copy.deepcopy(model), options_of(model, "stash", optimizer=PLAIN)
+    pipe = prepared(model, (), replicas=replicas, **options)
+    options["plan"] = pipe.plan
+    expected = pdcompile.reference(twin, **options)
+    batches = [models.batch_for(model, 4, t) for t in range(14)]
+    for x, y in batches[:5]:
+        pipe.step(x, target=y)
+        expected.step(x, target=y)
+    states = [saved(pipe), saved(expected)]
+    pairs = zip(*(accumulated_of(s, Position(5)).values() for s in states), strict=True)
+    for ours, theirs in pairs:
+        assert ours.minibatches == theirs.minibatches > 0
+        assert ours.gradient is not None
+        assert theirs.gradient is not None
+        assert torch.equal(ours.gradient, theirs.gradient)
+    resumed: list[Any] = [
+        prepared(copy.deepcopy(twin), (), **options),
+        pdcompile.reference(copy.deepcopy(twin), **options),
+    ]
+    for one, state in zip(resumed, reversed(states), strict=True):  # each that of the other kind
+        one.load_state_dict(state)
+        again = accumulated_of(one.full_state_dict(), Position(5))
+        assert again.keys() == accumulated_of(state, Position(5)).keys()
+    resumed += [pipe, expected] if replicas == (3,) else []  # with no older weights to lose
+    for x, y in batches[5:]:
+        assert len({float(one.step(x, target=y).loss) for one in resumed}) == 1
+    found = [one.full_state_dict() for one in resumed]
+    for other in found[1:]:
+        equal_states(found[0], other)
+
+
+def test_a_state_without_the_beginning_of_a_group() -> None:
+    """Its update is then of the others; a note says so, as for gradients of another plan."""
+    model = models.mlp()
+    twin, options = copy.deepcopy(model), options_of(model, "stash", optimizer=PLAIN)
+    pipe = prepared(model, (), replicas=(3,), **options)
+    expected = pdcompile.reference(twin, plan=pipe.plan, **options)
+    x, y = models.batch_for(model, 4)
+    with pytest.warns(UserWarning, match="1 of the present group are over"):
+        pipe.load_state_dict({}, position=4)
+    expected.load_state_dict({}, position=4)
+    for _ in range(4):
+        assert float(pipe.step(x, target=y).loss) == float(expected.step(x, target=y).loss)
+    equal_states(pipe.full_state_dict(), expected.full_state_dict())
+    state = pipe.full_state_dict()
+    other = prepared(copy.deepcopy(twin), (), replicas=(2,), **options)
+    with pytest.warns(UserWarning, match="holds the gradients of 2"):
+        other.load_state_dict(state)
+    for name, message in (
+        ("other", "nothing of this name"),
+        ("layers.0.weight", "accumulated gradient is"),
+    ):
+        wrong = with_position({}, Position(4), {name: Accumulated(1, torch.ones(2))})
+        with pytest.raises(InputError, match=message):
+            pipe.load_state_dict(wrong)
+
+
 def test_the_planner_decides_how_many() -> None:
     model = models.mlp()
     options = options_of(model, "stash", optimizer=SGD)
@@ -173,7 +250,7 @@ def test_what_replicas_cannot_do_is_refused() -> None:
 
 
 ON_RANKS = """
-    import copy
+    import copy, os, time
     from functools import partial
     import torch
     import pdcompile
@@ -203,6 +280,18 @@ ON_RANKS = """
     assert state.keys() == wanted.keys()
     for name in wanted:
         torch.testing.assert_close(state[name], wanted[name], rtol=0, atol=2e-5)
+    if rank == 0:
+        torch.save(state, "unfinished.pt")
+        os.rename("unfinished.pt", "state.pt")
+    while not os.path.exists("state.pt"):
+        time.sleep(0.01)
+    state = torch.load("state.pt")
+    assert ("accumulated" in state._metadata[""]["pdcompile"]) == any(9 % r for r in REPLICAS)
+    pipe.load_state_dict(state)
+    expected.load_state_dict(expected.full_state_dict())
+    for x, y in batches[:4]:
+        ours, theirs = (float(one.step(x, target=y).loss) for one in (pipe, expected))
+        assert abs(ours - theirs) < 2e-5, (ours, theirs)
     x, y = batches[0]
     ours, theirs = (one.step(x, target=y).outputs for one in (pipe, expected))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)

@@ -54,7 +54,7 @@ class Groups:
         self._sums.clear()
         for name, (_, group) in self._held.items():
             found = accumulated.get(name, Accumulated(0, None))
-            fits = found.minibatches == minibatches % group
+            fits = found.minibatches <= minibatches % group
             self._counts[name] = found.minibatches if fits else 0
             if fits and found.gradient is not None:
                 self._sums[name] = found.gradient.clone()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pdcompile.eager.digest import digest, digest_of_ends
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.position import Accumulated
 from pdcompile.runtime.stage.weights import Gradients, StageWeights, gradient_hooks
 from pdcompile.runtime.transport.point_to_point import Handle
 from pdcompile.runtime.transport.reductions import Reduction, Shape, Sums
@@ -158,6 +159,24 @@ class Replicas:
         gradients = self._weights.harvest(minibatch)
         gradients.clear()
         gradients.update(self.shown if self._sums.index == 0 else {})
+
+    def resume(self, minibatches: int, accumulated: Mapping[str, Accumulated]) -> bool:
+        """Go on with the sum of the last gradients before so many minibatches; False: it is none
+        that the present group begins with."""
+        weights = self._weights
+        found = [accumulated.get(fqn, Accumulated(0, None)) for fqn in weights.owned]
+        counts = {one.minibatches for one in found}
+        count = max(counts, default=0)
+        self.shown = {}
+        if len(counts) != 1 or not 0 < count <= minibatches % weights.group:
+            return False
+        for fqn, (_, gradient) in zip(weights.owned, found, strict=True):
+            if gradient is not None:
+                self.shown[fqn] = gradient.to(weights.master(fqn), copy=True)
+        weights.begun = minibatches - count
+        if self._sums.index == 0:
+            weights.harvest(minibatches).update(self.shown)
+        return True
 
     def _replaced(self, minibatch: int) -> dict[str, Tensor]:
         """Weights that the update of a minibatch replaces: the same version on every replica."""

@@ -160,6 +160,10 @@ class StageWeights:
         end = (minibatch // self.group + 1) * self.group
         return min(self.group, end - self.begun)
 
+    def waiting(self, minibatches: int) -> int:
+        """Of how many minibatches gradients wait for the others of their group."""
+        return min(minibatches % self.group, minibatches - self.begun)
+
     def drop(self, minibatch: int) -> None:
         """Let go of the gradients of the update that takes a minibatch."""
         self.gradients.pop(minibatch // self.group, None)
