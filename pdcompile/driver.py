@@ -212,7 +212,7 @@ def compile(
         replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data
-            parallelism.
+            parallelism.  Where a device holds several stages, all have equally many.
         recompute: stages that keep nothing of a microbatch but their inputs, and run forward
             again just before its backward: less memory for more time, and the same results to
             the last bit.  True: all; a bool for each stage; "auto": the planner decides, and

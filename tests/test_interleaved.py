@@ -113,6 +113,16 @@ def test_the_fast_clock_is_the_simulators(plan: Plan) -> None:
     assert found == pytest.approx(simulate(plan, timeline=False).forecast.step_seconds, rel=1e-9)
 
 
+def test_messages_that_are_ready_at_one_time_go_in_the_order_of_their_sends() -> None:
+    """To two stages of one rank, over one link."""
+    edges = (Edge("skip", 0, (2,), 2, True), Edge("x0", 0, (1,), 8, True), *chain(4)[1:])
+    plan = make_plan("zb-v", 4, 2, per_rank=2, edges=edges)
+    cluster = Cluster((Device(),) * 2, (Level("slow", 2, 4.0, 0.0),))
+    found = times_of(plan, cluster, [edge.value for edge in edges]).makespan((1, 1, 1, 0), 2)
+    expected = simulate(replace(plan, cluster=cluster.to_toml())).forecast.step_seconds
+    assert found == pytest.approx(expected)
+
+
 @settings(max_examples=80, deadline=None)
 @given(several(), st.randoms(use_true_random=False))
 def test_mutations_are_caught(plan: Plan, pick: random.Random) -> None:

@@ -160,7 +160,7 @@ def test_stages_of_a_rank_recompute(recompute: Any, schedule: str) -> None:
          "3 stages on each run under schedule gpipe or interleaved"),
         ({"stages": 4, "cluster": "1x2", "schedule": "1f1b"}, None, ConfigError,
          "2 stages on each run under schedule gpipe or interleaved"),
-        ({"replicas": 2}, None, ConfigError, "one replica a stage, or schedule='1f1b'"),
+        ({"replicas": "any"}, None, ConfigError, "replicas=2 or 'equal', or schedule='1f1b'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(

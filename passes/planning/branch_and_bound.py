@@ -398,5 +398,7 @@ def describe(candidate: Candidate) -> str:
     again = sum(option.recompute for option in candidate.options)
     setting = candidate.setting
     text = f"{name_of(setting.schedule)}, {setting.num_microbatches} microbatches, "
-    where = f"{len(candidate.ranks)} stages" if candidate.shared else f"stages of {widths} ranks"
+    where = f"{len(candidate.ranks)} stages on {len(set(candidate.ranks))} ranks"
+    where += f" x {candidate.options[0].replicas}" * (not candidate.straight)
+    where = where if candidate.shared else f"stages of {widths} ranks"
     return text + where + (f", {again} recompute" if again else "")

@@ -75,10 +75,13 @@ def configure(
     """
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
-    devices = len(cluster.devices)
-    kind = kind_of(schedule)
-    placed = stages > devices or kind.written is not None
-    placement = kind.placement(stages, devices) if placed else ()
+    kind, devices = kind_of(schedule), len(cluster.devices)
+    if kind.placed and options.replicas == "equal":  # how many are on a rank, however many ranks
+        placement = kind.placement(devices * kind.usual, devices)
+    else:
+        places = devices // _width(options.replicas)
+        placed = stages > places or kind.written is not None
+        placement = kind.placement(stages, places) if placed else ()
     reduction = options.loss_reduction
     training = Training(
         schedule=schedule,
@@ -156,18 +159,24 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         return stages, ranks
     there = num_ranks or _num_devices(options.cluster)
     if isinstance(replicas, tuple):
-        ranks = sum(replicas)
         if stages not in (None, len(replicas)):
             raise ConfigError(
                 f"stages={stages}, and replicas={replicas} are of {len(replicas)} stages",
                 remedy="leave stages out, or give one count a stage",
             )
         stages = len(replicas)
+    dealt = _dealt(options, stages, there)
+    if dealt is not None:
+        stages, ranks = dealt
+    elif isinstance(replicas, tuple):
+        ranks = sum(replicas)
     elif isinstance(replicas, int) and replicas > 1:
         stages = stages or (there or replicas) // replicas or 1
         ranks = stages * replicas
     else:
-        stages, ranks = _without_replicas(options, there)
+        ranks = there if there and replicas in SEARCHED else stages or there or 1
+        stages = stages or ranks
+    assert stages is not None
     if num_ranks not in (None, ranks):
         shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
         raise LaunchError(
@@ -179,29 +188,45 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
     return stages, ranks
 
 
-def _without_replicas(options: Options, there: int | None) -> tuple[int, int]:
-    """(stages, ranks) of one replica a stage, or as many as the planner decides.
+def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int, int] | None:
+    """(stages, ranks) where the schedule may have several stages on a rank and they fit.
 
-    As many stages as ranks, or a multiple of them where the schedule has several on a rank.
+    Without replicas as many stages as ranks, or a multiple of them; of equal replicas so many
+    places as there are ranks for each take turns.
     """
-    stages, kind = options.stages, kind_of(chosen_schedule(options))
+    kind, width = kind_of(chosen_schedule(options)), _width(options.replicas)
     if kind.written is not None:
         return len(kind.written.placement), len(kind.written.rows)
-    several = kind.several and options.replicas in (1, "1")
-    if several and stages is None:
-        return (there or 1) * kind.usual, there or 1
-    if several and stages and there and stages % there == 0 and kind.holds(stages // there):
-        return stages, there
-    if several and stages and there is None:
-        if stages % kind.usual:
-            raise ConfigError(
-                f"{stages} stages under schedule={kind.name!r}, which has {kind.usual} on a rank "
-                "where no cluster says otherwise",
-                remedy=f"a multiple of {kind.usual} stages, or cluster=Cluster.local({stages})",
-            )
-        return stages, stages // kind.usual
-    ranks = there if there and options.replicas in SEARCHED else stages or there or 1
-    return stages or ranks, ranks
+    if not kind.several or options.replicas == "any" or len({*_counts_of(options)}) > 1:
+        return None
+    if there is None and stages is not None and stages % kind.usual:
+        raise ConfigError(
+            f"{stages} stages under schedule={kind.name!r}, which has {kind.usual} on a rank "
+            "where no cluster says otherwise",
+            remedy=f"a multiple of {kind.usual} stages, or cluster=Cluster.local({stages * width})",
+        )
+    equal = options.replicas == "equal"
+    if equal and not kind.placed:
+        return None
+    ranks = there or (stages or kind.usual) // kind.usual * width
+    for each in range(1, ranks + 1) if equal else (width,):
+        places = ranks // each
+        found: int = stages or places * kind.usual
+        if ranks % each == 0 and found % places == 0 and kind.holds(found // places):
+            return found, ranks
+    return None
+
+
+def _counts_of(options: Options) -> tuple[int, ...]:
+    """Replicas by stage, where that is given."""
+    return options.replicas if isinstance(options.replicas, tuple) else ()
+
+
+def _width(replicas: Any) -> int:
+    """Replicas of every stage; 1 where these are not equal, or not known."""
+    counts = replicas if isinstance(replicas, tuple) else (replicas,)
+    width = counts[0]
+    return width if isinstance(width, int) and len({*counts}) == 1 else 1
 
 
 def _num_devices(cluster: Any) -> int | None:
@@ -224,13 +249,14 @@ def chosen_schedule(options: Options) -> str:
     kind = kind_of(options.schedule)
     if kind.updates_each:
         _refuse_several(options, kind)
+    unlike = options.replicas == "any" or len({*_counts_of(options)}) > 1
     if kind.written is not None:
         _refuse_other_counts(options, kind.name, kind.written)
-    elif kind.placed and options.replicas not in ("1", 1):
+    elif kind.placed and unlike:
         raise ConfigError(
             f"replicas={options.replicas!r} under schedule={options.schedule!r}, whose ranks hold "
-            "several stages",
-            remedy=f"one replica a stage, or schedule={DEFAULT!r}",
+            "several stages, and so as many replicas of each",
+            remedy=f"replicas=2 or 'equal', or schedule={DEFAULT!r}",
         )
     return options.schedule
 
@@ -393,7 +419,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         stages=len(mixed)
         or (
             options.stages
-            if options.replicas in SEARCHED and not shared
+            if options.replicas in SEARCHED and not (shared and options.replicas == "1")
             else configuration.num_stages
         ),
         in_order=shared,

@@ -169,15 +169,16 @@ def _walk(
 
 
 class SharedLinks:
-    """Links that carry messages of several hops in turn: the one whose ends are ready first."""
+    """Links that carry messages of several hops in turn: the one whose ends are ready first, and
+    of those that are ready at one time the one whose later end its rank came to first."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[float, int, Wire]] = []
-        self.ticket = counting()
+        self.ticket = counting()  # of ends, as ranks come to them
         self.free: dict[StagePair, float] = defaultdict(float)
 
-    def add(self, at: float, wire: Wire) -> None:
-        heapq.heappush(self.waiting, (at, next(self.ticket), wire))
+    def add(self, at: float, ticket: int, wire: Wire) -> None:
+        heapq.heappush(self.waiting, (at, ticket, wire))
 
     def carry(self, ready: list[int]) -> None:
         """The next message over its link."""
@@ -194,7 +195,7 @@ class Wire:
 
     __slots__ = (
         "arrived", "hop", "kind", "link", "met", "posted", "posted_after", "seconds", "sent",
-        "sent_after", "shared", "sleepers",
+        "sent_after", "shared", "sleepers", "tickets",
     )  # fmt: skip
 
     def __init__(
@@ -209,6 +210,7 @@ class Wire:
         self.hop, self.kind, self.seconds = hop, kind, seconds
         self.link, self.shared = link, shared
         self.met = 0  # messages that wait for a shared link, or waited
+        self.tickets: tuple[list[int], list[int]] = [], []  # of a shared link: of sends, of slots
         self.sent: list[float] = []  # when each was handed over
         self.sent_after: list[Event] = []  # what decided that time
         self.posted: list[float] = []  # when there was a slot for it
@@ -217,12 +219,16 @@ class Wire:
         self.sleepers: list[int] = []
 
     def send(self, now: float, after: Event, ready: list[int]) -> None:
+        if self.shared is not None:
+            self.tickets[0].append(next(self.shared.ticket))
         self.sent.append(now)
         self.sent_after.append(after)
         self.move(ready)
 
     def post(self, now: float, after: Event, ready: list[int]) -> None:
         for _ in self.seconds:
+            if self.shared is not None:
+                self.tickets[1].append(next(self.shared.ticket))
             self.posted.append(now)
             self.posted_after.append(after)
         self.move(ready)
@@ -241,7 +247,8 @@ class Wire:
         last = min(len(sent), len(posted))
         if self.shared is not None:
             for i in range(self.met, last):
-                self.shared.add(max(sent[i], posted[i]), self)
+                slot = posted[i] > sent[i]
+                self.shared.add(max(sent[i], posted[i]), self.tickets[slot][i], self)
             self.met = last
             return
         first = len(arrived)

@@ -44,8 +44,10 @@ class SearchSpace:
         stages: how many; None: any number.
         idle: devices may be left out.
         in_order: stage s runs on rank s; else devices take the positions that suit them best.
-        placement: the rank of each stage where ranks hold several, as the schedule places them;
-            empty: every stage has a rank.
+        placement: the rank of each stage where ranks hold several and none has a replica, as the
+            schedule places them; empty: every stage has a rank.  Of equal replicas each place has
+            so many ranks; where their number is open, a rank holds as many stages, or all
+            `stages` are dealt out over fewer places.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
     """
 
@@ -70,7 +72,7 @@ class SearchSpace:
             ("extra_warmup", bool(self.extra_warmup) and min(self.extra_warmup) >= 0),
             ("stages", self.stages is None or self.stages >= 1),
             ("recomputed", len(self.recomputed) in (0, self.stages)),
-            ("in_order", not self.in_order or (self.stages is not None and self.straight)),
+            ("in_order", not self.in_order or self._ordered),
             ("placement", not self.placement or (self.in_order and self._placed)),
         )
         for name, holds in checks:
@@ -85,7 +87,19 @@ class SearchSpace:
         ranks = set(self.placement)
         most = max(map(self.placement.count, ranks), default=1)
         several = all(kind_of(name).holds(most) for name in self.schedules)
-        return several and len(self.placement) == self.stages and ranks == set(range(len(ranks)))
+        equal = self.replicas in ("1", "equal") or len(set(self.widths)) == 1
+        known = self.open_width or len(self.placement) == self.stages
+        return several and equal and known and ranks == set(range(len(ranks)))
+
+    @property
+    def _ordered(self) -> bool:
+        """Is it known which stage is on which rank, but for how many replicas there are?"""
+        return bool(self.placement) or (self.stages is not None and self.straight)
+
+    @property
+    def open_width(self) -> bool:
+        """Whether ranks that hold several stages may have any number of replicas, all equal."""
+        return bool(self.placement) and self.replicas == "equal"
 
     @property
     def decides_recomputation(self) -> bool:
@@ -128,10 +142,11 @@ class SearchSpace:
         again = "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
         if self.recomputed:
             again = f"on stages {', '.join(str(s) for s, on in enumerate(self.recomputed) if on)}"
+        where = "on ranks" if self.straight else "without replicas on ranks"
         parts = [
             f"{'any number of' if self.stages is None else self.stages} stages"
             + (" in the order of ranks" if self.in_order else ""),
-            *([f"on ranks {_listed(self.placement)}"] if self.placement else []),
+            *([f"{where} {_listed(self.placement)}"] if self.placement else []),
             f"replicas {_listed(self.replicas)}",
             f"recomputation {again}",
             f"schedules {', '.join(map(name_of, self.schedules))}",

@@ -60,8 +60,12 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         for option, ranks in zip(candidate.options, candidate.ranks, strict=True)
         if option.replicas != len(ranks)
     ]
-    alone = not candidate.straight or not kind_of(candidate.setting.schedule).several
-    repeated = alone and len(set(flat)) != len(flat)
+    places = set(candidate.ranks)  # stages that share a rank share all of them, equally many
+    equal = len({len(ranks) for ranks in places}) == 1
+    if equal and kind_of(candidate.setting.schedule).several:
+        repeated = len(set(flat)) != sum(map(len, places))
+    else:
+        repeated = len(set(flat)) != len(flat)
     if repeated or not set(flat) <= set(range(len(cluster.devices))):
         found.append(f"ranks {flat} are not devices of the cluster, each once")
     return found or list(evaluation(problem, cluster, candidate).violations())

@@ -22,6 +22,7 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.problem import MemoryRule, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
 
 SECONDS = 1.0  # for one search
 MARGINS = (0.0, 0.05)  # of the memory, for what ops hold and items do not say
@@ -44,16 +45,23 @@ class StagesInTurn:
         space: SearchSpace,
         setting: Setting,
         seats: Seats,
+        replicas: int,
+        stages: int,
         *,
         likely: bool,
     ):
-        """`likely`: none, as there are no likelier ones than those that come first anyway."""
-        assert space.stages is not None
+        """`replicas` and `stages`: how many; `likely`: none, as there are no likelier ones than
+        those that come first anyway."""
         self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
-        self.likely = likely
-        self.ranks = tuple(seats.ranks[rank] for rank in space.placement)
+        self.likely, self.counts = likely, (replicas,) * stages
+        placement = space.placement
+        places = len(seats.ranks) // replicas
+        if (len(placement), len(set(placement))) != (stages, places):
+            placement = kind_of(setting.schedule).placement(stages, places)
+        first = [place * replicas for place in placement]
+        self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
         self.warmup = warmup(
-            setting.schedule, space.stages, setting.num_microbatches, placement=space.placement
+            setting.schedule, stages, setting.num_microbatches, self.counts, placement=placement
         )
 
     def bound(self) -> float:
@@ -70,7 +78,7 @@ class StagesInTurn:
 
     def _made(self) -> Iterator[Candidate]:
         """Of the likely cuts also those that fit; then all cuts where they are few."""
-        ranks = tuple((rank,) for rank in self.ranks)
+        ranks = self.ranks
         likely, every = self._cuts(), every_cut(self.prepared, len(ranks))
         for fits, cuts_of in ((True, likely), (False, every)):
             for stage_of in cuts_of:
@@ -105,7 +113,7 @@ class StagesInTurn:
                 found = evaluation(problem, cluster, candidate)
                 ledgers = simulated(found, candidate, cluster).ledgers
                 parts = {
-                    s: limit * (1 - margin) / max(ledgers[self.ranks[s]].total_bytes, 1)
+                    s: limit * (1 - margin) / max(ledgers[self.ranks[s][0]].total_bytes, 1)
                     for s, limit in enumerate(found.deployment.limits)
                     if limit is not None
                 }
@@ -121,10 +129,11 @@ class StagesInTurn:
     def _options(self) -> Iterator[tuple[StageOption, ...]]:
         """Which stages recompute: as is asked; where that is open none to begin with, then all."""
         if self.space.recomputed:
-            yield tuple(StageOption(recompute=again) for again in self.space.recomputed)
+            rows = zip(self.counts, self.space.recomputed, strict=True)
+            yield tuple(StageOption(replicas, again) for replicas, again in rows)
             return
         for again in self.space.recompute:
-            yield (StageOption(recompute=again),) * len(self.ranks)
+            yield tuple(StageOption(replicas, again) for replicas in self.counts)
 
     def _rule(self) -> MemoryRule:
         """What a stage holds; where one recomputes it keeps one set of activations at a time."""
@@ -135,20 +144,22 @@ class StagesInTurn:
             setting.num_microbatches,
             clipping=setting.clipping,
             optimizer_factor=setting.optimizer_factor,
+            replicas=self.counts,
         )
         return replace(rule, in_flight=()) if True in self.space.recompute else rule
 
     def _problems(self) -> Iterator[PartitionProblem]:
         """One rank a stage, without limits on memory: by the time of a minibatch, by load."""
         problem, setting = self.prepared.problem, self.setting
-        limits = stage_limits(self.seats.cluster, len(self.ranks), ranks=self.ranks)
+        first = tuple(rank for rank, *_ in self.ranks)
+        limits = stage_limits(self.seats.cluster, len(self.ranks), ranks=first)
         last = len(problem.stages) - 1
         whole = replace(
             problem,
             stages=tuple(replace(one, memory_bytes=None) for one in limits),
             pins=tuple((i, len(limits) - 1 if s == last else s) for i, s in problem.pins),
             memory=MemoryRule(schedule=setting.schedule),
-            num_microbatches=setting.num_microbatches,
+            num_microbatches=-(-setting.num_microbatches // self.counts[0]),
             objective="flush",
         )
         yield whole
@@ -182,9 +193,12 @@ def every_cut(prepared: PreparedProblem, num_stages: int) -> list[tuple[int, ...
     ]
 
 
-def least_seconds(prepared: PreparedProblem, setting: Setting, seats: Seats) -> float:
+def least_seconds(
+    prepared: PreparedProblem, setting: Setting, seats: Seats, replicas: int
+) -> float:
     """Of a minibatch, whatever the cut: a stage's first forward waits for those of all that an op
-    of it depends on, then it runs every microbatch forward and backward."""
+    of it depends on, then it runs every microbatch of a replica forward and backward."""
+    share = -(-setting.num_microbatches // replicas)
     items, before = prepared.problem.items, [0.0] * len(prepared.problem.items)
     readers: dict[int, list[int]] = {}
     for value in prepared.problem.traffic:
@@ -192,7 +206,7 @@ def least_seconds(prepared: PreparedProblem, setting: Setting, seats: Seats) -> 
     most = 0.0
     for i, item in enumerate(items):
         both = item.forward_seconds + item.backward_seconds
-        most = max(most, before[i] + setting.num_microbatches * both)
+        most = max(most, before[i] + share * both)
         for reader in readers.get(i, ()):
             before[reader] = max(before[reader], before[i] + item.forward_seconds)
     return most / seats.fastest * (1 - 1e-12)

@@ -90,7 +90,11 @@ class Branch:
     def pipelines(self, space: SearchSpace, *, likely: bool = False) -> Found:
         """All candidates of the branch, or those that are tried."""
         if space.placement:
-            return StagesInTurn(self.prepared, space, self.setting, self.seats, likely=likely)
+            assert self.stages is not None
+            return StagesInTurn(
+                self.prepared, space, self.setting, self.seats, self.counts[0], self.stages,
+                likely=likely,
+            )  # fmt: skip
         return Pipelines(
             self.prepared,
             space,
@@ -122,7 +126,8 @@ def branches(
             branch = Branch(setting, seats, counts, stages, prepared)
             branch.bound = simple_bound(prepared, space, setting, seats) * branch.scale
             if space.placement:
-                branch.bound = max(branch.bound, least_seconds(prepared, setting, seats))
+                least = least_seconds(prepared, setting, seats, counts[0])
+                branch.bound = max(branch.bound, least)
             yield branch
 
 
@@ -130,8 +135,11 @@ def _shapes(
     cluster: Cluster, space: SearchSpace, cap: int | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
     """Ranks, replica counts of a stage, and the number of stages if it is asked for or follows."""
+    if space.placement:
+        yield from _places(cluster, space)
+        return
     if space.in_order and space.stages:
-        yield tuple(range(len(set(space.placement)) or space.stages)), (1,), space.stages
+        yield tuple(range(space.stages)), (1,), space.stages
         return
     orders, _ = arrangements(cluster)
     every = len(cluster.devices)
@@ -139,6 +147,23 @@ def _shapes(
     for ranks in dict.fromkeys(order[:used] for order in orders for used in lengths):
         for counts, stages in _widths(space, len(ranks), cap):
             yield ranks, counts, stages
+
+
+def _places(
+    cluster: Cluster, space: SearchSpace
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+    """The same, where ranks hold several stages: of all places, or of fewer with more replicas."""
+    places, kind = len(set(space.placement)), kind_of(space.schedules[0])
+    if not space.open_width:
+        width = 1 if space.straight else space.widths[0]
+        yield tuple(range(places * width)), (width,), space.stages
+        return
+    ranks = tuple(range(len(cluster.devices)))
+    for width in (w for w in range(1, len(ranks) + 1) if len(ranks) % w == 0):
+        fewer = len(ranks) // width
+        stages = space.stages or len(space.placement) // places * fewer
+        if stages % fewer == 0 and kind.holds(stages // fewer):
+            yield ranks, (width,), stages
 
 
 def _widths(

@@ -95,7 +95,9 @@ def no_plan(
 
 
 def _no_plan_in_turn(cluster: Cluster, space: SearchSpace) -> InfeasibleError:
-    where = f"{space.stages} stages on {len(set(space.placement))} ranks"
+    width = space.widths[0] if space.widths else 1
+    stages = f"{space.stages} stages" if space.stages else "stages"
+    where = f"{stages} on {len(set(space.placement)) * width} ranks"
     if not limited(cluster):
         return InfeasibleError(
             f"the model cannot be cut into {where}, as the constraints ask",

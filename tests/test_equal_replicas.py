@@ -1,0 +1,190 @@
+"""Equal replicas of stages that share ranks, from compile to training: as the reference."""
+
+from __future__ import annotations
+
+import itertools
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdcompile
+from pdcompile.cli import main
+from pdcompile.cluster import Cluster, Device
+from pdcompile.errors import ConfigError, NotFoundError
+from pdcompile.passes.check import check as check_schedule
+from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.partition.space.candidates import evaluation, violations
+from pdcompile.passes.schedules import warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan, check
+from pdcompile.problem import StageLimits
+from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import KINDS
+from tests.helpers.graphs import residual
+from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
+from tests.helpers.whole_space import at
+from tests.test_replicas import CLOSE, TORCHRUN, close
+from tests.test_space.test_branch_and_bound import cluster_of, explored
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+FOUR = Cluster.local(4)
+PLANNED: dict[str, Any] = {"costs": "estimated", "verify": "off", "progress": False}
+
+
+def pair(model: torch.nn.Module, schedule: str, **given: Any) -> tuple[Any, Any]:
+    """A pipeline in this process, of two places with two replicas each, and its reference."""
+    common: dict[str, Any] = {
+        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "microbatches": 4, "schedule": schedule, "max_grad_norm": given.pop("max_grad_norm", 0.3),
+    }  # fmt: skip
+    expected = pdcompile.reference(deepcopy(model), **common)
+    x, y = batch_for(model, 8)
+    given = {"replicas": 2, "stages": 4, "cluster": FOUR, **given}
+    return pdcompile.compile(model, x, example_target=y, **common, **PLANNED, **given), expected
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
+@pytest.mark.parametrize("build", [mlp, unet, partial(gpt, tied=True), partial(gpt, dropout=0.2)],
+                         ids=["mlp", "unet", "tied", "dropout"])  # fmt: skip
+def test_training_is_that_of_the_reference(build: Any, schedule: str) -> None:
+    """Skips, tied weights, draws, clipping, fewer microbatches than replicas, evaluation, and a
+    loop of one's own."""
+    model = build()
+    pipe, expected = pair(model, schedule)
+    groups = [(0, 1), (2, 3)]
+    assert [s.ranks for s in pipe.plan.stages] == [
+        groups[place] for place in KINDS[schedule].placement(4, 2)
+    ]
+    for t, size in enumerate((8, 1, 5, 8)):
+        x, y = batch_for(model, size, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+        torch.testing.assert_close(ours.outputs, theirs.outputs, **CLOSE)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    for one in (pipe, expected):
+        one.forward_backward(x, target=y)
+        one.clip_grad_norm_(0.1)
+        one.optimizer.step()
+        one.zero_grad()
+        one.step(x, target=y)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    torch.testing.assert_close(pipe.predict(x), expected.predict(x), **CLOSE)
+
+
+def test_replicas_recompute() -> None:
+    pipe, expected = pair(gpt(dropout=0.2), "zb-v", recompute=True)
+    assert all(stage.recompute for stage in pipe.plan.stages)
+    for t in range(2):
+        x, y = batch_for("gpt", 8, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({"stages": None}, [(0, 1), (2, 3), (2, 3), (0, 1)]),
+        ({"stages": 2, "cluster": Cluster.local(2)}, [(0, 1), (0, 1)]),
+        ({"replicas": (2,) * 4, "stages": None}, [(0, 1), (2, 3), (2, 3), (0, 1)]),
+        ({"cluster": "auto"}, [(0, 1), (2, 3), (2, 3), (0, 1)]),
+        ({"stages": 2}, [(0, 1), (2, 3)]),
+        ({"replicas": "equal", "stages": 8}, [(0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)]),
+        ({"replicas": "equal", "stages": None}, [(0, 1, 2, 3)] * 2),
+    ],
+)
+def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> None:
+    """Two stages a rank where nobody says; what is open the planner decides."""
+    pipe, _ = pair(gpt(layers=4), "zb-v", max_grad_norm=None, **options)
+    plan = Plan.from_json(pipe.plan.to_json())
+    assert [stage.ranks for stage in plan.stages] == ranks
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
+    x, y = batch_for("gpt", 8)
+    pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("replicas", ["any", (2, 1), (2, 2, 1, 1)])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_unlike_counts_are_refused(schedule: str, replicas: Any) -> None:
+    with pytest.raises(ConfigError, match="whose ranks hold several stages") as caught:
+        pair(mlp(), schedule, replicas=replicas, stages=None)
+    assert caught.value.remedy == "replicas=2 or 'equal', or schedule='1f1b'"
+
+
+def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
+    """Less than the fastest plan needs: another cut."""
+    free = pair(gpt(tied=True), "zb-v")[0].plan
+    most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
+    plan = pair(gpt(tied=True), "zb-v", memory=int(0.97 * most))[0].plan
+    assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= 0.97 * most
+    with pytest.raises(NotFoundError, match="no plan of 4 stages on 4 ranks was found"):
+        pair(gpt(tied=True), "zb-v", memory=most // 3)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
+    """Of all cuts into four stages, on four devices of unlike speed."""
+    graph = residual(3)
+    cluster = cluster_of(*(Device(speed=speed) for speed in (2.0, 1.0, 1.0, 1.0)), rate=1e3)
+    placement = KINDS[schedule].placement(4, 2)
+    space = SearchSpace(
+        replicas=(2,) * 4, schedules=(schedule,), microbatches=(4,), stages=4, in_order=True,
+        placement=placement,
+    )  # fmt: skip
+    plan = explored(graph, cluster, space)
+    check(plan, at(graph)(4), cluster)
+    check_schedule(plan)
+    problem = coarsen(at(graph)(4), (StageLimits(),) * 4, num_microbatches=4)
+    depths = warmup(schedule, 4, 4, (2,) * 4, placement=placement)
+    ranks = tuple((2 * place, 2 * place + 1) for place in placement)
+    every = []
+    for cut in itertools.combinations_with_replacement(range(4), len(problem.items)):
+        one = Candidate(Setting(schedule, 4), cut, (StageOption(2),) * 4, ranks, depths)
+        if not violations(problem, cluster, one):
+            every.append(evaluation(problem, cluster, one).seconds)
+    found = plan.certificate
+    assert found.bound_seconds <= min(every)
+    assert found.objective_seconds <= 1.05 * min(every)
+    assert found.objective_seconds == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-6)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, plan = "examples/gpt.py:build", str(tmp_path / "plan.json")
+    given = ["--cluster", "1x4", "--replicas", "2", "--schedule", "zb-v", "--costs", "estimated"]
+    for verb in (
+        ["plan", target, *given, "--json", "-o", plan],
+        ["simulate", plan, "--json"],
+        ["run", target, "--plan", plan, "--steps", "2", "--json"],
+        ["explain", plan],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(verb)
+        said = capsys.readouterr()
+        assert not stop.value.code, said.err
+    assert "zb-v: 4 stages on 4 ranks" in said.out
+
+
+RANKS = (
+    TORCHRUN.replace('(models.mlp, "1f1b", "all"), (models.unet, "2bw", "last")', "CASES")
+    .replace('schedule == "1f1b"', "True")
+    .replace("replicas=REPLICAS", "replicas=2, stages=4")
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        '(models.mlp, "zb-v", "all")',
+        pytest.param('(models.unet, "interleaved", "last")', marks=pytest.mark.slow),
+        pytest.param('(partial(models.gpt, tied=True), "zb-v", "last")', marks=pytest.mark.slow),
+    ],
+)
+def test_on_four_ranks(case: str, tmp_path: Path) -> None:
+    run = processes(RANKS.replace("CASES", f"({case},)"), 4, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 4, run
