@@ -144,6 +144,7 @@ class PipelineState(ModuleHints):
         the like in place of their arguments.  Samples are (inputs, target) pairs where there is a
         loss_fn, else inputs: a tensor, a tuple of forward's arguments or a dict of them.
         `loader`: further arguments of torch.utils.data.DataLoader, as num_workers and collate_fn.
+        Replicas that take whole minibatches in turn (stash) read all of them.
 
         Raises ConfigError for a dataset that is not read by index, and where loss_reduction
         counts items that another replica reads.

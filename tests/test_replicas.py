@@ -235,6 +235,8 @@ def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
     pipe, _ = pair(model, replicas=2, stages=1)
     x, y = batch_for(model, 8)
     pipe.step(x, target=y)
+    pipe.clip_grad_norm_(1.0)  # reads gradients alone
+    assert pipe.unsettled
     for n, part in enumerate(x.tensor_split(4)):
         alone[n % 2].train()(part)
     found = pipe.full_state_dict()

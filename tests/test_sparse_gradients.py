@@ -188,6 +188,16 @@ def test_replicas_of_a_table_are_refused(way: str) -> None:
     assert "replicas=(1, 1)" in str(caught.value)
 
 
+def test_a_sparse_gradient_that_only_a_run_shows_is_not_summed() -> None:
+    i, j, y = batches(1)[0]
+    pipe = pdcompile.compile(
+        Table("computed"), (i, j), example_target=y, loss_fn=F.mse_loss, optimizer=SGD,
+        microbatches=4, **{**DEFAULTS, "replicas": 2, "stages": 1},
+    )  # fmt: skip
+    with pytest.raises(ContractError, match="sparse, and is to be summed"):
+        pipe.step(i, j, target=y)
+
+
 def test_replicas_beside_a_table_train() -> None:
     """Its own stage has one; so has a table whose gradient is dense in the end."""
     for way, options in (
