@@ -22,6 +22,7 @@ _HOMES = {
     "pdcompile.runtime.pipeline": "Pipeline",
     "pdcompile.reference": "reference",
     "pdcompile.passes.trace": "trace",
+    "pdcompile.batch.not_kept": "NotKept",
     "pdcompile.workload": "Workload load_target",
     "pdcompile.cluster": "Cluster Device Level",
     "pdcompile.problem.constraints": "Pin Together Apart CutBefore Forbid MaxStages",
@@ -37,6 +38,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if _TYPE_CHECKING:
+    from pdcompile.batch.not_kept import NotKept as NotKept
     from pdcompile.cluster import Cluster as Cluster
     from pdcompile.cluster import Device as Device
     from pdcompile.cluster import Level as Level

@@ -32,7 +32,6 @@ from pdcompile.passes.check import check
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
-from pdcompile.passes.stages.loss_only import loss_only
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify import verify
@@ -87,6 +86,7 @@ def run_passes(
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     plan = _noted(replace(plan, forecast=forecast), model, options)
     check_memory(options, plan)
+    captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = given_sources(options, sources)
     verification = None if options.verify == "off" else step(
@@ -129,7 +129,7 @@ def _captured(
         microbatch_size=chosen.microbatch_size, autocast=chosen.training.autocast,
     )  # fmt: skip
     check_loss(found.train)
-    return loss_only(found) if options.outputs == "none" else found
+    return found
 
 
 def _noted(plan: Plan, model: nn.Module, options: Options) -> Plan:
@@ -168,7 +168,7 @@ def compile(
     costs: Any = "measured",
     refine: bool | Literal["auto"] = "auto",
     verify: Literal["auto", "full", "blocks", "off"] = "auto",
-    outputs: Literal["none", "last", "all"] = "last",
+    outputs: Literal["none", "last", "everything", "all"] = "last",
     keep_model: bool = False,
     max_staleness: int | Literal["any"] = 0,
     time_limit: float | None = None,
@@ -232,8 +232,11 @@ def compile(
             twice; "auto": with measured costs, when that takes seconds.
         verify: "auto" compares the stages with eager before the first step; "full" also the
             captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
-        outputs: which ranks get `result.outputs`: "none" neither makes nor sends what training
-            needs for its loss alone (caches, logits, hidden states), in one process too.
+        outputs: what `result.outputs` of a training step has.  "none": nothing; what only other
+            outputs need is not even computed.  "last": what the last stage makes, on its rank; of
+            a decoder's caches or hidden states those of earlier stages are marks (`NotKept`), and
+            a note of the plan names them.  "everything": these too, sent to the last stage.
+            "all": everything, on all ranks.  Evaluation gives everything.
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.
         time_limit: seconds for the planner's search.

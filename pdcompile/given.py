@@ -10,13 +10,15 @@ from torch import nn
 from pdcompile import weights
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError, SourceError
-from pdcompile.ir.graph import OpGraph, fingerprint
+from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines, recomputation
 from pdcompile.passes import codegen
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
-from pdcompile.plan import Plan, check
+from pdcompile.passes.stages.boundaries import stage_of_ops
+from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
+from pdcompile.plan import Plan, Training, check
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.schedule.registry import name_of
 from pdcompile.units import format_bytes, parse_bytes
@@ -85,25 +87,58 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         compared.append(("recompute", again, asked_again))
     for field, name in COMPARED:
         compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
-    for name, planned, asked in compared:
-        if planned != asked:
+    for name, stated, asked in compared:
+        if stated != asked:
             if name == "schedule":
-                planned, asked = name_of(str(planned)), name_of(str(asked))
-            differs = " with other tasks" if planned == asked else ""
+                stated, asked = name_of(str(stated)), name_of(str(asked))
+            differs = " with other tasks" if stated == asked else ""
             raise PlanError(
-                f"the plan has {name}={planned!r}, but the options ask for {asked!r}{differs}",
+                f"the plan has {name}={stated!r}, but the options ask for {asked!r}{differs}",
                 where="plan",
                 remedy="plan again with these options, or give the options of the plan",
             )
-    if plan.fingerprint.split(".")[0] != fingerprint(graph)[:FINGERPRINT_DIGITS]:
+    needed = planned(graph, plan.training)
+    if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
         raise PlanError(
             "the plan is of another model: the fingerprint of the captured graph differs",
             where="plan",
             remedy="plan again for this model",
         )
-    check(plan, graph, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+    check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
+    plan = _with_outputs(plan, chosen.training, options.outputs, graph)
     # Forecast and bytes may be of another day or version, or edited.
-    return with_own_bytes(replace(plan, forecast=None), graph)
+    return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
+
+
+def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) -> Plan:
+    """The plan with a note where it sends more outputs than are asked for: its times are of that.
+
+    Raises:
+        PlanError: it does not send those that are asked for.
+    """
+    less = replace(plan.training, keeps_outputs=True, sends_outputs=False)
+    needed, last = planned(graph, less), len(plan.stages) - 1
+    stage_of = stage_of_ops(needed, plan)
+    given = given_by(less, needed, stage_of, last + 1)
+    missing = walk(given.output, LeftOut)
+    if not (plan.training.keeps_outputs and plan.training.sends_outputs):
+        if missing and chosen.sends_outputs:
+            raise PlanError(
+                f"outputs={outputs!r} asks for all outputs of training steps, and the plan does "
+                f"not send {len(missing)} of them to the last stage",
+                where="plan: training.sends_outputs",
+                remedy=f"plan again with outputs={outputs!r} (--outputs {outputs}), or leave "
+                "outputs out: evaluation gives them all",
+            )
+        return replace(plan, training=replace(less, keeps_outputs=chosen.keeps_outputs))
+    if not missing or chosen.sends_outputs:
+        return plan
+    size = format_bytes(left_out_bytes(less, needed, given, stage_of, last))
+    note = (
+        f"the plan sends {size} a step that only outputs need, as it was made with "
+        "outputs='everything' or by an earlier version; plan again to leave them out"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def given_sources(options: Options, generated: Sources) -> Sources:

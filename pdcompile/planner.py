@@ -25,6 +25,8 @@ from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
+from pdcompile.passes.stages.boundaries import as_planned
+from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.plan import check as check_plan
 from pdcompile.problem import PartitionProblem, StageLimits
@@ -78,7 +80,7 @@ class Planner:
     def costs(self) -> OpGraph:
         """The graph with costs, for every number of microbatches in the space; the first one."""
         for m in self.space.microbatches:
-            self._graphs[m] = self._sizes.at(self._size(m))
+            self._graphs[m] = planned(self._sizes.at(self._size(m)), self.training)
         first = self._graphs[self.space.microbatches[0]]
         if self.options.costs == "measured" and not self.options.searches:
             refuse_mostly_estimated(first, self.model)
@@ -126,9 +128,10 @@ class Planner:
         size = next(op.cost.microbatch_size for op in graph.ops if op.cost is not None)
 
         def measure(plan: Plan) -> tuple[StageTimes, ...]:
-            sources = codegen.generate(self.captured, plan)
+            captured = as_planned(self.captured, plan)
+            sources = codegen.generate(captured, plan)
             return measure_stages(
-                self.captured.train, plan, sources, self.model, leaves,
+                captured.train, plan, sources, self.model, leaves,
                 microbatch_size=size, progress=self.listener.part,
             )  # fmt: skip
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.batch import BatchLayout, concatenate, unflatten_output
-from pdcompile.ir.graph import Affine, Attr, OpGraph, Ref, TorchLiteral, leaves
+from pdcompile.batch import BatchLayout, NotKept, concatenate, unflatten_output
+from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.interpreter import Box
@@ -60,12 +60,14 @@ def join(
 
     `tensors` are the model's own, for an output that is one of them.
     """
-    parts = leaves(graph.output)
+    placed = list(named_leaves(graph.output))
     device = next((tensor.device for tensor in tensors.values()), CPU)
 
-    def leaf(part: Any, values: Mapping[str, Tensor], size: int) -> Any:
+    def leaf(place: str, part: Any, values: Mapping[str, Tensor], size: int) -> Any:
         if isinstance(part, Ref):
             return values[part.name]
+        if isinstance(part, LeftOut):
+            return NotKept(place)
         if isinstance(part, Affine):
             return part.at(size)
         if isinstance(part, TorchLiteral):
@@ -73,9 +75,9 @@ def join(
         return tensors[part.fqn].detach() if isinstance(part, Attr) else part
 
     outputs = [
-        unflatten_output([leaf(part, values, size) for part in parts], graph.output_spec)
+        unflatten_output([leaf(*one, values, size) for one in placed], graph.output_spec)
         for values, size in zip(_in_order(feed), feed.sizes, strict=True)
     ]
-    names = [part.name if isinstance(part, Ref) else None for part in parts]
+    names = [part.name if isinstance(part, Ref) else None for _, part in placed]
     place = names.index(graph.loss) if loss is not None and graph.loss in names else None
     return concatenate(outputs, feed.sizes, loss=loss, loss_leaf=place, batch_dim=layout.usual_dim)

@@ -32,7 +32,6 @@ from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
 
-_LAST = ', "last" to the last stage\'s rank'
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
 
@@ -215,8 +214,8 @@ class Pipeline(PipelineState):
             if not has or (training and chosen == "none"):
                 raise ConfigError(
                     f"under outputs={chosen!r} this process gets no outputs of this call",
-                    remedy='compile(..., outputs="all") gives them to all ranks'
-                    + _LAST * (len(session.spec.ranks[-1]) == 1),
+                    remedy='compile(..., outputs="all") gives them to all ranks, "everything" to '
+                    "the last stage's first rank",
                 )
             total = None if lazy is None else lazy.wait()
             return join(graph, made, compiled.layout, total, session.state.tensors)

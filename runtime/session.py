@@ -107,7 +107,8 @@ class Session(Guarded):
         chosen, last = self.options.outputs, self.spec.ranks[-1]
         if chosen == "all":
             return self.stages_of_rank
-        return () if chosen == "none" or (training and len(last) > 1) else last[:1]
+        apart = chosen == "last" and training and len(last) > 1
+        return () if chosen == "none" or apart else last[:1]
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.stages.loss_only import loss_only
+from pdcompile.passes.stages.kept_outputs import loss_only
 from pdcompile.passes.verify import verify
 from tests.helpers.cuts import cut
 from tests.helpers.generated import captured, check, mean_square
@@ -360,7 +361,7 @@ class Remembers(nn.Module):
 def test_results_that_training_leaves_out_need_no_second_body(positions):
     model, x = Remembering(), torch.randn(4, 4)
     flat, layout, found = captured(model, x)
-    found = loss_only(found)
+    found = replace(found, train=loss_only(found.train))
     assert found.train.output != found.eval.output
     plan = cut(found, positions)
     sources = generate(found, plan)

@@ -83,8 +83,9 @@ def test_stages_return_what_the_reference_returns() -> None:
     model = Decoder()
     options: dict[str, Any] = {"optimizer": None, "microbatches": 3}
     with pdcompile.compile(
-        model, cluster=pdcompile.Cluster.local(3), stages=3, costs="estimated", **options
-    ) as pipe:
+        model, cluster=pdcompile.Cluster.local(3), stages=3, costs="estimated",
+        outputs="everything", **options,
+    ) as pipe:  # fmt: skip
         torch.manual_seed(3)
         reference = pdcompile.reference(Decoder(), **options)
         for kind in ("step", "eval_step"):

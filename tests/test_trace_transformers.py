@@ -45,8 +45,9 @@ def test_stages_equal_the_model_and_return_its_cache(name: str) -> None:
     ids = torch.randint(0, 48, (4, 12), generator=torch.Generator().manual_seed(1))
     cluster = pdcompile.Cluster.local(3)
     with pdcompile.compile(
-        model, cluster=cluster, stages=3, costs="estimated", verify="full", **options
-    ) as pipe:
+        model, cluster=cluster, stages=3, costs="estimated", verify="full",
+        outputs="everything", **options,
+    ) as pipe:  # fmt: skip
         for kind in ("step", "eval_step"):
             ours = getattr(pipe, kind)(input_ids=ids, labels=ids).outputs
             theirs = getattr(reference, kind)(input_ids=ids, labels=ids).outputs

@@ -16,6 +16,7 @@ from pdcompile.ir.graph import (
     DTYPE_BYTES,
     GRADIENT,
     Attr,
+    LeftOut,
     Op,
     OpGraph,
     Ref,
@@ -124,7 +125,8 @@ def arcs_between(graph: OpGraph, groups: Groups) -> list[tuple[int, int]]:
 
 
 def _join_unsendable(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
-    output = {ref.name for ref in walk(graph.output, Ref)}
+    # Evaluation returns what training leaves out.
+    output = {leaf.name for leaf in walk(graph.output, (Ref, LeftOut))}
     for value in graph.values.values():
         if value.producer is None or (
             value.dtype in DTYPE_BYTES and not value.varies and not value.conditional

@@ -26,6 +26,7 @@ from pdcompile.passes.costs import costed_ops, structural_key
 from pdcompile.passes.costs.timing import timed
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
+from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.chain import LocalStage, build, tensors_by_name
 from pdcompile.passes.untouched import untouched
 from pdcompile.plan import Plan
@@ -135,9 +136,9 @@ def _measure(
 
 def stage_key(graph: OpGraph, plan: Plan, stage: int, microbatch_size: int) -> str:
     """A digest that is equal for stages that run equal ops in the same order."""
-    mine = set(plan.stages[stage].ops)
+    stage_of = stage_of_ops(graph, plan)
     calls = costed_ops(graph, microbatch_size)
-    keys = [structural_key(call) for call in calls if call.op.name in mine]
+    keys = [structural_key(call) for call in calls if stage_of[call.op.name] == stage]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:20]
 
 

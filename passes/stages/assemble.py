@@ -7,7 +7,7 @@ up from the graph, and what crosses between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pdcompile import jsonio
@@ -17,6 +17,7 @@ from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
+from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
 from pdcompile.schedule.registry import kind_of
@@ -45,8 +46,9 @@ def assemble(
     by_name = dict(zip((op.name for op in graph.ops), stage_of, strict=True))
     num_stages = len(problem.stages)
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-    splits, keeps = kind_of(training.schedule).splits_backward, training.keeps_outputs
-    resident = forecast(graph, stage_of, num_stages, b, keeps_outputs=keeps, splits=splits)
+    splits = kind_of(training.schedule).splits_backward
+    given = given_by(training, graph, by_name, num_stages)
+    resident = _resident(given, by_name, num_stages, b, training)
     tied = boundaries.tied(graph, by_name)
     ops: list[list[Op]] = [[] for _ in range(num_stages)]
     for op, stage in zip(graph.ops, stage_of, strict=True):
@@ -55,7 +57,7 @@ def assemble(
         fingerprint=fingerprint(graph, cluster),
         stages=tuple(
             _stage(
-                graph,
+                given,
                 s,
                 ops[s],
                 problem.stages[s],
@@ -74,8 +76,23 @@ def assemble(
         notes=(
             *graph.notes,
             *_notes_on_written_inputs(graph),
+            *note_on_left_out(training, graph, given, by_name, num_stages - 1),
             *(_notes_on_whole_backwards(ops) if splits else ()),
         ),
+    )
+
+
+def _resident(
+    graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int, training: Training
+) -> tuple[Resident, ...]:
+    """What each stage holds of a microbatch; ops that were not planned are on the last one."""
+    return forecast(
+        graph,
+        [stage_of.get(op.name, num_stages - 1) for op in graph.ops],
+        num_stages,
+        b,
+        keeps_outputs=training.keeps_outputs,
+        splits=kind_of(training.schedule).splits_backward,
     )
 
 
@@ -192,14 +209,15 @@ def _stage(
 
 
 def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int) -> tuple[int, int]:
-    """Bytes that a stage reads of the caller's minibatch, and makes for it of a microbatch."""
-    read = {name for op in ops for name in op.inputs}
+    """Bytes that a stage reads of the caller's minibatch, and returns to it of a microbatch."""
+    beside = [op for op in graph.ops if op.aside] if b else []
+    read = {name for op in (*ops, *beside) for name in op.inputs}
     given = [one for name, one in graph.values.items() if name in read and one.producer is None]
     outputs = {ref.name for ref in walk(graph.output, Ref)} if training.keeps_outputs else set()
-    made = outputs & {op.name for op in ops} if b else ()
+    values = [graph.values[name] for name in outputs] if b else []
     return (
         sum(one.bytes(training.batch_size) for one in given if one.is_tensor),
-        sum(graph.values[name].bytes(b) for name in made),
+        sum(one.bytes(b) for one in values if one.producer is not None),
     )
 
 
@@ -213,15 +231,13 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
-    keeps = plan.training.keeps_outputs
-    of_ops = [stage_of[op.name] for op in graph.ops]
-    splits = kind_of(plan.training.schedule).splits_backward
-    resident = forecast(graph, of_ops, last + 1, b, keeps_outputs=keeps, splits=splits)
+    given = given_by(plan.training, graph, stage_of, last + 1)
+    resident = _resident(given, stage_of, last + 1, b, plan.training)
     by_name = {op.name: op for op in graph.ops}
     stages, notes = [], list(plan.notes)
     for stage, held in zip(plan.stages, resident, strict=True):
         ops = [by_name[name] for name in stage.ops]
-        read, made = _caller_bytes(graph, ops, plan.training, b if stage.index == last else 0)
+        read, made = _caller_bytes(given, ops, plan.training, b if stage.index == last else 0)
         own = replace(
             stage,
             saved_bytes=held.saved_bytes,

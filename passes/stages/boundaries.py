@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import Capture, Op, OpGraph, Ref, Value, walk
+from pdcompile.ir.graph import DTYPE_BYTES, Capture, Op, OpGraph, Ref, Value, walk
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.passes.stages.held_tensors import all_tensors, held_tensors, stage_names
+from pdcompile.passes.stages.kept_outputs import given_by, planned
 from pdcompile.passes.stages.signatures import Mode, signature
 from pdcompile.plan import Edge, Plan, TiedParameter
 
 
 def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
-    """The stage of every op of the train graph; ops of the loss belong to the last stage.
+    """The stage of every op of the train graph; ops of the loss belong to the last stage, and
+    those that only outputs need.
 
     Raises PlanError when an op of the model has no stage or two.
     """
@@ -37,7 +39,7 @@ def stage_of_ops(graph: OpGraph, plan: Plan) -> dict[str, int]:
                     remedy="leave it in one of the two",
                 )
     for op in graph.ops:
-        if op.region == "loss":
+        if op.region == "loss" or op.aside:
             placed[op.name] = last
         elif op.name not in placed:
             raise PlanError(
@@ -54,7 +56,8 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
     Ops are matched by module, target, line of source, tensors of the model, and how many like
     it came before.  One that only eval has goes where its nearest predecessor in the same module
     is, as far as its producers and consumers allow, and where training has the tensors that it
-    reads.  Finally no op stays on an earlier stage than something it reads, and what in-place
+    reads; to the last stage if only outputs need it and its value cannot be sent.  Finally no op
+    stays on an earlier stage than something it reads, and what in-place
     writes join is together.
     """
     graph = capture.eval
@@ -75,6 +78,7 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         for name in op.inputs:
             latest[name] = min(latest.get(name, last), limit)
 
+    held_last = _unsendable_outputs(graph, fixed)
     placed: dict[str, int] = {}
     nearest: dict[str, int] = {}  # module path -> stage of its latest op
     previous = 0
@@ -82,7 +86,8 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
         earliest = max((placed[name] for name in op.inputs if name in placed), default=0)
         stage = fixed.get(op.name)
         if stage is None:
-            stage = min(nearest.get(op.module_path, previous), latest.get(op.name, last))
+            near = last if op.name in held_last else nearest.get(op.module_path, previous)
+            stage = min(near, latest.get(op.name, last))
             having = [holders[fqn] for fqn in op.used_tensors if fqn in holders]
             shared = set.intersection(*having) if having else {stage}
             if stage not in shared:
@@ -92,6 +97,16 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
             stage = earliest  # a container is taken apart where it is made
         placed[op.name] = nearest[op.module_path] = previous = stage
     return _together(graph, placed)
+
+
+def _unsendable_outputs(graph: OpGraph, fixed: Mapping[str, int]) -> set[str]:
+    """Ops that only outputs need, not among those with a stage, whose values cannot be sent."""
+    aside: set[str] = set()
+    for op in reversed(graph.ops):
+        if op.name not in fixed and aside.issuperset(graph.values[op.name].consumers):
+            aside.add(op.name)
+    values = map(graph.values.__getitem__, aside)
+    return {value.name for value in values if value.varies or value.dtype not in DTYPE_BYTES}
 
 
 def _together(graph: OpGraph, placed: dict[str, int]) -> dict[str, int]:
@@ -209,6 +224,13 @@ def eval_edges(capture: Capture, plan: Plan, b: int) -> tuple[Edge, ...]:
     return edges(capture.eval, placed, len(plan.stages), b)
 
 
+def as_planned(capture: Capture, plan: Plan) -> Capture:
+    """The capture whose training returns what the plan's steps give, and leaves out the rest."""
+    graph = planned(capture.train, plan.training)
+    given = given_by(plan.training, graph, stage_of_ops(graph, plan), len(plan.stages))
+    return capture if given is capture.train else replace(capture, train=given)
+
+
 def tied(graph: OpGraph, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
     """Trainable parameters that ops on several stages read, in the order of the model."""
     readers: dict[str, set[int]] = {}
@@ -244,6 +266,7 @@ def staged(capture: Capture, plan: Plan) -> Staged:
     of the model's output.  Raises PlanError when evaluation would read, on one stage, a tensor
     that training changes on another only.
     """
+    capture = as_planned(capture, plan)
     count = len(plan.stages)
     train_of = stage_of_ops(capture.train, plan)
     eval_of = place_eval(capture, train_of)

@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Iterable, Mapping
 
-from pdcompile.ir.graph import Argument, DictOf, ListOf, Op, OpGraph, Ref, Value
+from pdcompile.ir.graph import Argument, DictOf, LeftOut, ListOf, Op, OpGraph, Ref, Value
 
 # What generated source refers to by these names; no variable may hide them.
 RESERVED = frozenset(
@@ -89,7 +89,7 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
 def _keys(output: Argument, key: str) -> dict[str, str]:
     """Value -> the innermost key under which it is in the output, if it is a name."""
     match output:
-        case Ref(name):
+        case Ref(name) | LeftOut(name):
             return {name: key} if key else {}
         case DictOf(items):
             inner = [_keys(item, name if name.isidentifier() else key) for name, item in items]

@@ -18,7 +18,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import Chain
-from pdcompile.passes.trace.comparison.fidelity import compare, leaves_out
+from pdcompile.passes.trace.comparison.fidelity import compare
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.interceptors.short_cuts import GENERAL_PATH
@@ -110,7 +110,6 @@ class Comparison:
         size = follow_batch(call, self.layout).size
         step = Step(
             self.model, graph, call, size, self.loss_fn, training.autocast, training.seed, number,
-            whole=not (graph.training and leaves_out(self.capture)),
         )  # fmt: skip
         try:
             expected, got = self._both(chain, step, gradients=graph.training)

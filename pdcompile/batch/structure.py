@@ -20,9 +20,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from pdcompile.batch.not_kept import NotKept
+
 MAX_LEAVES = 100_000
 _PLAIN = (bool, int, float, complex, str, type(None))
-_TORCH = (torch.dtype, torch.device)
+_TORCH = (Tensor, torch.dtype, torch.device)
 _KEPT = (type, types.BuiltinFunctionType, types.ModuleType, nn.Module, Enum, torch.layout)
 
 
@@ -132,7 +134,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _part(item: Any, taken: _Taken) -> Part | None:
-    if isinstance(item, Tensor | _TORCH[0] | _TORCH[1]) or (
+    if isinstance(item, (*_TORCH, NotKept)) or (
         isinstance(item, _PLAIN) and not isinstance(item, Enum)
     ):
         taken.leaves.append(item)

@@ -95,8 +95,9 @@ class Flags:
     outputs: Annotated[
         str,
         training(
-            metavar="none|last|all",
-            help="Ranks that get the model's outputs; none sends nothing but what the loss needs.",
+            metavar="none|last|everything|all",
+            help="Outputs of training steps: none; what the last stage makes; those of earlier "
+            "stages too, which are sent to it; and on all ranks. Evaluation gives everything.",
         ),
     ] = "last"
     max_grad_norm: Annotated[
@@ -172,7 +173,7 @@ class Flags:
         _refine(self.refine)
         _recompute(self.recompute)
         _replicas(self.replicas)
-        _one_of("--outputs", self.outputs, ("none", "last", "all"))
+        _one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
         if ":" not in self.loss_reduction:
             _one_of("--loss-reduction", self.loss_reduction, ("mean", "sum", "FILE:FUNCTION"))
 

@@ -25,6 +25,7 @@ from pdcompile.ir.records import (
     Argument,
     Attr,
     GraphInput,
+    LeftOut,
     Op,
     Ref,
     TorchLiteral,
@@ -87,6 +88,8 @@ class _Builder:
         match argument:
             case Ref(name):
                 return self.nodes[name]
+            case LeftOut():
+                return None
             case Attr(fqn) if is_plain(fqn):
                 return self.fx.create_node("get_attr", fqn, name=f"tensor_{len(self._made)}")
             case Attr(fqn):

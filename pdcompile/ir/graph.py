@@ -22,6 +22,7 @@ from pdcompile.ir.records import (
     Cached,
     DictOf,
     GraphInput,
+    LeftOut,
     ListOf,
     Op,
     OpCost,
@@ -33,6 +34,7 @@ from pdcompile.ir.records import (
     TorchLiteral,
     Value,
     leaves,
+    named_leaves,
     rewritten,
     size_at,
     walk,
@@ -41,8 +43,9 @@ from pdcompile.ir.records import (
 
 __all__ = [
     "CHECK", "DTYPE_BYTES", "GRADIENT", "Affine", "Argument", "Attr", "Capture", "DictOf",
-    "GraphInput", "ListOf", "Op", "OpCost", "OpGraph", "Ref", "Size", "SizeRange", "Slice",
-    "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "rewritten", "size_at", "walk",
+    "GraphInput", "LeftOut", "ListOf", "Op", "OpCost", "OpGraph", "Ref", "Size", "SizeRange",
+    "Slice", "TensorInfo", "TorchLiteral", "Value", "fingerprint", "leaves", "named_leaves",
+    "rewritten", "size_at", "walk",
     "written_buffers",
 ]  # fmt: skip
 
@@ -58,6 +61,7 @@ class OpGraph(Cached):
     `classes` maps module paths to (qualified class name, "file.py:12").
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
     `sizes` are the microbatch sizes that it may run at (known after a capture; not saved).
+    `whole` is the graph that this one is a part of, with more outputs; None where it is all.
     `origin` remembers the captured model and the other mode's graph (`captured_module.Origin`).
     """
 
@@ -76,12 +80,13 @@ class OpGraph(Cached):
     tensor_values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sizes: SizeRange = field(default=SizeRange(), compare=False, repr=False)
     origin: Any = field(default=None, compare=False, repr=False)
+    whole: OpGraph | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return format_graph(self)
 
     def to_json(self) -> str:
-        """Readable JSON without `output_spec`, `tensor_values`, `sizes` and `origin`."""
+        """Readable JSON without `output_spec`, `tensor_values`, `sizes`, `origin` and `whole`."""
         return graph_json.to_json(self)
 
     @classmethod

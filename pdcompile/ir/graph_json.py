@@ -24,6 +24,7 @@ from pdcompile.ir.records import (
     Attr,
     DictOf,
     GraphInput,
+    LeftOut,
     ListOf,
     Op,
     Ref,
@@ -31,6 +32,7 @@ from pdcompile.ir.records import (
     TensorInfo,
     TorchLiteral,
     Value,
+    rewritten,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
-_NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin"}
+_NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin", "whole"}
 # Fields that do not change the computation.
 _NOT_IN_FINGERPRINT = {
     "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",
@@ -64,7 +66,9 @@ def fingerprint(graph: OpGraph) -> str:
         pass
     # The message of a check names a line of the model's source.
     ops = tuple(replace(op, args=op.args[:1]) if op.target == CHECK else op for op in graph.ops)
-    record = _record(replace(graph, ops=ops), frozenset(_NOT_IN_FINGERPRINT))
+    # The name of what is left out is no part of what is computed.
+    output = rewritten(graph.output, lambda part: None if isinstance(part, LeftOut) else part)
+    record = _record(replace(graph, ops=ops, output=output), frozenset(_NOT_IN_FINGERPRINT))
     digest = hashlib.sha256(jsonio.canonical_tree(record)).hexdigest()
     object.__setattr__(graph, "_fingerprint", digest)
     return digest
@@ -138,6 +142,8 @@ def encode(argument: Argument) -> Any:
             return {"affine": [scale, offset]}
         case Attr(fqn):
             return {"attr": fqn}
+        case LeftOut(name):
+            return {"left_out": name}
         case TorchLiteral(kind, text):
             return {"torch": [kind, text]}
         case ListOf(items):
@@ -176,6 +182,8 @@ def decode(data: Any, where: str) -> Argument:
             return Ref(content)
         case "attr", str():
             return Attr(content)
+        case "left_out", str():
+            return LeftOut(content)
         case "torch", ["dtype" | "device" | "layout" | "memory_format" as what, str(text)]:
             return TorchLiteral(what, text)
         case "list", list():

@@ -11,6 +11,7 @@ from pdcompile.ir.records import (
     Argument,
     Attr,
     DictOf,
+    LeftOut,
     ListOf,
     Op,
     Ref,
@@ -83,6 +84,8 @@ def format_argument(argument: Argument) -> str:
             return name
         case Attr(fqn):
             return f"self.{fqn}"
+        case LeftOut(name):
+            return f"<{name} left out>"
         case Affine():
             return str(argument)
         case TorchLiteral("device", "self"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -57,6 +57,13 @@ class Attr:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A leaf of the output that training steps do not give: the value of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class TorchLiteral:
     """A dtype, device, layout or memory format: ``TorchLiteral("dtype", "float32")``.
 
@@ -92,7 +99,7 @@ class DictOf:
 
 # The types of an op's argument.  Any stands for Ellipsis.
 Argument: TypeAlias = (
-    bool | int | float | complex | str | Affine | Ref | Attr | TorchLiteral
+    bool | int | float | complex | str | Affine | Ref | Attr | LeftOut | TorchLiteral
     | ListOf | DictOf | Slice | tuple[Any, ...] | Any | None
 )  # fmt: skip
 
@@ -156,6 +163,7 @@ class Op(Cached):
     draw: int | None = None  # index of this random draw within module_path; None: not random
     region: Literal["forward", "loss"] = "forward"  # "loss": belongs to loss_fn, not the model
     grad_enabled: bool = True
+    aside: bool = False  # only outputs need it: the last stage runs it beside what is planned
     enables_grad: bool = False  # recorded for autograd although the run as a whole is not
     autocast: str | None = None  # "cpu:bfloat16" inside an autocast region that the model opens
     constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
@@ -310,7 +318,9 @@ class SizeRange:
         return self.smallest <= size and (self.largest is None or size <= self.largest)
 
 
-_PLAIN = frozenset((Ref, Attr, str, int, float, bool, type(None)))  # holds no other argument
+_PLAIN = frozenset(
+    (Ref, Attr, LeftOut, str, int, float, bool, type(None))
+)  # holds no other argument
 
 
 def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
@@ -364,10 +374,18 @@ def python_value(argument: Argument, leaf: Callable[[Argument], Any]) -> Any:
 
 def leaves(output: Argument) -> tuple[Argument, ...]:
     """The leaves of an output in pytree order: Refs, Attrs and constants."""
+    return tuple(leaf for _, leaf in named_leaves(output))
+
+
+def named_leaves(output: Argument, path: str = "") -> Iterator[tuple[str, Argument]]:
+    """Each leaf of an output in pytree order, with its place: ``past.layers[0].keys``."""
     match output:
         case tuple() | ListOf():
-            items = output.items if isinstance(output, ListOf) else output
-            return tuple(leaf for item in items for leaf in leaves(item))
+            for i, item in enumerate(output.items if isinstance(output, ListOf) else output):
+                yield from named_leaves(item, f"{path}[{i}]")
         case DictOf(items):
-            return tuple(leaf for _, item in items for leaf in leaves(item))
-    return (output,)
+            for key, item in items:
+                named = f"{path}.{key}" if path else key
+                yield from named_leaves(item, named if key.isidentifier() else f"{path}[{key!r}]")
+        case _:
+            yield path, output

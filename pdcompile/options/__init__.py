@@ -37,7 +37,7 @@ class Options:
     costs: Any = "measured"
     refine: bool | Literal["auto"] = "auto"
     verify: Literal["auto", "full", "blocks", "off"] = "auto"
-    outputs: Literal["none", "last", "all"] = "last"
+    outputs: Literal["none", "last", "everything", "all"] = "last"
     keep_model: bool = False
     max_staleness: int | Literal["any"] = 0
     time_limit: float | None = None

@@ -28,6 +28,7 @@ from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
 MOST_COUNTS = 5  # microbatch counts that "auto" tries
+SENT = ("everything", "all")  # choices of outputs that earlier stages send to the last one
 SEARCHED = ("1", "equal", "any")  # replicas that the planner decides, and how many stages there are
 SPREAD = 4  # from a quarter of the usual count to four times
 
@@ -92,6 +93,7 @@ def configure(
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
+        sends_outputs=options.outputs in SENT,
     )
     return Configuration(cluster, stages, training, num_ranks is None, placement)
 

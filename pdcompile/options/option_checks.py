@@ -49,7 +49,7 @@ def check_options(options: Options) -> None:
     _one_of("refine", options.refine, ("auto", True, False))
     _one_of("progress", options.progress, ("auto", True, False))
     _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))
-    _one_of("outputs", options.outputs, ("none", "last", "all"))
+    _one_of("outputs", options.outputs, ("none", "last", "everything", "all"))
     _one_of("max_staleness", options.max_staleness, (0, 1, "any"))
     if callable(options.loss_reduction):
         _takes("loss_reduction", options.loss_reduction, ("args", "kwargs", "target"))

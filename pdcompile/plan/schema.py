@@ -137,7 +137,8 @@ class Training:
     # what the optimizer's step needs for a moment, per byte of the parameter whose turn it is, of
     # the one before it, and of all that the stage updates
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    keeps_outputs: bool = True  # the caller gets the outputs of training, not the loss alone
+    keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
+    sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
 
     def step_bytes(self, sizes: Iterable[int]) -> int:
         """Temporaries of an update of parameters of these sizes in bytes, in this order."""

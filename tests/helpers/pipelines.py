@@ -13,11 +13,12 @@ from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
-from pdcompile.options.configuration import recomputation
+from pdcompile.options.configuration import SENT, recomputation
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.stages import boundaries
+from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.runtime.pipeline import Pipeline
 from tests.helpers.captures import capture_once
@@ -54,6 +55,7 @@ def by_hand(
             counts = (replicas,) * stages
             depths = warmup(options.schedule, stages, options.microbatches, counts, 0, ranks)
             plan = replace(plan, training=replace(plan.training, warmup=depths))
+        captured = boundaries.as_planned(captured, plan)
         sources = codegen.generate(captured, plan)
         eval_stages = boundaries.place_eval(captured, boundaries.stage_of_ops(captured.train, plan))
         eval_edges = boundaries.edges(captured.eval, eval_stages, stages, size)
@@ -64,10 +66,21 @@ def by_hand(
 
 def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: int) -> Plan:
     """Ops dealt out evenly in their order, what may not be cut kept together."""
-    graph = captured.train
+    keeps, sends = options.outputs != "none", options.outputs in SENT
+    graph = planned(captured.train, Training(keeps_outputs=keeps, sends_outputs=sends))
     stage_of = _deal(graph, stages)
     assert isinstance(options.microbatches, int)
     held = boundaries.tied(graph, stage_of)
+    training = Training(
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+        batch_size=batch_size,
+        warmup=warmup(options.schedule, stages, options.microbatches),
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+        keeps_outputs=keeps,
+        sends_outputs=sends,
+    )
     edges = boundaries.edges(graph, stage_of, stages, -(-batch_size // options.microbatches))
     return Plan(
         fingerprint="by hand",
@@ -85,14 +98,7 @@ def plan_by_hand(captured: Capture, stages: int, options: Options, batch_size: i
         ),
         edges=edges,
         tied=held,
-        training=Training(
-            schedule=options.schedule,
-            num_microbatches=options.microbatches,
-            batch_size=batch_size,
-            warmup=warmup(options.schedule, stages, options.microbatches),
-            max_grad_norm=options.max_grad_norm,
-            seed=options.seed,
-        ),
+        training=training,
         cluster=Cluster.local(stages).to_toml(),
         certificate=Certificate(0.0, 0.0, "feasible", "by hand", 0.0, "exact graph"),
     )

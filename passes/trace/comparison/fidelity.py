@@ -8,19 +8,12 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import VerifyError
 from pdcompile.ir.captured_module import Origin
-from pdcompile.ir.graph import Capture, Op, OpGraph, leaves
+from pdcompile.ir.graph import Capture, Op, OpGraph
 from pdcompile.passes.trace.comparison.replay import first_difference
 from pdcompile.passes.trace.comparison.step_values import StepValues, differing
 from pdcompile.passes.trace.comparison.steps import ModelFails, Step
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.untouched import untouched
-
-
-def leaves_out(capture: Capture) -> bool:
-    """Whether training leaves out outputs that evaluation makes."""
-    train, evaluation = leaves(capture.train.output), leaves(capture.eval.output)
-    pairs = zip(train, evaluation, strict=False)
-    return any(ours is None and theirs is not None for ours, theirs in pairs)
 
 
 def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLayout) -> None:
@@ -44,7 +37,6 @@ def compare(model: nn.Module, capture: Capture, flat: FlatCall, layout: BatchLay
         step = Step(
             model, graph, flat, layout.size, origin.loss_fn, origin.autocast,
             outputs_backward=True,
-            whole=not (graph.training and leaves_out(capture)),
         )  # fmt: skip
         with preserved_rng(device_of(model, flat)), untouched(model, graph.training):
             compare_mode(step)

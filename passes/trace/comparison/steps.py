@@ -18,7 +18,7 @@ from pdcompile.eager.autocast import autocast_region
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.ir.execution import execute, materialise
-from pdcompile.ir.graph import OpGraph, Ref, leaves
+from pdcompile.ir.graph import LeftOut, OpGraph, Ref, leaves
 from pdcompile.passes.trace.comparison.draw_streams import StreamLookup, opaque_paths, seeding
 from pdcompile.passes.trace.comparison.step_values import StepValues
 from pdcompile.passes.trace.subject import device_of
@@ -38,8 +38,8 @@ class Step:
     """One step of one mode on one microbatch, of the model or of its graph.
 
     `size` counts samples; `seed` and `minibatch` name the random streams.  With
-    `outputs_backward` backward starts at the outputs where there is no loss.  A graph that is not
-    `whole` leaves out outputs of training, which are then not compared.
+    `outputs_backward` backward starts at the outputs where there is no loss.  Outputs that the
+    graph leaves out of training are not compared.
     """
 
     model: nn.Module
@@ -51,7 +51,6 @@ class Step:
     seed: int = 0
     minibatch: int = 0
     outputs_backward: bool = False
-    whole: bool = True
 
     def values(
         self, run: Callable[[], tuple[Outputs, Loss]], *, gradients: bool | None = None
@@ -131,10 +130,11 @@ class Step:
     def _named(self, found: list[Any]) -> Outputs:
         """Leaves of the output by value name; those that no op makes by position."""
         places = enumerate(leaves(self.graph.output))
-        names = [place.name if isinstance(place, Ref) else f"output {i}" for i, place in places]
-        wanted = [self.whole or place is not None for place in leaves(self.graph.output)]
-        named = zip(names, found, wanted, strict=True)
-        return {name: value for name, value, compared in named if compared}
+        return {
+            place.name if isinstance(place, Ref) else f"output {i}": value
+            for (i, place), value in zip(places, found, strict=True)
+            if not isinstance(place, LeftOut)
+        }
 
     def _backward(self, scope: DrawScope, outputs: Outputs, loss: Loss) -> None:
         roots: list[Any] = [loss]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdcompile.ir.graph import GRADIENT, Argument, Op, OpGraph, Ref, Value, walk
+from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Ref
 from pdcompile.passes.trace.interceptors.checkpoints import summed_apart
 from pdcompile.passes.trace.merge.batch_sizes import SizeMerge
 from pdcompile.passes.trace.merge.reachable import prune, with_consumers, with_gradients
 from pdcompile.passes.trace.tape.run import Recording
-
-MANY_RETURNED = 4  # from so many on a note names the cost of returning them
 
 
 def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, training: bool) -> OpGraph:
@@ -48,7 +46,6 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
         notes=(
             *_notes(ops),
             *(summed_apart(ops, first.regions, dict(tensors)) if training else ()),
-            *returned(values, output, loss),
         ),
         output_spec=first.output_spec,
         tensor_values=first.tensor_values,
@@ -77,17 +74,4 @@ def _notes(ops: tuple[Op, ...]) -> tuple[str, ...]:
     return (
         f"buffers are written once a microbatch, as in gradient accumulation, not once a "
         f"minibatch: {shown}",
-    )
-
-
-def returned(values: dict[str, Value], output: Argument, loss: str | None) -> tuple[str, ...]:
-    """A note on values that the model both uses further and returns, such as caches of keys."""
-    names = dict.fromkeys(ref.name for ref in walk(output, Ref) if ref.name != loss)
-    inner = [name for name in names if values[name].producer and values[name].consumers]
-    if len(inner) < MANY_RETURNED:
-        return ()
-    return (
-        f"{len(inner)} values that forward goes on with are outputs too ({inner[0]}, "
-        f"{inner[1]}, …): those of earlier stages are sent to the last one, which a model that "
-        "returns less saves (use_cache=False, output_hidden_states=False), and outputs='none' too",
     )

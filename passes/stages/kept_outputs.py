@@ -1,0 +1,144 @@
+"""Decides which outputs training steps give: nothing is sent that only an output needs.
+
+A decoder's caches of keys and values, or the hidden states of all layers, would otherwise be sent
+to the last stage in every step.  What is planned is what the loss needs; once it is known where
+that runs, the last stage returns what it makes, and makes besides what it can of what it has.
+Evaluation gives everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from pdcompile.errors import some
+from pdcompile.ir.graph import (
+    Argument,
+    LeftOut,
+    Op,
+    OpGraph,
+    Ref,
+    named_leaves,
+    rewritten,
+    walk,
+)
+from pdcompile.passes.trace.merge.reachable import prune, with_consumers
+from pdcompile.plan import Training
+from pdcompile.units import format_bytes
+
+
+def planned(graph: OpGraph, training: Training) -> OpGraph:
+    """The part of a training graph that is planned; `whole` of it is the graph itself.
+
+    All of it where all outputs are sent, else what the loss needs.  What the last stage may then
+    make besides takes time there: it counts as the loss's.
+    """
+    if training.keeps_outputs and training.sends_outputs:
+        return graph
+    smaller = loss_only(graph)
+    if smaller is graph or not training.keeps_outputs:
+        return smaller
+    there = {op.name for op in smaller.ops}
+    costs = [op.cost for op in graph.ops if op.name not in there and op.cost is not None]
+    beside = sum(cost.forward_seconds for cost in costs)
+
+    def with_cost(op: Op) -> Op:
+        if op.name != graph.loss or op.cost is None or not beside:
+            return op
+        seconds = op.cost.forward_seconds + beside
+        return replace(op, cost=replace(op.cost, forward_seconds=seconds))
+
+    return replace(smaller, ops=tuple(map(with_cost, smaller.ops)), whole=graph)
+
+
+def loss_only(graph: OpGraph) -> OpGraph:
+    """The graph that returns nothing but the loss and what loss_fn reads.
+
+    Ops that only made other outputs are left out, unless they draw random numbers, write or check
+    something.  A graph that has no loss stays as it is.
+    """
+    if graph.loss is None:
+        return graph
+    wanted = {graph.loss, *(n for op in graph.ops if op.region == "loss" for n in op.inputs)}
+    output = _returning(graph.output, lambda name: name in wanted)
+    if output == graph.output:
+        return graph
+    return _of(graph, prune(graph.ops, (output, Ref(graph.loss))), output)
+
+
+def given_by(
+    training: Training, graph: OpGraph, stage_of: Mapping[str, int], num_stages: int
+) -> OpGraph:
+    """What training steps run and return, of a `planned` graph whose ops are on stages.
+
+    The last stage returns what it makes, and what the loss needs.  It runs ops that only outputs
+    need (`aside`) where it has all that they read.
+    """
+    whole, last = graph.whole, num_stages - 1
+    if whole is None or not training.keeps_outputs:
+        return graph
+    planned_ops = {op.name: op for op in graph.ops}
+    made = {given.name for given in graph.inputs} | {n for n, s in stage_of.items() if s == last}
+    has = made | {name for op in graph.ops if stage_of[op.name] == last for name in op.inputs}
+    elsewhere = {fqn for op in graph.ops if stage_of[op.name] != last for fqn in op.used_tensors}
+    written = {whole.values[name].storage for op in whole.ops for name in op.mutates}
+    ops = []
+    for op in whole.ops:
+        if op.name in planned_ops:
+            ops.append(planned_ops[op.name])
+        elif (
+            has.issuperset(op.inputs)
+            and elsewhere.isdisjoint(op.used_tensors)
+            and not any(whole.values[name].storage in written for name in op.inputs)
+        ):
+            ops.append(replace(op, aside=True))
+            has.add(op.name)
+            made.add(op.name)
+    kept = {ref.name for ref in walk(graph.output, Ref)} | made
+    output = _returning(whole.output, lambda name: name in kept)
+    return _of(whole, prune(tuple(ops), (output, Ref(graph.loss or ""))), output)
+
+
+def _returning(output: Argument, wanted: Callable[[str], bool]) -> Argument:
+    """The output with the values that are wanted, and marks in place of the others."""
+
+    def change(part: Argument) -> Argument:
+        return LeftOut(part.name) if isinstance(part, Ref) and not wanted(part.name) else part
+
+    return rewritten(output, change)
+
+
+def _of(graph: OpGraph, ops: tuple[Op, ...], output: Argument) -> OpGraph:
+    """The graph with some of its ops, and with this output."""
+    made = {op.name for op in ops} | {given.name for given in graph.inputs}
+    values = {name: value for name, value in graph.values.items() if name in made}
+    return replace(graph, ops=ops, values=with_consumers(ops, values), output=output)
+
+
+def note_on_left_out(
+    training: Training, graph: OpGraph, given: OpGraph, stage_of: Mapping[str, int], last: int
+) -> tuple[str, ...]:
+    """A note on the outputs that are left out of what is `given` of a planned graph."""
+    places = [path for path, leaf in named_leaves(given.output) if isinstance(leaf, LeftOut)]
+    if not places or not training.keeps_outputs:
+        return ()
+    saved = left_out_bytes(training, graph, given, stage_of, last)
+    return (
+        f"training steps leave out {len(places)} outputs that the last stage does not make "
+        f"({some(places)}), so that {format_bytes(saved)} a step are not sent; "
+        "outputs='everything' gives them too, as evaluation does",
+    )
+
+
+def left_out_bytes(
+    training: Training, graph: OpGraph, given: OpGraph, stage_of: Mapping[str, int], last: int
+) -> int:
+    """What sending the outputs that are left out would add to a step.
+
+    Values that an op of the last stage reads reach it anyway.
+    """
+    arriving = {name for op in graph.ops if stage_of[op.name] == last for name in op.inputs}
+    names = {leaf.name for leaf in walk(given.output, LeftOut)} - arriving
+    values = (graph.whole or graph).values
+    size = -(-training.batch_size // training.num_microbatches)
+    return training.num_microbatches * sum(values[name].bytes(size) for name in names)
