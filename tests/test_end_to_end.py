@@ -198,6 +198,7 @@ def test_outputs_that_are_the_models_own_tensors_are_those_of_the_forward(
         "loss_fn": lambda out, target: ((out["y"] - target) ** 2).mean(),
         "optimizer": MOMENTUM,
         "microbatches": microbatches,
+        "outputs": "everything",
     }
     expected = pdcompile.reference(twin, **common)
     with pdcompile.compile(model, costs="estimated", stages=3, **common) as pipe:

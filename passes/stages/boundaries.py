@@ -57,8 +57,7 @@ def place_eval(capture: Capture, train_stage_of: Mapping[str, int]) -> dict[str,
     it came before.  One that only eval has goes where its nearest predecessor in the same module
     is, as far as its producers and consumers allow, and where training has the tensors that it
     reads; to the last stage if only outputs need it and its value cannot be sent.  Finally no op
-    stays on an earlier stage than something it reads, and what in-place
-    writes join is together.
+    stays on an earlier stage than something it reads, and what in-place writes join is together.
     """
     graph = capture.eval
     last = max(train_stage_of.values(), default=0)
