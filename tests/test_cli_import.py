@@ -202,7 +202,7 @@ def test_a_plan_of_our_own_is_printed_as_the_same_object(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = SimpleNamespace(plan=plan(), proof="", verification=None)
-    monkeypatch.setattr("pdcompile.cli.compiling.compiled", lambda *_, **__: (None, result))
+    monkeypatch.setattr("pdcompile.cli.options.compiled", lambda *_, **__: (None, result))
     code, out, _ = call("model.py:build", "--json")
     document = json.loads(out)
     assert code == 0

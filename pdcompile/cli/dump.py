@@ -32,7 +32,7 @@ def dump(
 
       pdcompile dump examples/gpt.py:build --plan plan.json -o stages/
     """
-    from pdcompile.cli.compiling import compiled
+    from pdcompile.cli.options import compiled
     from pdcompile.cli.output import emit_json, stdout
 
     workload, result = compiled(target, flags, given)

@@ -110,7 +110,7 @@ def run(kind: str, options: dict[str, Any], *, output: Path | None, as_json: boo
     answer, limit = solve(kind, options)
     document = answer.to_json()
     if output is not None:
-        from pdcompile.cli.compiling import write_text
+        from pdcompile.cli.output import write_text
 
         write_text(output, json.dumps(document, indent=2, allow_nan=False) + "\n")
     if as_json:

@@ -1,13 +1,14 @@
-"""The options that several verbs share, and how they become the compiler's `Options`."""
+"""The options that several verbs share, and how they become `Options` and a compiled plan."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -17,8 +18,12 @@ from pdcompile.options import Options
 from pdcompile.plan import Plan
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
+from pdcompile.steps import collecting_seldom
 from pdcompile.units import parse_bytes
 from pdcompile.workload import Workload
+
+if TYPE_CHECKING:
+    from pdcompile.compiled import Compiled
 
 Target = Annotated[
     str,
@@ -286,6 +291,36 @@ class PlanFlags(Flags):
                 counts = _numbers("--microbatches", self.microbatches)
                 found |= {"microbatch_counts": counts, "microbatches": counts[0]}
         return found
+
+
+def compiled(
+    target: str, flags: Flags, given: GivenPlan | None = None, **more: object
+) -> tuple[Workload, Compiled]:
+    """Load the target and run every pass on it, with a bar or lines on stderr.
+
+    Raises:
+        PdcompileError: whatever the target or a pass refuses.
+    """
+    from pdcompile.workload import load_target
+
+    flags.check()
+    if given is not None:
+        flags, files = given.apply(flags)
+        more |= files
+    # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
+    # torch is imported, which the target does.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with collecting_seldom():
+        workload = load_target(target)
+        options = flags.to_options(workload, progress=True, **more)
+        inputs, expected = workload.example()
+
+        # The compiler is imported last: a mistake in the target is reported at once.
+        from pdcompile import driver
+        from pdcompile.batch import example_call
+
+    flat = example_call(workload.model, inputs, expected)
+    return workload, driver.build(workload.model, flat, options)
 
 
 def takes_flags(verb: Callable[..., None]) -> Callable[..., None]:

@@ -1,16 +1,17 @@
-"""Output of all verbs: results on stdout, progress and errors on stderr, JSON alone."""
+"""Output of all verbs: results on stdout or in files, progress and errors on stderr, JSON alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from pdcompile.errors import InfeasibleError, NotFoundError, PdcompileError
+from pdcompile.errors import ConfigError, InfeasibleError, NotFoundError, PdcompileError
 
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
@@ -50,6 +51,23 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result, parents included.
+
+    Raises:
+        ConfigError: it cannot be written, with the system's reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the file: {error.strerror}",
+            where=str(path),
+            remedy="choose another place with -o",
+        ) from error
 
 
 def error_document(error: PdcompileError) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def plan(
     if imported.imported is not None:
         imports.run(imported.imported, context.params, output=output, as_json=as_json)
         return
-    from pdcompile.cli.compiling import compiled, write_text
-    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.cli.options import compiled
+    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.report.plan_table import plan_report
     from pdcompile.report.solution_table import solution_of
 

@@ -69,8 +69,7 @@ def schedule(
 
       pdcompile schedule plan.json -o mine.json
     """
-    from pdcompile.cli.compiling import write_text
-    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.passes.check import check
     from pdcompile.passes.schedules.alone import chain
     from pdcompile.passes.simulate import drained

@@ -51,8 +51,7 @@ def simulate(
 
       pdcompile simulate plan.json --steps 4 --html report.html --trace trace.json
     """
-    from pdcompile.cli.compiling import write_text
-    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.passes.simulate import drained
     from pdcompile.passes.simulate import simulate as simulated
     from pdcompile.report import chrome, timeline

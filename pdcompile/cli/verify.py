@@ -44,7 +44,7 @@ def verify(
 
       pdcompile verify examples/gpt.py:build --sources stages/ --allow-edited
     """
-    from pdcompile.cli.compiling import compiled
+    from pdcompile.cli.options import compiled
     from pdcompile.cli.output import EXIT_DIFFERENT, emit_json, stdout
     from pdcompile.report.verify_table import verify_report
 

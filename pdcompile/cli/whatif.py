@@ -114,8 +114,7 @@ def whatif(
       pdcompile whatif plan.json --schedule 2bw --json
     """  # fmt: skip
     scenario = flags.scenario()
-    from pdcompile.cli.compiling import write_text
-    from pdcompile.cli.output import emit_json, stderr, stdout
+    from pdcompile.cli.output import emit_json, stderr, stdout, write_text
     from pdcompile.passes.planning.whatif import whatif as answered
     from pdcompile.report.progress import compiling
     from pdcompile.report.whatif_table import command, document, whatif_report
