@@ -164,6 +164,7 @@ def compile(
     autocast: Any = None,
     grad_scaler: Any = None,
     max_grad_norm: float | None = None,
+    linear_lr_scaling: bool = False,
     seed: int = 0,
     costs: Any = "measured",
     refine: bool | Literal["auto"] = "auto",
@@ -225,6 +226,9 @@ def compile(
         autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn
             run in that region, as in ``with torch.autocast(…): loss = loss_fn(model(x), y)``.
         max_grad_norm: clip by the global norm over all stages.
+        linear_lr_scaling: under "stash", where a stage of r replicas averages r minibatches in an
+            update: learning rates in proportion, r times that of the optimizer divided by the
+            replicas of the first stage, as PipeDream has it (Narayanan et al., SOSP 2019).
         seed: of dropout and all other random ops, and of the search.
         costs: "measured" (kept in ~/.cache/pdcompile; PDCOMPILE_CACHE says where, or "off"),
             "estimated", or a saved profile.

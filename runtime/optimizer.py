@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import difference, snapshot
+from pdcompile.errors import ConfigError
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
@@ -29,8 +30,19 @@ class Updater:
     its own (as under torchrun); only values that are replaced are noticed, not written ones.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reach: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reach: int, scales: Sequence[float] = ()
+    ) -> None:
+        """`scales`: what learning rates are multiplied by, of each stage; empty: 1."""
         self.optimizer = optimizer
+        self._scales = scales
+        for group in optimizer.param_groups if scales else ():
+            if "lr" not in group:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has no learning rate to scale by stage",
+                    where="linear_lr_scaling",
+                    remedy="leave linear_lr_scaling out, or use an optimizer with lr",
+                )
         self._reach = reach
         self._snapshots: dict[int, list[dict[str, Any]]] = {}
         self._before: dict[_Place, Any] = {}  # what was there before any stage's first update
@@ -76,23 +88,30 @@ class Updater:
         groups = self.optimizer.param_groups
         hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         present = [dict(group) for group in groups]
-        for group, then in zip(groups, self._snapshots[minibatch], strict=False):
+        chosen = self._scaled(self._snapshots[minibatch], stage)
+        for group, then in zip(groups, chosen, strict=False):
             group.update(then)
         _set_gradients((parameter, None) for parameter, _ in hidden)
         given = list(gradients)
         _set_gradients(given)
         self._enter(stage)
         before = [dict(values) for values in self._values()]
-        written = copy.deepcopy(self._snapshots[minibatch])
+        written = copy.deepcopy(chosen)
         self.optimizer.step()
         self._leave(stage, before)
-        _carry_over(written, self._snapshots[minibatch], present)
+        _carry_over(written, chosen, present)
         _set_gradients((parameter, None) for parameter, _ in given)
         _set_gradients(hidden)
-        for group, now, then in zip(groups, present, self._snapshots[minibatch], strict=False):
+        for group, now, then in zip(groups, present, chosen, strict=False):
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
         self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
+
+    def _scaled(self, groups: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
+        """The values of an update of a stage, with its learning rates."""
+        if not self._scales:
+            return groups
+        return [{**group, "lr": group["lr"] * self._scales[stage]} for group in groups]
 
     def _values(self) -> list[dict[str, Any]]:
         return [vars(self.optimizer), *self.optimizer.param_groups]

@@ -72,7 +72,9 @@ class Session(Guarded):
             options.optimizer, self.state.optimized(alone=world is None)
         )
         if self.optimizer is not None:
-            self.updater = Updater(self.optimizer, self.spec.reach)
+            counts = list(map(len, self.spec.ranks)) if options.linear_lr_scaling else []
+            scales = [count / counts[0] for count in counts]
+            self.updater = Updater(self.optimizer, self.spec.reach, scales)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:

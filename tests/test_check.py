@@ -15,7 +15,7 @@ from pdcompile.errors import DeadlockError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.schedules import evaluation, make_stream
 from pdcompile.plan import Edge, Plan, TiedParameter
-from pdcompile.schedule import Action, Instruction, Phase, Schedule
+from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, SEND, WAIT_RECV, WAIT_SEND
 from pdcompile.schedule.registry import KINDS
 from pdcompile.schedule.spec import spec_of
@@ -129,6 +129,17 @@ def test_stash_with_replicas_is_proved(
         for k in range(1, 40):  # counted from 1, as the paper does
             assert spec.version(s, k - 1) == max(0, -(-k // count) - 1 - depth)
             assert spec.rank(s, 0, k - 1) == spec.ranks[s][(k - 1) % count]
+    stream, seen = make_stream(plan), list[Instruction]()
+    for _ in range(2 * spec.reach):
+        program, stream = stream.step(1)
+        seen += [one for column in program.columns for one in column]
+    seen += [one for column in stream.flush()[0].columns for one in column]
+    kept = [
+        one
+        for one in seen
+        if one.action.phase is Phase.COMPUTE or one.action.kind is not Kind.GRADIENT
+    ]
+    assert all(-one.minibatch <= spec.reach for one in kept)
     if usual:
         in_flight = [depth + 1 for depth in warmup]
         assert f"at most {in_flight} microbatches per stage, planned {in_flight}" in proof

@@ -24,6 +24,7 @@ from tests.test_updates_each import equal_states, in_between, nothing, options_o
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
+PLAIN = partial(torch.optim.SGD, lr=0.05)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 COUNTS = [(2, 1), (3, 1), (1, 2, 1), (2, 2), (4,)]
 State = dict[str, Tensor]
@@ -35,11 +36,11 @@ def by_hand(
     stages: Sequence[Sequence[str]],
     replicas: Sequence[int],
     warmup: Sequence[int],
-    rate: Callable[[int], float],
+    rate: Callable[[int, int], float],
 ) -> tuple[list[float], State]:
     """The recurrence as PipeDream counts it, microbatches from 1; plain gradient descent.
 
-    `rate(k)`: the learning rate that was set when microbatch k came.
+    `rate(k, s)`: the learning rate of stage s that was set when microbatch k came.
     """
     named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     versions = [[{name: named[name] for name in names}] for names in stages]
@@ -59,7 +60,7 @@ def by_hand(
             if k % count == 0:
                 newest = versions[s][-1]
                 mean = {n: sum(one[n] for one in waiting[s]) / count for n in names}
-                versions[s].append({n: newest[n] - rate(k) * mean[n] for n in names})
+                versions[s].append({n: newest[n] - rate(k, s) * mean[n] for n in names})
                 waiting[s] = []
     return losses, {name: value for one in versions for name, value in one[-1].items()}
 
@@ -82,7 +83,7 @@ def test_it_computes_the_recurrence(replicas: tuple[int, ...], deeper: int) -> N
     stages = [stage.parameters for stage in pipe.plan.stages]
     batches = [models.batch_for(model, 4, t) for t in range(11)]
     losses, weights = by_hand(
-        untrained, batches, stages, replicas, pipe.plan.training.warmup, lambda k: 0.2 * 0.9**k
+        untrained, batches, stages, replicas, pipe.plan.training.warmup, lambda k, _: 0.2 * 0.9**k
     )
     for one in (pipe, expected):
         found = []
@@ -155,15 +156,51 @@ def test_statistics_are_those_of_the_replicas_until_they_are_read() -> None:
         torch.testing.assert_close(found[name], mean)
 
 
+@pytest.mark.parametrize("replicas", [(1, 3), (2, 1)])
+def test_learning_rates_in_proportion_to_replicas(replicas: tuple[int, ...]) -> None:
+    """That of a stage is r_s / r_0 of the optimizer's, which itself stays as it is."""
+    torch.manual_seed(0)
+    model = models.mlp(layers=4)
+    given = options_of(model, "stash", optimizer=PLAIN, linear_lr_scaling=True)
+    twin, untrained = copy.deepcopy(model), copy.deepcopy(model)
+    pipe = prepared(model, (), replicas=replicas, **given)
+    expected = pdcompile.reference(twin, plan=pipe.plan, **given)
+    batches = [models.batch_for(model, 4, t) for t in range(9)]
+    for one in (pipe, expected):
+        for x, y in batches:
+            one.step(x, target=y)
+            assert one.optimizer.param_groups[0]["lr"] == 0.05
+    states = [one.full_state_dict() for one in (pipe, expected)]
+    equal_states(*states)
+    stages = [stage.parameters for stage in pipe.plan.stages]
+    _, weights = by_hand(
+        untrained, batches, stages, replicas, pipe.plan.training.warmup,
+        lambda _, s: 0.05 * replicas[s] / replicas[0],
+    )  # fmt: skip
+    for name, value in weights.items():
+        torch.testing.assert_close(states[0][name], value, rtol=0.0, atol=2e-5)
+
+
+def test_learning_rates_that_cannot_be_in_proportion() -> None:
+    model = models.mlp()
+    with pytest.raises(ConfigError, match="average as many minibatches"):
+        pdcompile.compile(model, schedule="2bw", linear_lr_scaling=True)
+
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+    options = options_of(model, "stash", optimizer=Rateless, linear_lr_scaling=True)
+    with pytest.raises(ConfigError, match="no learning rate"):
+        prepared(model, (), replicas=(2, 1), **options)
+
+
 def saved(pipe: Any) -> Any:
     """The state as a file gives it back."""
     file = io.BytesIO()
     torch.save(pipe.full_state_dict(), file)
     file.seek(0)
     return torch.load(file)
-
-
-PLAIN = partial(torch.optim.SGD, lr=0.05)
 
 
 @pytest.mark.parametrize("replicas", [(3,), (2, 3)])

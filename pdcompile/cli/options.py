@@ -108,6 +108,13 @@ class Flags:
     max_grad_norm: Annotated[
         float | None, training(help="Clip gradients to this norm over all stages.")
     ] = None
+    linear_lr_scaling: Annotated[
+        bool,
+        training(
+            "--linear-lr-scaling",
+            help="Under stash: learning rates in proportion to the replicas of a stage.",
+        ),
+    ] = False
     autocast: Annotated[
         str | None,
         training(

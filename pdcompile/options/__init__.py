@@ -33,6 +33,7 @@ class Options:
     autocast: Any = None
     grad_scaler: Any = None
     max_grad_norm: float | None = None
+    linear_lr_scaling: bool = False
     seed: int = 0
     costs: Any = "measured"
     refine: bool | Literal["auto"] = "auto"

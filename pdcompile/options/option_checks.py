@@ -21,7 +21,7 @@ from pdcompile.options.configuration import (
 )
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Constraint
-from pdcompile.schedule.registry import flush_schedules
+from pdcompile.schedule.registry import KINDS, find, flush_schedules
 from pdcompile.units import parse_bytes
 
 
@@ -61,8 +61,9 @@ def check_options(options: Options) -> None:
             or_else=", or a function (args, kwargs, target) -> number of items",
         )
     _recompute(options.recompute)
-    for name in ("keep_model", "allow_edited"):
+    for name in ("keep_model", "allow_edited", "linear_lr_scaling"):
         _one_of(name, getattr(options, name), (False, True))
+    _scaling(options)
     _constraints(options.constraints)
     if options.allow_edited and options.sources is None:
         raise ConfigError(
@@ -126,6 +127,18 @@ def _machines(options: Options) -> None:
             Cluster.parse(text)
     elif not isinstance(cluster, Cluster):
         raise not_a_cluster(cluster)
+
+
+def _scaling(options: Options) -> None:
+    """Refuse learning rates by stage where all stages average the same samples."""
+    kind = find(options.schedule) if isinstance(options.schedule, str) else None
+    if options.linear_lr_scaling and not (kind and kind.updates_each and kind.takes_replicas):
+        names = (k.name for k in KINDS.values() if k.updates_each and k.takes_replicas)
+        raise ConfigError(
+            f"linear_lr_scaling=True under schedule={options.schedule!r}: it is for updates that "
+            "average as many minibatches as their stage has replicas",
+            remedy=f"leave it out, or use schedule={' or '.join(map(repr, names))}",
+        )
 
 
 def _replicas(given: Any) -> None:

@@ -43,7 +43,7 @@ from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.reference.checks import check_model, check_options, chosen_model, turns_of
 from pdcompile.reference.groups import Groups
 from pdcompile.reference.reference_state import ReferenceState
-from pdcompile.reference.versions import Versions, weight_ages
+from pdcompile.reference.versions import Versions, learning_rates, weight_ages
 
 
 class Reference(ReferenceState):
@@ -62,7 +62,8 @@ class Reference(ReferenceState):
         apply_overrides(self._model)
         self.optimizer = make_optimizer(options.optimizer, self._model.named_parameters())
         ages = weight_ages(self._model, options)
-        self._versions, self._groups = Versions(self._model, ages), Groups(self._model, ages)
+        self._versions = Versions(self._model, ages)
+        self._groups = Groups(self._model, ages, learning_rates(options))
         if self._versions.stale:
             check_older_weights(options.schedule, updates=self.optimizer is not None)
         self._first: BatchLayout | None = None  # of each input in its first call
@@ -95,7 +96,7 @@ class Reference(ReferenceState):
             if self._options.max_grad_norm is not None:
                 self.clip_grad_norm_(self._options.max_grad_norm)
             self._versions.remember(self._num_minibatches - 1)
-            self.optimizer.step()
+            self._groups.step(self.optimizer)
         finally:
             self.zero_grad()
         return result

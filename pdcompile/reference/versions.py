@@ -124,6 +124,15 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
     return _by_stage(names, plan, ages)
 
 
+def learning_rates(options: Options) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by, where that is asked for."""
+    plan = options.plan
+    if not options.linear_lr_scaling or not isinstance(plan, Plan):
+        return {}
+    first = plan.stages[0].replicas
+    return {name: stage.replicas / first for stage in plan.stages for name in stage.parameters}
+
+
 def _by_stage(names: list[str], plan: Plan, age_of: list[Age]) -> dict[str, Age]:
     schedule, ages = plan.training.schedule, dict[str, Age]()
     for stage, age in zip(plan.stages, age_of, strict=True):

@@ -156,8 +156,19 @@ class PipelineSpec:
 
     @property
     def reach(self) -> int:
-        """How many calls back a program may still deal with a minibatch."""
-        return max(2, *((1 + self.lag(s)) * self.group(s) for s in range(len(self.ranks))))
+        """How many calls back a program may still deal with a minibatch.
+
+        That is until its update, and until its values are known to have been received: a channel
+        between replicas that take minibatches in turn has one of them every so many calls.
+        """
+        counts = [self.group(s) for s in range(len(self.ranks))]
+        sent = (
+            self.window(one.source, target) * lcm(counts[one.source], counts[target])
+            for one in self.edges
+            for target in one.targets
+            if self.period > 1
+        )
+        return max(2, *((1 + self.lag(s)) * n for s, n in enumerate(counts)), *sent)
 
     def late(self, stage: int) -> bool:
         """Does STEP wait for other ranks?  Then a stream places it as late as legal.
