@@ -210,7 +210,8 @@ def compile(
             1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.  Or the path of a .csv
             or .json file with one of your own: stages, ranks and microbatches are then what it says
             (``pdcompile schedule --help``).
-        replicas: devices of a stage, which take microbatches in turn and sum their gradients: a
+        replicas: devices of a stage, which take microbatches in turn ("stash": minibatches, and
+            the stage updates after one of each) and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data
             parallelism.  Where a device holds several stages, all have equally many.
