@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -200,6 +201,58 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class Block(nn.Module):
+    """(b, s, width) -> the same: a pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, width = x.shape
+        parts = self.qkv(self.ln_1(x)).chunk(3, -1)
+        q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, width))
+        out: Tensor = x + self.down(F.gelu(self.up(self.ln_2(x))))
+        return out
+
+
+def gpt_chain(b: int = 16, *, tied: bool = False) -> Sample:
+    """A GPT, 8 blocks of 192, 128 tokens, with an untied head."""
+    width, vocab = 192, 256
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab, bias=False))
+    embedding = nn.Embedding(vocab, width)
+    if tied:
+        head[1].weight = embedding.weight
+    chain = nn.Sequential(embedding, *(Block(width, 4) for _ in range(8)), head)
+    ids = torch.randint(vocab, (b, 129))
+    return Sample(chain, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), token_loss)
+
+
+def vgg_chain(b: int = 32) -> Sample:
+    """Convolutions in the manner of VGG on images of 32 x 32, and wide dense layers."""
+    sizes, layers = (32, 32, 64, 64, 128, 128), []
+    for n, (before, after) in enumerate(zip((3, *sizes), sizes, strict=False)):
+        conv = [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+        layers.append(nn.Sequential(*conv, *([nn.MaxPool2d(2)] if n % 2 else [])))
+    dense = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(2)]
+    chain = nn.Sequential(*layers, nn.Flatten(), *dense, nn.Linear(2048, 10))
+    return Sample(chain, torch.randn(b, 3, 32, 32), torch.randint(10, (b,)), F.cross_entropy)
+
+
+def mlp_chain(b: int = 256, *, layers: int = 16, width: int = 1024) -> Sample:
+    """A wide MLP, 16 layers of 1024."""
+    chain = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers))
+    return Sample(nn.Sequential(*chain), torch.randn(b, width), torch.randn(b, width), F.mse_loss)
+
+
 MODELS: dict[str, Callable[[], Sample]] = {
     "gpt2": gpt2,
     "llama": llama,
@@ -211,6 +264,64 @@ MODELS: dict[str, Callable[[], Sample]] = {
     "lstm": lstm,
     "mixtral": mixtral,
     "mlp": mlp,
+}
+
+
+class Features(nn.Module):
+    """Images -> (b, width): the parameters of convolutions, which compute nothing here.
+
+    `forward_seconds` and `backward_seconds` are what they took for a sample on a V100, by the
+    profiles that PipeDream published.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        shapes: list[tuple[int, int, int]],
+        forward_seconds: float,
+        backward_seconds: float,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.kernels = nn.ParameterList(
+            0.01 * torch.randn(outputs, inputs, size, size) for outputs, inputs, size in shapes
+        )
+        self.biases = nn.ParameterList(torch.zeros(outputs) for outputs, _, _ in shapes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.new_zeros(images.shape[0], self.width)
+
+
+def _dense(features: Features, b: int) -> Sample:
+    sizes = (features.width, 4096, 4096)
+    dense = [
+        nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in pairwise(sizes)
+    ]
+    chain = nn.Sequential(features, *dense, nn.Linear(4096, 1000))
+    return Sample(chain, torch.randn(b, 3), torch.randint(1000, (b,)), F.cross_entropy)
+
+
+def vgg16_dense(b: int = 64) -> Sample:
+    """VGG-16: its three dense layers, and the parameters of its convolutions."""
+    widths = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+    shapes = [(after, before, 3) for before, after in pairwise(widths)]
+    return _dense(Features(25088, shapes, 1.8e-3, 3.4e-3), b)
+
+
+def alexnet_dense(b: int = 64) -> Sample:
+    """AlexNet: its three dense layers, and the parameters of its convolutions."""
+    shapes = [(64, 3, 11), (192, 64, 5), (384, 192, 3), (256, 384, 3), (256, 256, 3)]
+    return _dense(Features(9216, shapes, 0.16e-3, 0.14e-3), b)
+
+
+#: models that are one nn.Sequential, which torch's own pipelines can cut; a batch is a minibatch
+CHAINS: dict[str, Callable[..., Sample]] = {
+    "GPT": gpt_chain,
+    "VGG-like": vgg_chain,
+    "wide MLP": mlp_chain,
+    "VGG-16": vgg16_dense,
+    "AlexNet": alexnet_dense,
 }
 
 

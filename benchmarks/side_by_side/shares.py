@@ -1,0 +1,66 @@
+"""What Python itself takes for an instruction: CPU seconds of the interpreter's thread.
+
+Not counted are those inside of the stages' forward and loss, of autograd and of the optimizer; what
+hands messages to gloo is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pdcompile.runtime.interpreter import Worker
+from pdcompile.runtime.pipeline import Pipeline
+
+
+@dataclass(slots=True)
+class Meter:
+    """CPU seconds of this thread inside of some functions, and how often they were called."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - began
+                self.calls += 1
+
+        return measured
+
+
+def python_seconds(pipe: Pipeline, step: Callable[[], Any]) -> float:
+    """Of one instruction, on average over a step."""
+    whole, model = Meter(), Meter()
+    with _metered(pipe, whole, model):
+        step()
+    return (whole.seconds - model.seconds) / max(1, whole.calls)
+
+
+@contextmanager
+def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
+    session = pipe._session
+    assert session is not None
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Worker, "execute", whole.around(Worker.execute)))
+        backward = model.around(torch.autograd.backward)
+        stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        if session.optimizer is not None:
+            kind = type(session.optimizer)  # of the optimizer itself changes are noticed
+            stack.enter_context(patch.object(kind, "step", model.around(kind.step)))
+        for worker in session.workers:
+            for module in worker.weights.modules:
+                for name in ("forward", "loss"):
+                    if hasattr(module, name):
+                        found = model.around(getattr(module, name))
+                        stack.enter_context(patch.object(module, name, found))
+        yield

@@ -1,0 +1,174 @@
+"""Layers that wait as long as they would compute: parameters, messages and gradients are real.
+
+A waiting layer makes something simple of the shape that the real one makes, and real gradients of
+that, of its input and of all its parameters.  Its forward waits, and so do the two parts of its
+backward, each in a node of autograd's graph of its own, so that whoever splits a backward can.
+What the layer takes for itself is not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs.timing import typical
+from pdcompile.passes.profile import Entry, Profile, distinct_calls
+
+TIMING_SECONDS = 0.5  # for each distinct layer
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a layer takes for one microbatch, and what a waiting one takes without waiting."""
+
+    forward_seconds: float
+    input_seconds: float  # of its backward: the gradient of what comes in
+    weight_seconds: float  # and the gradients of its parameters
+    own_forward_seconds: float = 0.0
+    own_backward_seconds: float = 0.0
+    real: bool = False  # it computes: nothing waits
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.input_seconds + self.weight_seconds
+
+    @property
+    def waits(self) -> tuple[float, float, float]:
+        """Seconds to wait in forward, and in both parts of backward."""
+        backward = self.input_seconds + self.weight_seconds
+        left = max(0.0, 1 - self.own_backward_seconds / backward) if backward else 0.0
+        forward = max(0.0, self.forward_seconds - self.own_forward_seconds)
+        return forward, left * self.input_seconds, left * self.weight_seconds
+
+
+class Through(torch.autograd.Function):
+    """The mean of what comes in, in another shape, after a wait; gradients after another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: tuple[int, ...], forward: float, backward: float
+    ) -> Tensor:
+        ctx.seconds, ctx.shape = backward, x.shape
+        time.sleep(forward)
+        return x.float().mean().expand(x.shape[0], *shape).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        time.sleep(ctx.seconds)
+        each = gradients[0].sum() / ctx.shape.numel()
+        return each.expand(ctx.shape).contiguous(), None, None, None
+
+
+class Weights(torch.autograd.Function):
+    """A number that is made of the parameters; a gradient for each of them after a wait."""
+
+    @staticmethod
+    def forward(ctx: Any, seconds: float, *parameters: Tensor) -> Tensor:
+        ctx.seconds, ctx.shapes = seconds, [one.shape for one in parameters]
+        return torch.stack([one.flatten()[0] for one in parameters]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        time.sleep(ctx.seconds)
+        return None, *(gradients[0].expand(shape).contiguous() for shape in ctx.shapes)
+
+
+class Waiting(nn.Module):
+    """A layer with the parameters of a real one, (b, …) -> (b, *shape)."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...], times: Times) -> None:
+        super().__init__()
+        self.names = [name.replace(".", "_") for name, _ in layer.named_parameters()]
+        for name, parameter in zip(self.names, layer.parameters(), strict=True):
+            self.register_parameter(name, parameter)
+        self.shape = shape
+        self.forward_wait, self.input_wait, self.weight_wait = times.waits
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Through.apply(x, self.shape, self.forward_wait, self.input_wait)
+        held = [getattr(self, name) for name in self.names]
+        return y + Weights.apply(self.weight_wait, *held) if held else y
+
+
+def waiting(chain: nn.Module, inputs: Tensor, times: Sequence[Times]) -> nn.Sequential:
+    """The chain with waiting layers, but for `real` ones; `inputs` say what shapes pass."""
+    layers, x = [], inputs[:1]
+    for layer, one in zip(chain, times, strict=True):  # type: ignore[call-overload]
+        with torch.no_grad():
+            x = layer(x)
+        layers.append(layer if one.real else Waiting(layer, tuple(x.shape[1:]), one))
+    return nn.Sequential(*layers)
+
+
+def timed_layers(chain: nn.Module, inputs: Tensor) -> list[Times]:
+    """Every layer of a chain for one microbatch; equal layers are timed once.
+
+    CPU seconds of this thread: other programs on the machine disturb them little.
+    """
+    found: list[Times] = []
+    known: dict[str, Times] = {}
+    x = inputs
+    for layer in chain:  # type: ignore[attr-defined]
+        key = f"{layer} {tuple(x.shape)} {x.is_floating_point() and bool(found)}"
+        given = x.detach().requires_grad_(x.is_floating_point() and bool(found))
+        with torch.no_grad():
+            x = layer(x)
+        if key not in known:
+            forward, backward = _timed(layer, given)
+            weights = any(True for _ in layer.parameters())
+            share = (given.requires_grad or not weights) / (1 + (weights and given.requires_grad))
+            real = Times(forward, backward * share, backward * (1 - share))
+            own = _timed(Waiting(layer, tuple(x.shape[1:]), Times(0.0, 0.0, 0.0)), given)
+            known[key] = replace(real, own_forward_seconds=own[0], own_backward_seconds=own[1])
+        found.append(known[key])
+    return found
+
+
+def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Seconds of a layer's forward, and of its backward into gradients that are there already."""
+    forwards: list[float] = []
+
+    def once() -> float:
+        began = time.thread_time()
+        y = layer(x)
+        forwards.append(time.thread_time() - began)
+        if not y.requires_grad:
+            return 0.0
+        gradient = torch.ones_like(y)
+        began = time.thread_time()
+        y.backward(gradient)
+        return time.thread_time() - began
+
+    backward = typical(once, TIMING_SECONDS)
+    layer.zero_grad()
+    return median(forwards), backward
+
+
+def profile_of(graph: OpGraph, microbatch_size: int, times: Sequence[Times]) -> Profile:
+    """The costs of a chain of waiting layers: what its layers are to take in all.
+
+    Of a real layer the op that has its weights takes all.
+    """
+    entries = []
+    for key, call in distinct_calls(graph, microbatch_size).items():
+        place = call.op.module_path.split(".")[0]
+        if not place.isdecimal():
+            continue
+        layer, target = times[int(place)], call.op.target
+        if layer.real and call.op.parameters:
+            backward = layer.input_seconds + layer.weight_seconds
+            entries.append(Entry(key, target, layer.forward_seconds, backward))
+        elif target.endswith("Weights.apply"):
+            entries.append(Entry(key, target, 0.0, layer.weight_seconds))
+        elif target.endswith("Through.apply"):
+            backward = layer.input_seconds if call.requires_grad else 0.0
+            entries.append(Entry(key, target, layer.forward_seconds, backward))
+    return Profile(torch.__version__, "cpu", microbatch_size, tuple(entries))

@@ -1,0 +1,186 @@
+"""One rank of a comparison: makes every contestant, lets them take turns, and writes its figures.
+
+    python -m benchmarks.side_by_side.worker JOB.json FOLDER
+
+with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; `benchmarks/runtime.py` starts all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.side_by_side.contestants import (
+    Contestant,
+    Task,
+    alone,
+    cut_of,
+    data_parallel,
+    ours,
+    torch_pipeline,
+)
+from benchmarks.side_by_side.counters import interface_bytes, peak_memory, socket_bytes
+from benchmarks.side_by_side.job import Figures, Job
+from benchmarks.side_by_side.shares import python_seconds
+from pdcompile.errors import PdcompileError
+from pdcompile.plan import Plan
+from pdcompile.schedule.registry import DEFAULT, KINDS
+
+#: torch's schedules, with how many stages each rank holds
+TORCH = {
+    "torch GPipe": ("ScheduleGPipe", 1),
+    "torch 1F1B": ("Schedule1F1B", 1),
+    "torch interleaved": ("ScheduleInterleaved1F1B", 2),
+    "torch zero bubble": ("ScheduleInterleavedZeroBubble", 2),
+}
+ALONE, DDP, FSDP = "one process", "DDP", "FSDP2"
+BASELINE = "torch 1F1B"  # what ratios are to
+OURS = "pdcompile "
+TIED = OURS + "2bw, tied, clipped"
+TIMEOUT = timedelta(minutes=5)
+
+
+def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
+    """Every contestant by name.  Stages are cut once for each number of them, by our planner."""
+    ranks = dist.get_world_size()
+
+    @cache
+    def cut(a_rank: int) -> tuple[int, ...]:
+        kinds = [DEFAULT, *KINDS]
+        schedule = next(name for name in kinds if KINDS[name].usual == a_rank)
+        with_own = ours(job.task(), schedule, stages=a_rank * ranks)
+        assert with_own.plan is not None
+        with_own.end()
+        return tuple(cut_of(with_own.plan))
+
+    def pipeline(schedule: str, a_rank: int, task: Task) -> Contestant:
+        return torch_pipeline(task, schedule, cut(a_rank))
+
+    def scheduled(schedule: str, task: Task, **options: Any) -> Contestant:
+        return ours(task, schedule, cut(KINDS[schedule].usual), **options)
+
+    found: dict[str, Callable[[Task], Contestant]] = {
+        ALONE: alone,
+        DDP: partial(data_parallel, sharded=False),
+        FSDP: partial(data_parallel, sharded=True),
+        **{name: partial(pipeline, *one) for name, one in TORCH.items()},
+        **{OURS + name: partial(scheduled, name) for name in KINDS},
+        TIED: lambda _: ours(job.task(tied=True), "2bw", cut(1), clip=1.0),
+        OURS + "replicas": partial(ours, schedule=DEFAULT, cut=(0,), replicas=ranks),
+        OURS + "auto": partial(
+            ours, schedule="auto", max_staleness=1, replicas="any", time_limit=20
+        ),
+    }
+    return {name: found[name] for name in job.names}
+
+
+def peak_bytes(make: Callable[[Task], Contestant], task: Task) -> int:
+    """The most that this rank holds while a contestant trains, which ends after two steps.
+
+    All has to end before the profiler does: what ends a message later writes into the profiler's
+    freed memory.
+    """
+    with peak_memory() as (peak, training):
+        one = make(task)
+        with training():
+            for _ in range(2):
+                one.step(task.x, task.y)
+        one.end()
+        del one
+        dist.barrier()
+    return peak.num_bytes
+
+
+def prepared(
+    name: str, make: Callable[[Task], Contestant], task: Task, forecasts: Path
+) -> tuple[Contestant | None, Figures]:
+    """A contestant that has not begun to train, and its forecast, which is in the file first."""
+    try:
+        one = make(task)
+    except PdcompileError as error:
+        if not name.startswith(OURS):
+            raise
+        return None, Figures(refused=str(error))
+    figures = Figures(
+        bound_seconds=one.bound_seconds,
+        stages="" if one.plan is None else described(one.plan),
+    )
+    if dist.get_rank() == 0 and one.forecast_seconds is not None:
+        with forecasts.open("a") as lines:
+            print(json.dumps({"name": name, "seconds": one.forecast_seconds}), file=lines)
+    return one, figures
+
+
+def described(plan: Plan) -> str:
+    """Replicas of the stages and their schedule, where they were searched for."""
+    counts = "-".join(str(stage.replicas) for stage in plan.stages)
+    return f"{plan.training.schedule}, {counts}" if counts.replace("-", "") != "1" else counts
+
+
+def run(job: Job, folder: Path) -> dict[str, Figures]:
+    """Make all contestants, then let them take turns: round after round, each some steps.
+
+    Streams stay in flight from round to round, so that no round pays for filling them.
+    """
+    found: dict[str, Figures] = {}
+    running: dict[str, Contestant] = {}
+    task = job.task()
+    for name, make in makers(job).items():
+        dist.barrier()
+        one, found[name] = prepared(name, make, task, folder / "forecasts.jsonl")
+        if one is not None:
+            running[name] = one
+            found[name].peak_bytes = peak_bytes(make, task) if job.memory else 0
+        if dist.get_rank() == 0:
+            print(f"  ready: {name} {found[name].refused}", file=sys.stderr, flush=True)
+    for number in range(job.rounds + 1):  # the first one fills streams and warms up
+        for name, one in running.items():
+            seconds, sent = timed(one, task, job.steps if number else 2, job.interface)
+            if number:
+                found[name].seconds.append(seconds)
+                found[name].sent_bytes += sent / job.rounds
+    for name, one in running.items():
+        dist.barrier()
+        if one.pipe is not None:
+            step = partial(one.step, task.x, task.y)
+            found[name].python_seconds = python_seconds(one.pipe, step)
+        one.end()
+    return found
+
+
+def timed(one: Contestant, task: Task, steps: int, interface: str | None) -> tuple[float, float]:
+    """Seconds and bytes of a step, of several between two barriers."""
+    count = partial(interface_bytes, interface) if interface else socket_bytes
+    dist.barrier()
+    before, began = count(), time.perf_counter()
+    for _ in range(steps):
+        one.step(task.x, task.y)
+    dist.barrier()
+    return (time.perf_counter() - began) / steps, (count() - before) / steps
+
+
+def main(arguments: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    job, folder = Job.read(Path(arguments[0])), Path(arguments[1])
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    found = {name: asdict(figures) for name, figures in run(job, folder).items()}
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
