@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -216,3 +218,55 @@ def test_a_program_in_which_nobody_can_go_on() -> None:
     with pytest.raises(DeadlockError, match="rank 0 at WAIT_RECV of edge 5, microbatch 2; rank 1"):
         run_together(workers, [column, column])  # type: ignore[arg-type]
     assert [len(worker.done) for worker in workers] == [1, 1]
+
+
+PROFILED = """
+from datetime import timedelta
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from pdcompile.runtime.transport.contract import Channel, Expected
+from pdcompile.runtime.transport.point_to_point import GroupTransport
+from pdcompile.runtime.transport.reductions import GroupSums
+from pdcompile.schedule import Kind
+
+store, made = dist.HashStore(), {}
+
+
+def connect(rank):
+    made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+
+threads = [Thread(target=connect, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+a, b = (GroupTransport(made[rank], rank, 7, 1) for rank in range(2))
+sums = [GroupSums(made[rank], (0, 1), rank) for rank in range(2)]
+for n in range(10):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        expected = Expected((64,), torch.float32, n)
+        posted = [a.receive(Channel(Kind.CALL, 0, 1), expected) for _ in range(20)]
+        first = sums[0].start(torch.ones(8))
+    others = [torch.randn(k) for k in range(1, 2000)]  # take the memory that was freed
+    for i in range(20):
+        b.send(Channel(Kind.CALL, 0, 0), torch.full((64,), float(i)), n, deferred=True)
+    second = sums[1].start(torch.ones(8))
+    assert [float(one.wait()[3]) for one in posted] == [float(i) for i in range(20)]
+    assert float(first.wait()[0]) == float(second.wait()[0]) == 2.0
+    b.settle()
+print("fine")
+"""
+
+
+def test_messages_may_outlive_a_profiler() -> None:
+    """torch writes into freed memory when what its profiler saw begin ends after it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "fine" in done.stdout

@@ -12,6 +12,8 @@ sender may wait for its sends as usual.  The header itself is awaited some calls
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -149,9 +151,27 @@ class GroupTransport:
         """Hand the memory to gloo; returns its Work."""
         post = self._group.send if sending else self._group.recv
         try:
-            return post([flat], channel.peer, channel.tag)
+            with unrecorded():
+                return post([flat], channel.peer, channel.tag)
         finally:
             del post  # see _Transfer
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Around the begin of a message or sum: torch's profiler does not hear of it.
+
+    What it hears of the begin it wants to hear of the end too, which may come in a later call, when
+    the profiler is gone: torch then writes into memory that was freed.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 class _Transfer(Handle):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.errors import ContractError
-from pdcompile.runtime.transport.point_to_point import Handle, PeerLost
+from pdcompile.runtime.transport.point_to_point import Handle, PeerLost, unrecorded
 
 #: what the replicas of a stage in one process have given: by sum, by replica
 Board = dict[int, dict[int, Tensor]]
@@ -63,7 +63,8 @@ class GroupSums:
 
     def start(self, flat: Tensor) -> Handle:
         real = torch.view_as_real(flat) if flat.is_complex() else flat  # gloo has no complex sums
-        return _Reducing(self._group.allreduce([real]), flat, self._next)
+        with unrecorded():
+            return _Reducing(self._group.allreduce([real]), flat, self._next)
 
     def abandon(self) -> None:
         held, self._group = [self._group], None
