@@ -47,6 +47,7 @@ KEPT = ROOT / "out" / "runtime.json"
 EVERYONE = [ALONE, DDP, FSDP, *TORCH, *(OURS + name for name in KINDS), TIED,
             OURS + "replicas", OURS + "auto"]  # fmt: skip
 DENSE = ("VGG-16", "AlexNet")
+MODELS = tuple(model for model in CHAINS if model not in DENSE)
 SLOW = [DDP, "torch 1F1B", OURS + "1f1b", OURS + "2bw"]
 SLOW_ROUNDS, SLOW_MICROBATCHES = 2, 4
 TIED_MODEL = "GPT"
@@ -139,11 +140,11 @@ def main() -> None:
         if options.shape:
             cluster(options.ranks, options.shape)
             check()
-            for model in DENSE:
+            for model in options.models or DENSE:
                 measured("shaped", compare_shaped(model, options.ranks, options.shape))
         else:
             for kind, ranks in (("emulated", options.emulated), ("real", options.real)):
-                for model in options.models if ranks else ():
+                for model in (options.models or MODELS) if ranks else ():
                     measured(kind, compare(model, kind, ranks, options))
     except PdcompileError as error:
         raise SystemExit(f"error: {error}") from None
@@ -165,8 +166,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of a minibatch (default 8)")
     parser.add_argument("--emulated", type=int, default=4, help="ranks that wait (default 4)")
     parser.add_argument("--real", type=int, default=2, help="ranks that compute (default 2)")
-    everything = [model for model in CHAINS if model not in DENSE]
-    parser.add_argument("--models", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--models", nargs="+", choices=CHAINS, metavar="MODEL",
+                        help=f"{', '.join(MODELS)}; with --shape {', '.join(DENSE)}")  # fmt: skip
     parser.add_argument("--only", nargs="+", help="contestants whose name contains one of these")
     parser.add_argument("--shape", metavar="RATE", help="links of so many bits a second: 100mbit")
     parser.add_argument("--ranks", type=int, default=2, help="with --shape (default 2)")

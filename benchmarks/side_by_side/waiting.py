@@ -86,7 +86,7 @@ class Waiting(nn.Module):
 
     def __init__(self, layer: nn.Module, shape: tuple[int, ...], times: Times) -> None:
         super().__init__()
-        self.names = [name.replace(".", "_") for name, _ in layer.named_parameters()]
+        self.names = ["of_" + name.replace(".", "_") for name, _ in layer.named_parameters()]
         for name, parameter in zip(self.names, layer.parameters(), strict=True):
             self.register_parameter(name, parameter)
         self.shape = shape
