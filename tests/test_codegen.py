@@ -96,6 +96,33 @@ def test_tied_weights_on_one_stage_are_one_parameter():
     assert stage.lm_head.weight is stage.wte.weight
 
 
+class Scaled(nn.Module):
+    """Multiplies by a parameter of any name."""
+
+    def __init__(self, name, weight):
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, weight)
+
+    def forward(self, x):
+        return x * getattr(self, self.name)
+
+
+@pytest.mark.parametrize("positions", [[], [2]])
+def test_tied_weights_may_have_names_that_are_no_identifiers(tmp_path, positions):
+    weights = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    names = ("plain", "1_of_two", "2_of_two")
+    shared = (weights[0], weights[1], weights[0])
+    model = nn.Sequential(*(Scaled(*one) for one in zip(names, shared, strict=True)))
+    _, _, found = captured(model, torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+    sources = generate(found, cut(found, positions))
+    stages = [cls() for cls in stage_classes(sources)]
+    if not positions:
+        tensors = dict(stages[0].named_parameters(remove_duplicate=False))
+        assert tensors["0.plain"] is tensors["2.2_of_two"]
+    write(sources, tmp_path, model=model)  # pipeline.py ties them over stages
+
+
 @pytest.mark.parametrize(
     "positions", [[4], pytest.param([], marks=pytest.mark.slow),
                   pytest.param([4, 6], marks=pytest.mark.slow)]

@@ -145,7 +145,8 @@ def ties(root: Node, names: Mapping[str, str]) -> list[Line]:
         if any(name.startswith(f"{path}.") for path in opaque):
             continue
         if fqn in first:
-            target, source = (tensor_expression(root, "", each) for each in (name, first[fqn]))
+            target = tensor_expression(root, "", name, assigned=True)
+            source = tensor_expression(root, "", first[fqn])
             done.append(Line(f"{target} = {source}", "tied"))
         else:
             first[fqn] = name

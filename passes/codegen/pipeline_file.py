@@ -151,16 +151,16 @@ def _inside(*statements: str) -> list[Line]:
 
 
 def _ties(plan: Plan, interfaces: tuple[StageInterface, ...]) -> list[Line]:
-    def place(k: int, fqn: str) -> str:
+    def place(k: int, fqn: str, *, assigned: bool = False) -> str:
         """The expression of a tensor by a name that it has on the stage."""
         aliases = interfaces[k].aliases.items()
         name = next((name for name, canonical in aliases if canonical == fqn), fqn)
         path, _, attribute = name.rpartition(".")
         owner = f"stages[{k}].get_submodule({quote(path)})" if path else f"stages[{k}]"
-        return reach(owner, attribute, "_parameters")
+        return reach(owner, attribute, "_parameters", assigned=assigned)
 
     return [
-        Line(f"{place(k, one.fqn)} = {place(one.stages[0], one.fqn)}", "tied", 1)
+        Line(f"{place(k, one.fqn, assigned=True)} = {place(one.stages[0], one.fqn)}", "tied", 1)
         for one in plan.tied
         for k in one.stages[1:]
     ]

@@ -166,11 +166,14 @@ def is_plain(name: str) -> bool:
     )
 
 
-def reach(owner: str, name: str, table: str = "_modules") -> str:
-    """The expression of a child (or, with table ``_parameters``, ``_buffers``, of a tensor)."""
+def reach(owner: str, name: str, table: str = "_modules", *, assigned: bool = False) -> str:
+    """The expression of a child (or, with table ``_parameters``, ``_buffers``, of a tensor).
+
+    `assigned`: of one that is there already and that a statement puts another into the place of.
+    """
     if is_plain(name):
         return f"{owner}.{name}"
-    if name in TAKEN:
+    if assigned or name in TAKEN:
         return f"{owner}.{table}[{quote(name)}]"
     return f"getattr({owner}, {quote(name)})"
 
@@ -194,10 +197,10 @@ def module_expression(root: Node, base: str, path: str) -> str:
     return expression
 
 
-def tensor_expression(root: Node, base: str, name: str) -> str:
+def tensor_expression(root: Node, base: str, name: str, *, assigned: bool = False) -> str:
     """The expression of the tensor called `name` inside a method of the module at `base`."""
     owner, _, attribute = name.rpartition(".")
     node = root.find(owner)
     info = node.tensors.get(attribute) if node else None
     table = "_parameters" if info is None or info.kind == "parameter" else "_buffers"
-    return reach(module_expression(root, base, owner), attribute, table)
+    return reach(module_expression(root, base, owner), attribute, table, assigned=assigned)
