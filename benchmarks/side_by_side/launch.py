@@ -31,6 +31,7 @@ class Outcome:
     ranks: int
     of_rank: tuple[dict[str, Figures], ...]
     seconds: float
+    load: float = 0.0  # mean number of processes that wanted a core, this run's among them
 
     @staticmethod
     def of_json(found: dict[str, Any]) -> Outcome:
@@ -43,7 +44,7 @@ def launched(
 ) -> Outcome:
     """Run a job on so many processes; raises SystemExit with the first failure's last lines."""
     print(f"{title}: {', '.join(job.names)}", file=sys.stderr, flush=True)
-    began = time.perf_counter()
+    began, before = time.perf_counter(), os.getloadavg()[1]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         job.write(folder / "job.json")
@@ -73,7 +74,8 @@ def launched(
     found = [{n: Figures(**one) for n, one in rank.items()} for rank in read]
     for one in map(json.loads, forecasts):  # as they were written before the first step
         found[0][one["name"]].forecast_seconds = one["seconds"]
-    return Outcome(title, about, ranks, tuple(found), time.perf_counter() - began)
+    load = (before + os.getloadavg()[1]) / 2
+    return Outcome(title, about, ranks, tuple(found), time.perf_counter() - began, load)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:

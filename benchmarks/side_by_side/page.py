@@ -159,7 +159,9 @@ def section(outcome: Outcome) -> list[str]:
     refused = {n: f.refused for n, f in outcome.of_rank[0].items() if f.refused}
     rows = [cells(outcome, n) for n in outcome.of_rank[0] if n not in refused]
     rule = "|---|" + "---:|" * (len(HEADS) - 1)
-    lines = [f"### {outcome.title}", "", outcome.about, "", f"| {' | '.join(HEADS)} |", rule]
+    about = f"{outcome.about} Took {outcome.seconds:.0f} s"
+    about += f", at a load of {outcome.load:.0f}." if outcome.load else "."
+    lines = [f"### {outcome.title}", "", about, "", f"| {' | '.join(HEADS)} |", rule]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", remarks(outcome)]
     for name, reason in refused.items():

@@ -1,7 +1,7 @@
 """What Python itself takes for an instruction: CPU seconds of the interpreter's thread.
 
-Not counted are those inside of the stages' forward and loss, of autograd, of the optimizer and of
-gloo, which copies messages into sockets.
+Not counted are those inside of the stages' forward and loss, of autograd, of the optimizer, of copies
+of weights, and of gloo, which copies messages into sockets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.point_to_point import GroupTransport, _Transfer
 
 
@@ -58,7 +59,8 @@ def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
         if session.optimizer is not None:
             kind = type(session.optimizer)  # of the optimizer itself changes are noticed
             stack.enter_context(patch.object(kind, "step", model.around(kind.step)))
-        for owner, name in ((GroupTransport, "start"), (_Transfer, "wait")):
+        tensors = ((GroupTransport, "start"), (_Transfer, "wait"), (StageWeights, "advance"))
+        for owner, name in tensors:
             stack.enter_context(patch.object(owner, name, model.around(getattr(owner, name))))
         for worker in session.workers:
             for module in worker.weights.modules:
