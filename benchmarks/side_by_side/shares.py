@@ -1,7 +1,7 @@
 """What Python itself takes for an instruction: CPU seconds of the interpreter's thread.
 
-Not counted are those inside of the stages' forward and loss, of autograd, of the optimizer, of copies
-of weights, and of gloo, which copies messages into sockets.
+Not counted are those inside of the stages' forward and loss, of autograd, of the optimizer, of
+copies of weights, and of gloo, which copies messages into sockets.
 """
 
 from __future__ import annotations
