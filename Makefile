@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "make: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) \
-	  -c constraints.txt -e '.[test,lint,docs]'
+	  -c constraints.txt -e '.[test,lint,docs,bench]'
 	@$(APART) timm && $(APART) --target $(VENV)/torchvision-apart torchvision || \
 	  echo "make: timm or torchvision cannot be installed; tests of timm's models are left out"
 	@touch $@
