@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import BACKWARDS, POST_RECV, TO_INPUTS, TO_WEIGHTS
-from pdcompile.schedule.spec import PipelineSpec, spec_of
+from pdcompile.schedule.spec import BUCKET_BYTES, PipelineSpec, spec_of
 
 _TRANSFER = frozenset((Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND))
 _Microbatch = tuple[int, int]  # minibatch, microbatch
@@ -126,6 +126,8 @@ class _StageLedger:
             self.buffers.discard(self.spec.closing(self.index, at[0]))
         elif action is Action.FREE:
             self._free(at)
+        elif action is Action.POST_REDUCE:  # a bucket at a time takes the place of gradients
+            self._note(workspace=min(self.owned, BUCKET_BYTES))
         elif action.phase in _TRANSFER:
             if one.peer == self.rank:
                 self._hand_over(one, at)

@@ -19,6 +19,8 @@ from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
+#: of gradients that replicas sum at one time: enough for a link's full rate, and to overlap
+BUCKET_BYTES = 25 << 20
 
 
 class Hop(NamedTuple):
@@ -55,6 +57,10 @@ class Broadcast(NamedTuple):
     microbatch: int
     root: int
     receivers: tuple[int, ...]
+
+
+#: of gradients that replicas sum at one time: enough for a link's full rate, and to overlap
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)

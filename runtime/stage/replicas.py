@@ -88,7 +88,7 @@ class Replicas:
         owned = self._weights.owned if backward in self._ending else ()
         handles = [
             self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
-                partial(self._completed, minibatch, fqn)
+                partial(self._completed, minibatch, version, fqn)
             )  # type: ignore[no-untyped-call]
             for fqn in owned
         ]
@@ -98,9 +98,10 @@ class Replicas:
             for handle in handles:
                 handle.remove()
 
-    def _completed(self, minibatch: int, fqn: str, parameter: Tensor) -> None:
+    def _completed(self, minibatch: int, version: int, fqn: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._gradients.add(self._update(minibatch), fqn, parameter.grad)
+        for posted in self._gradients.add(self._update(minibatch), fqn, parameter.grad):
+            self._weights.parameter(version, posted).grad = None  # the sum takes its place
 
     def _update(self, minibatch: int) -> int:
         """The number of the update that takes a minibatch."""

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from pdcompile.errors import ContractError
 from pdcompile.runtime.transport.point_to_point import Handle, PeerLost, unrecorded
+from pdcompile.schedule.spec import BUCKET_BYTES
 
 #: what the replicas of a stage in one process have given: by sum, by replica
 Board = dict[int, dict[int, Tensor]]
 _END_SECONDS = 1.0  # of a group in which nothing is in flight, generously
-BUCKET_BYTES = 25 << 20  # large enough for a link's full rate, small enough to overlap
 
 
 class Shape(NamedTuple):
@@ -154,9 +154,10 @@ class Reduction:
             self._begun[number] = _Begun([len(bucket) for bucket in self._buckets])
         return self._begun[number]
 
-    def add(self, number: int, name: str, tensor: Tensor) -> None:
+    def add(self, number: int, name: str, tensor: Tensor) -> list[str]:
         """Add one of this replica's tensors to sum `number`, before the others are there.
 
+        Returns the names of those that are on their way now, whose memory is not needed any more.
         Raises ContractError for a sparse tensor, and for one that is already on its way.
         """
         one, place = self._begin(number), self._place[name]
@@ -168,12 +169,14 @@ class Reduction:
             )
         one.lacking[place] -= name not in one.tensors
         one.tensors[name] = tensor
+        posted = []
         while len(one.posted) < len(self._buckets) and not one.lacking[len(one.posted)]:
-            self._post_next(one, one.tensors)
+            posted += self._post_next(one, one.tensors)
+        return posted
 
-    def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Add all of this replica's tensors to sum `number`, as far as they are not on their way;
-        one that is not there counts as zero.
+    def post(self, number: int, tensors: dict[str, Tensor]) -> None:
+        """Take all of this replica's tensors, out of the dict, into sum `number`, as far as they
+        are not on their way; one that is not there counts as zero.
 
         Raises ContractError for a sparse tensor.
         """
@@ -182,15 +185,17 @@ class Reduction:
         while len(one.posted) < len(self._buckets):
             self._post_next(one, tensors)
 
-    def _post_next(self, one: _Begun, tensors: Mapping[str, Tensor]) -> None:
+    def _post_next(self, one: _Begun, tensors: dict[str, Tensor]) -> list[str]:
         bucket = self._buckets[len(one.posted)]
         one.posted.append(self._sums.start(self._flat(bucket, tensors)))
+        return bucket
 
-    def _flat(self, bucket: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
+    def _flat(self, bucket: Sequence[str], tensors: dict[str, Tensor]) -> Tensor:
         dtype = self._shapes[bucket[0]].dtype
+        present = torch.tensor([name in tensors for name in bucket], dtype=dtype)
         parts = []
         for name in bucket:
-            tensor = tensors.get(name)
+            tensor = tensors.pop(name, None)
             if tensor is None:
                 parts.append(torch.zeros(prod(self._shapes[name].sizes), dtype=dtype))
                 continue
@@ -200,7 +205,6 @@ class Reduction:
                     remedy="leave sparse=True out, or plan with one replica for its stage",
                 )
             parts.append(tensor.detach().reshape(-1).to(dtype))
-        present = torch.tensor([name in tensors for name in bucket], dtype=dtype)
         return torch.cat([*parts, present])
 
     def ready(self, number: int) -> bool:
