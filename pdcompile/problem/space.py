@@ -142,7 +142,7 @@ class SearchSpace:
         again = "by stage" if len(set(self.recompute)) > 1 else "on" if self.recompute[0] else "off"
         if self.recomputed:
             again = f"on stages {', '.join(str(s) for s, on in enumerate(self.recomputed) if on)}"
-        where = "on ranks" if self.straight else "without replicas on ranks"
+        where = "on ranks" if self.straight else "at places"
         parts = [
             f"{'any number of' if self.stages is None else self.stages} stages"
             + (" in the order of ranks" if self.in_order else ""),
