@@ -112,7 +112,8 @@ class Flags:
         bool,
         training(
             "--linear-lr-scaling",
-            help="Under stash: learning rates in proportion to the replicas of a stage.",
+            help="Learning rates in proportion to the replicas of a stage, where an update "
+            "averages a minibatch of each.",
         ),
     ] = False
     autocast: Annotated[
