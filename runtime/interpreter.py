@@ -283,7 +283,9 @@ class Worker:
         values = self._compute.forward(
             feed,
             microbatch,
-            self.weights.version(minibatch, ins.lag) if wiring.training else self.weights.newest,
+            self.weights.numbers.version(minibatch, ins.lag)
+            if wiring.training
+            else self.weights.newest,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )
         written = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
@@ -307,7 +309,7 @@ class Worker:
         sent = self._compute.backward(
             self.feeds[minibatch],
             microbatch,
-            self.weights.version(minibatch, ins.lag),
+            self.weights.numbers.version(minibatch, ins.lag),
             lambda kind, edge: self._arrived.pop((kind, edge, minibatch, microbatch)),
             split=ins.action is Action.BACKWARD_INPUT,
         )
@@ -316,7 +318,7 @@ class Worker:
 
     def _backward_weight(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
-        version = self.weights.version(minibatch, ins.lag)
+        version = self.weights.numbers.version(minibatch, ins.lag)
         self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
     # -- minibatches -------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Replicas:
     @contextmanager
     def summing(self, backward: Instruction, minibatch: int) -> Iterator[None]:
         """While a backward runs: sum what it completes as it goes on."""
-        version = self._weights.version(minibatch, backward.lag)
+        version = self._weights.numbers.version(minibatch, backward.lag)
         owned = self._weights.owned if backward in self._ending else ()
         handles = [
             self._weights.parameter(version, fqn).register_post_accumulate_grad_hook(
@@ -105,7 +105,7 @@ class Replicas:
 
     def _update(self, minibatch: int) -> int:
         """The number of the update that takes a minibatch."""
-        return minibatch // self._weights.group
+        return self._weights.numbers.update(minibatch)
 
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""
@@ -122,8 +122,8 @@ class Replicas:
             gradients = self._weights.harvest(minibatch)
             gradients.clear()
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
-            for gradient in gradients.values() if self._weights.group > 1 else ():
-                gradient.div_(self._weights.taken(minibatch))
+            for gradient in gradients.values() if self._weights.numbers.group > 1 else ():
+                gradient.div_(self._weights.numbers.taken(minibatch))
             if not self.updates:
                 self._weights.give_back(minibatch)
         elif action is Action.POST_BUFFERS:
@@ -151,7 +151,7 @@ class Replicas:
 
     def _waits(self, minibatch: int) -> bool:
         """Do gradients of this stage wait, where a minibatch is the next, for others?"""
-        return minibatch % self._weights.group > 0
+        return minibatch % self._weights.numbers.group > 0
 
     def _bring_together(self, minibatch: int) -> None:
         """The first replica goes on with the sum of the gradients so far, the others without."""
@@ -169,12 +169,12 @@ class Replicas:
         counts = {one.minibatches for one in found}
         count = max(counts, default=0)
         self.shown = {}
-        if len(counts) != 1 or not 0 < count <= minibatches % weights.group:
+        if len(counts) != 1 or not 0 < count <= minibatches % weights.numbers.group:
             return False
         for fqn, (_, gradient) in zip(weights.owned, found, strict=True):
             if gradient is not None:
                 self.shown[fqn] = gradient.to(weights.master(fqn), copy=True)
-        weights.begun = minibatches - count
+        weights.numbers.begun = minibatches - count
         if self._sums.index == 0:
             weights.harvest(minibatches).update(self.shown)
         return True
@@ -271,7 +271,7 @@ class ReplicaWeights(StageWeights):
             versions=first.versions,
             apart=True,
             model=model,
-            group=first.group,
+            group=first.numbers.group,
         )
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
@@ -288,12 +288,12 @@ class ReplicaWeights(StageWeights):
             self.parameter(0, fqn).grad = None
 
     def give_back(self, minibatch: int) -> None:
-        self.drop(minibatch)
+        self.gradients.pop(self.numbers.update(minibatch), None)
 
     # -- values: those of the first replica ----------------------------------------------------
 
     def advance(self, minibatch: int) -> bool:
-        self.newest, self.starts_anew = minibatch // self.group + 1, False
+        self.newest, self.starts_anew = self.numbers.update(minibatch) + 1, False
         return self._first.advance(minibatch)
 
     def adopt(self) -> None:

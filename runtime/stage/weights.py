@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pdcompile.eager.gradients import memory_of
 from pdcompile.ir.opaque import bind
 from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.runtime.stage.numbering import Numbering
 from pdcompile.weights import set_tensor
 
 Gradients = dict[str, Tensor]
@@ -46,10 +47,9 @@ class StageWeights:
         model: nn.Module | None = None,
         group: int = 1,
     ) -> None:
-        self.versions, self.apart, self.group = versions, apart, group
+        self.versions, self.apart, self.numbers = versions, apart, Numbering(group)
         self.newest = 0
-        self.begun = 0  # the first minibatch whose gradients are known
-        self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied
+        self.gradients: dict[int, Gradients] = {}  # put aside, not yet applied, by update
         self._hooks = Hooks()
         self._masters: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[nn.Parameter]] = {}
@@ -61,10 +61,10 @@ class StageWeights:
                 own = fqn not in copies and not apart
                 self._slots[fqn] = [master] if own else self._new_slots(fqn, master)
         self.owned = tuple(fqn for fqn in self._masters if fqn not in copies)
-        self._modules = [_instance(stage_class, interface, model) for _ in range(versions)]
-        self._homes = [home for module in self._modules for home in module.modules()]
-        self._places = _places(self._modules[0], interface)
-        for version, module in enumerate(self._modules):
+        self.modules = [_instance(stage_class, interface, model) for _ in range(versions)]
+        self._homes = [home for module in self.modules for home in module.modules()]
+        self._places = _places(self.modules[0], interface)
+        for version, module in enumerate(self.modules):
             for name, fqn in self._places:
                 slots = self._slots.get(fqn)
                 set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
@@ -77,18 +77,10 @@ class StageWeights:
         first = nn.Parameter(master.data)
         return [first, *(nn.Parameter(master.data.clone()) for _ in range(self.versions - 1))]
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return self._modules
-
     def module(self, version: int, training: bool) -> nn.Module:
         """The instance that holds W_version, in the given mode."""
-        module = self._modules[version % self.versions]
+        module = self.modules[version % self.versions]
         return module if module.training == training else module.train(training)
-
-    def version(self, minibatch: int, lag: int) -> int:
-        """The version that a minibatch runs on, where it is so many updates old."""
-        return max(minibatch // self.group - lag, 0)
 
     def parameter(self, version: int, fqn: str) -> nn.Parameter:
         return self._slots[fqn][version % self.versions]
@@ -99,7 +91,7 @@ class StageWeights:
 
     def buffers(self, names: Collection[str]) -> dict[str, Tensor]:
         """Those buffers of these names that the stage holds."""
-        module, found = self._modules[0], {}
+        module, found = self.modules[0], {}
         for name, fqn in self._places:
             if fqn in names and fqn not in self._slots:
                 owner, _, last = name.rpartition(".")
@@ -116,16 +108,15 @@ class StageWeights:
 
     def begin_backward(self, minibatch: int, version: int) -> None:
         """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
-        number = minibatch // self.group
+        number = self.numbers.update(minibatch)
         if self._accumulating is not None and self._accumulating[0] != number:
-            self._put_aside(self._accumulating[0])
+            self._put_aside()
         self._accumulating = (number, version % self.versions)
 
     def take_gradient(self, version: int, fqn: str) -> Tensor:
         """This microbatch's gradient of a tied copy, which leaves none behind."""
-        parameter = self.parameter(version, fqn)
-        gradient, parameter.grad = parameter.grad, None
-        return torch.zeros_like(parameter) if gradient is None else gradient
+        gradient = self._take(version, fqn)
+        return torch.zeros_like(self.parameter(version, fqn)) if gradient is None else gradient
 
     def separate_gradients(self, version: int, memories: Collection[int]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
@@ -137,36 +128,23 @@ class StageWeights:
                 parameter.grad = gradient.clone()
 
     def harvest(self, minibatch: int) -> Gradients:
-        """The gradients of the update that takes a minibatch, by FQN of the owned parameters that
-        have one."""
-        return self._put_aside(minibatch // self.group)
-
-    def _put_aside(self, number: int) -> Gradients:
+        """The gradients of the update that takes a minibatch, of owned parameters that have one."""
+        number = self.numbers.update(minibatch)
         if self._accumulating is not None and self._accumulating[0] == number:
-            _, instance = self._accumulating
-            found = {}
-            for fqn in self.owned:
-                parameter = self.parameter(instance, fqn)
-                gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:
-                    found[fqn] = gradient
-            self.gradients[number] = found
-            self._accumulating = None
+            self._put_aside()
         return self.gradients.setdefault(number, {})
 
-    def taken(self, minibatch: int) -> int:
-        """Of how many minibatches the update is that takes this one: less than the group where
-        the history began within it."""
-        end = (minibatch // self.group + 1) * self.group
-        return min(self.group, end - self.begun)
+    def _put_aside(self) -> None:
+        if self._accumulating is not None:
+            number, instance = self._accumulating
+            taken = {fqn: self._take(instance, fqn) for fqn in self.owned}
+            self.gradients[number] = {f: one for f, one in taken.items() if one is not None}
+            self._accumulating = None
 
-    def waiting(self, minibatches: int) -> int:
-        """Of how many minibatches gradients wait for the others of their group."""
-        return min(minibatches % self.group, minibatches - self.begun)
-
-    def drop(self, minibatch: int) -> None:
-        """Let go of the gradients of the update that takes a minibatch."""
-        self.gradients.pop(minibatch // self.group, None)
+    def _take(self, version: int, fqn: str) -> Tensor | None:
+        parameter = self.parameter(version, fqn)
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
 
     def present_gradients(self) -> Gradients:
         """What is in .grad of the owned parameters now (where nothing is `apart`)."""
@@ -186,7 +164,7 @@ class StageWeights:
 
     def give_back(self, minibatch: int) -> None:
         """Add the gradients of a minibatch to those that the user had before."""
-        for fqn, gradient in self.gradients.pop(minibatch // self.group, {}).items():
+        for fqn, gradient in self.gradients.pop(self.numbers.update(minibatch), {}).items():
             earlier = self._earlier.pop(fqn, None)
             self._masters[fqn].grad = gradient if earlier is None else earlier.add_(gradient)
         for fqn, gradient in self._earlier.items():
@@ -200,11 +178,10 @@ class StageWeights:
 
         False where it has run already, for another replica in this process.
         """
-        number = minibatch // self.group
+        number = self.numbers.update(minibatch)
         if self.newest > number:
             return False
-        self.newest = number + 1
-        self.starts_anew = False
+        self.newest, self.starts_anew = number + 1, False
         for fqn in self.owned if self.versions > 1 else ():
             new = self.parameter(number + 1, fqn)
             new.data.copy_(self.parameter(number, fqn).data)
@@ -223,8 +200,7 @@ class StageWeights:
 
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
         """The owner's weights after the update of `minibatch`, for a tied copy."""
-        self.newest = minibatch + 1
-        self.starts_anew = False
+        self.newest, self.starts_anew = minibatch + 1, False
         slot = self.parameter(minibatch + 1, fqn)
         slot.data.copy_(value)
         self._masters[fqn].data = slot.data
@@ -238,7 +214,7 @@ class StageWeights:
 
     def rebind(self, fqn: str, buffer: Tensor) -> None:
         """Another tensor takes the place of a buffer, in every version's module."""
-        for module in self._modules:
+        for module in self.modules:
             for name, held in self._places:
                 if held == fqn:
                     set_tensor(module, name, buffer)
@@ -283,11 +259,10 @@ class StageWeights:
 
     def _begin(self, minibatches: int) -> None:
         """A history begins, without gradients that wait for others of their group."""
-        if self.group > 1:
-            if self._accumulating is not None:
-                self._put_aside(self._accumulating[0])
+        if self.numbers.group > 1:
+            self._put_aside()
             self.gradients.clear()
-        self.newest, self.begun = minibatches // self.group, minibatches
+        self.newest, self.numbers.begun = self.numbers.update(minibatches), minibatches
 
     def renew(self) -> None:
         """Changes that the user makes before a new history has begun are part of its start."""

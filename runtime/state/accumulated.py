@@ -25,7 +25,7 @@ def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
     """What waits on the stages of this process; after a drain, `minibatches` so far."""
     found: dict[str, Accumulated] = {}
     for worker in session.workers:
-        count = worker.weights.waiting(minibatches)
+        count = worker.weights.numbers.waiting(minibatches)
         if worker.replicas is not None and count:
             shown = worker.replicas.shown
             found |= {f: Accumulated(count, shown.get(f)) for f in worker.weights.owned}
@@ -116,10 +116,10 @@ def _say_what_is_lost(
     known = max(
         (one.minibatches for f, one in accumulated.items() if f in weights.owned), default=0
     )
-    within = minibatches % weights.group
+    within = minibatches % weights.numbers.group
     if weights.owned and (known or within):
         warn(
-            f"training goes on after {minibatches} minibatches: stage {worker.stage} updates "
-            f"after every {weights.group}, {within} of the present group are over, and the state "
+            f"training goes on after {minibatches} minibatches: stage {worker.stage} updates after "
+            f"every {weights.numbers.group}, {within} of the present group are over, and the state "
             f"holds the gradients of {known}; they are in no update"
         )
