@@ -221,6 +221,7 @@ def test_a_graph_without_ops_and_without_loss() -> None:
     assert problem.traffic == ()
 
 
+@pytest.mark.slow
 def test_twenty_thousand_ops_keep_their_order() -> None:
     graph = chain(20_000)
     problem = problem_of(graph)

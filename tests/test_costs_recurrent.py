@@ -73,6 +73,7 @@ def test_an_lstm_has_a_closed_form_that_holds_at_other_sizes(name: str) -> None:
         assert found.saved_bytes == real[op.name]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_keeps_something_else_is_a_number() -> None:
     model = Reader(**LAYERS["plain"])
     ids = torch.randint(0, 11, (4, 9))

@@ -93,7 +93,9 @@ def compare_training(
     assert_equal_states(state, expected.full_state_dict())
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    "stages", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_flush_schedules_train_as_gradient_accumulation(
@@ -107,7 +109,9 @@ def test_flush_schedule_with_clipping(name: str) -> None:
     compare_training(BUILDERS[name], "1f1b", 3, sizes=[8, 8], clip=0.1, verify="auto")
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    "stages", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_2bw_trains_as_the_delayed_update(name: str, stages: int) -> None:
     compare_training(BUILDERS[name], "2bw", stages, sizes=[8] * 6)

@@ -123,6 +123,7 @@ def test_a_gpt_with_tied_weights_and_dropout_on_two_ranks(tmp_path: Path) -> Non
     assert_equal(torchrun(TRAIN, 2, tmp_path, "gpt-dropout", "2bw", "0.1", "8,8,3,8,8,8"), 2)
 
 
+@pytest.mark.slow
 def test_the_model_alone_on_two_ranks(tmp_path: Path) -> None:
     run = processes(
         """

@@ -21,7 +21,12 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.mark.parametrize(
     ("name", "steps", "factor"),
-    [("mlp", 120, 0.5), ("convnet", 15, 0.8), ("unet", 25, 0.8), ("gpt", 6, 0.9)],
+    [
+        ("mlp", 120, 0.5),
+        ("convnet", 15, 0.8),
+        pytest.param("unet", 25, 0.8, marks=pytest.mark.slow),
+        pytest.param("gpt", 6, 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_plain_pytorch_lowers_the_loss(name: str, steps: int, factor: float) -> None:
     workload = load_target(f"{EXAMPLES / name}.py:build")

@@ -59,7 +59,7 @@ def train_alike(pipe: pdcompile.Pipeline, model: torch.nn.Module, **options: Any
     assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("schedule", "per_rank"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
 )
@@ -122,6 +122,7 @@ def test_more_stages_a_rank_idle_less() -> None:
     assert seconds("interleaved", 4) < seconds("interleaved", 2) == seconds("1f1b", 2)
 
 
+@pytest.mark.slow
 def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut; still less: stages that recompute."""
     cluster = Cluster.local(2)
@@ -140,7 +141,9 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-@pytest.mark.parametrize("recompute", [True, (True, False, False, True)])
+@pytest.mark.parametrize(
+    "recompute", [(True, False, False, True), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_stages_of_a_rank_recompute(recompute: Any, schedule: str) -> None:
     pipe = compiled(partial(gpt, dropout=0.2), stages=4, recompute=recompute, schedule=schedule)
     again = recompute if isinstance(recompute, tuple) else (True,) * 4

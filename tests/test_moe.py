@@ -117,6 +117,7 @@ def test_losses_of_every_layer_reach_the_objective(kept: bool, autocast: Any) ->
     assert len(owners) > 1  # losses are born on several stages
 
 
+@pytest.mark.slow
 def test_the_router_stays_in_full_precision() -> None:
     found = captured(model_of(Model, kept=False), *tokens().values(), autocast="cpu:bfloat16")
     gate = next(op for op in found.train.ops if op.module_path.endswith("router.gate"))

@@ -124,6 +124,7 @@ def assert_same(ours: tuple[list[Any], Any], theirs: tuple[list[Any], Any]) -> N
     assert not states_equal(ours[1], theirs[1])
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
@@ -222,7 +223,7 @@ compare(models.unet(), "2bw", recompute=True)
 # -- opaque modules --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_opaque_modules_run_again_on_their_own_draws(schedule: str) -> None:
     options: dict[str, Any] = {"schedule": schedule}
     kept = trained(routed(), **options)
@@ -258,7 +259,14 @@ def doubles(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0] * 2,)
 
 
-@pytest.mark.parametrize("hook", [halves, overwrites, doubles])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        halves,
+        pytest.param(overwrites, marks=pytest.mark.slow),
+        pytest.param(doubles, marks=pytest.mark.slow),
+    ],
+)
 def test_hooks_that_take_part_are_refused_by_name(hook: Callable[..., Any]) -> None:
     def pipeline(recompute: bool) -> Pipeline:
         model = routed()

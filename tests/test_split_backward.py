@@ -321,6 +321,7 @@ def test_any_stack_of_parts(names: list[str], microbatches: int) -> None:
     compare(nn.Sequential(*map(Stage, names)), 2, microbatches=microbatches)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_the_reference(tmp_path: Path) -> None:
     from tests.test_runtime_distributed import BITWISE
 

@@ -81,6 +81,7 @@ say("equal")
 )
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
     run = processes(TORCHRUN, 2, tmp_path)
     assert run.code == 0, run

@@ -47,6 +47,7 @@ def _joined(graph: OpGraph) -> int:
     return groups.reasons[NO_GRADIENT]
 
 
+@pytest.mark.slow
 def test_their_readers_stay_together() -> None:
     assert _joined(captured(_model(_detached)).train) == 1
     assert _joined(captured(_model(_dropped)).train) >= 1

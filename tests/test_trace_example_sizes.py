@@ -106,6 +106,7 @@ def _real_rows(self: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([part.mean(0) for part in chosen.split(real.sum(1).tolist())])
 
 
+@pytest.mark.slow
 def test_sizes_that_depend_on_floats_of_the_inputs() -> None:
     with pytest.warns(UserWarning, match="a size depends on values of the inputs"):
         faithful(make(_real_rows), X, sizes=(4,))

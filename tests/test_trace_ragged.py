@@ -114,7 +114,7 @@ def _mixture(form: str) -> nn.Module:
     return make(_routed, experts=_Experts(form), router=nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("form", ["tensors", "list"])
+@pytest.mark.parametrize("form", ["tensors", pytest.param("list", marks=pytest.mark.slow)])
 def test_a_loop_through_the_experts_that_are_hit(form: str) -> None:
     model = _mixture(form)
     graph = faithful(model, X[:, 0], sizes=(4,)).train
@@ -136,7 +136,14 @@ def test_a_loop_through_the_experts_that_are_hit(form: str) -> None:
     assert len(hit) > 1  # not always the same experts
 
 
-@pytest.mark.parametrize("form", ["counted", "dense", "asked"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "counted",
+        pytest.param("dense", marks=pytest.mark.slow),
+        pytest.param("asked", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_on_which_more_hangs_stays_whole(form: str) -> None:
     with pytest.warns(UserWarning, match="captured as opaque: 'experts'"):
         faithful(_mixture(form), X[:, 0], sizes=(4,))

@@ -255,6 +255,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     run = processes(TRAIN, 2, tmp_path)
     assert run.code == 0, str(run)

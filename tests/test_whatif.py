@@ -149,10 +149,11 @@ def test_the_ledger_without_a_graph() -> None:
         assert drawn.forecast is not None
         assert ledgers_of(plan) == plan.forecast.ledgers
         assert simulate(drawn).forecast.ledgers == drawn.forecast.ledgers
-        for name in ("weights", "gradients", "optimizer"):
-            ours = [getattr(one, f"{name}_bytes") for one in drawn.forecast.ledgers]
-            theirs = [getattr(one, f"{name}_bytes") for one in plan.forecast.ledgers]
-            assert ours == theirs, name
+        for ours, theirs in zip(drawn.forecast.ledgers, plan.forecast.ledgers, strict=True):
+            assert ours.weights_bytes == theirs.weights_bytes
+            assert ours.optimizer_bytes == theirs.optimizer_bytes
+            # the graph knows how many of them a first backward has made when it needs the most
+            assert ours.gradients_bytes >= theirs.gradients_bytes
         seconds = simulate(drawn).forecast.step_seconds
         assert seconds == pytest.approx(drawn.forecast.step_seconds, rel=0.02)
 

@@ -179,7 +179,8 @@ def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
     assert compared > 100
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2))])
+@pytest.mark.parametrize("block", range(3))
+@pytest.mark.slow
 def test_the_whole_space_is_searched_exactly(block: int) -> None:
     """With replicas, recomputation, limits on memory and unlike devices."""
     compared = 0

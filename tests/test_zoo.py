@@ -54,7 +54,17 @@ def checked(folder: Path, *arguments: str) -> dict[str, Report]:
     return reports
 
 
-@pytest.mark.parametrize("name", ["bloom", "gpt2", "t5", "unet", "gnmt", "message_passing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "unet",
+        "message_passing",
+        pytest.param("bloom", marks=pytest.mark.slow),
+        pytest.param("t5", marks=pytest.mark.slow),
+        pytest.param("gnmt", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:the inputs differ in dimension 0", "ignore:every microbatch")
 def test_a_graph_as_a_module_is_the_model(name: str) -> None:
     if ENTRIES[name].missing:

@@ -79,6 +79,7 @@ problems = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems, st.sampled_from([0, 1, 3, 1500]))
 def test_bound_optimum_and_objective_are_in_order(made: LoadProblem, most: int) -> None:
@@ -233,6 +234,7 @@ def test_a_budget_that_is_spent_ends_the_search_with_a_plan() -> None:
     assert found.bound > 0
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_placements() -> None:
     made = grouped(problem(FAMILIES["series-parallel"](120, 1), 5))
     first = solve(made, budget=Budget(SLOW_ENOUGH), seed=5, rounds=2)
