@@ -30,7 +30,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import configure
 from pdcompile.passes.costs import Resident, estimate, forecast
 from pdcompile.passes.costs.symbolic import symbolic
-from pdcompile.passes.stages.boundaries import stage_of_ops
+from pdcompile.passes.stages.boundaries import as_planned, stage_of_ops
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner
@@ -152,7 +152,8 @@ def _planned(
     captured = capture(one.model, flat, layout, one.loss_fn, microbatch_size=layout.size)
     step = Steps()
     planner = Planner(one.model, captured, options, chosen, step.listener)
-    return captured, make_plan(planner, lambda _: flat, step)
+    plan = make_plan(planner, lambda _: flat, step)
+    return as_planned(captured, plan), plan
 
 
 def closed_form(name: str) -> list[str]:

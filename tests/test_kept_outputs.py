@@ -22,11 +22,11 @@ import pdcompile
 from pdcompile import Cluster
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError, PlanError
-from pdcompile.ir.graph import LeftOut, Ref, leaves, walk
+from pdcompile.ir.graph import LeftOut, OpCost, OpGraph, Ref, leaves, walk
 from pdcompile.passes.stages.boundaries import stage_of_ops
-from pdcompile.passes.stages.kept_outputs import loss_only
+from pdcompile.passes.stages.kept_outputs import loss_only, planned
 from pdcompile.passes.trace import capture
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, Training
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.launch import processes
 from tests.helpers.llama import batch, llama
@@ -96,6 +96,27 @@ def test_what_loss_fn_reads_stays() -> None:
     smaller = loss_only(whole.train)
     assert [op.module_path for op in smaller.ops if op.kind == "module"] == ["layer"]
     assert len(walk(smaller.output, Ref)) == 1
+    assert walk(smaller.output, LeftOut)
+    assert OpGraph.from_json(smaller.to_json()) == smaller
+    assert OpGraph.from_json(smaller.to_json()).output == smaller.output
+
+
+def test_what_is_made_beside_the_plan_costs_the_last_stage_time() -> None:
+    x, y = examples()
+    whole = captured(Layers(4, 0), x, of_logits, y).train
+    cost = OpCost(forward_seconds=1.0, backward_seconds=2.0)
+    whole = replace(whole, ops=tuple(replace(op, cost=cost) for op in whole.ops))
+    least, needed = (
+        planned(whole, Training(keeps_outputs=keeps, sends_outputs=False))
+        for keeps in (False, True)
+    )
+    assert [op.name for op in needed.ops] == [op.name for op in least.ops]
+    beside = len(whole.ops) - len(needed.ops)
+    assert beside > 3
+    seconds = {op.name: (op.cost.forward_seconds, op.cost.backward_seconds) for op in needed.ops}
+    assert seconds.pop(whole.loss) == (1.0 + beside, 2.0)
+    assert set(seconds.values()) == {(1.0, 2.0)}
+    assert {op.cost for op in least.ops} == {cost}
 
 
 def test_without_a_loss_and_without_other_outputs_nothing_changes() -> None:
@@ -296,7 +317,7 @@ def assert_equal(ours: Output, theirs: Output) -> None:
     assert all(map(torch.equal, *parts))
 
 
-def planned(**more: Any) -> Any:
+def compiled_in_two(**more: Any) -> Any:
     torch.manual_seed(0)
     x, y = examples()
     given: dict[str, Any] = {
@@ -309,7 +330,7 @@ def planned(**more: Any) -> Any:
 
 def test_a_plan_of_before_sends_what_it_says() -> None:
     x, y = examples()
-    with planned(outputs="everything") as pipe:
+    with compiled_in_two(outputs="everything") as pipe:
         text = pipe.plan.to_json()
         whole, expected = pipe.plan, pipe.forward_backward(x, target=y)
     lines = [line for line in text.splitlines() if '"sends_outputs"' not in line]
@@ -318,7 +339,7 @@ def test_a_plan_of_before_sends_what_it_says() -> None:
         "\n".join(lines).replace('"keeps_outputs": true,', '"keeps_outputs": true')
     )
     assert earlier.training.sends_outputs
-    with planned(plan=earlier) as pipe:
+    with compiled_in_two(plan=earlier) as pipe:
         assert any("plan again to leave them out" in note for note in pipe.plan.notes)
         assert pipe.plan.edges == whole.edges
         found = pipe.forward_backward(x, target=y)
@@ -326,22 +347,22 @@ def test_a_plan_of_before_sends_what_it_says() -> None:
 
 
 def test_a_plan_that_leaves_outputs_out_gives_no_more() -> None:
-    with planned() as pipe:
+    with compiled_in_two() as pipe:
         plan = Plan.from_json(pipe.plan.to_json())
     for outputs in ("everything", "all"):
         with pytest.raises(PlanError, match=f"outputs='{outputs}' asks for all outputs"):
-            planned(plan=plan, outputs=outputs)
-    with planned(plan=plan) as pipe:
+            compiled_in_two(plan=plan, outputs=outputs)
+    with compiled_in_two(plan=plan) as pipe:
         assert pipe.plan.edges == plan.edges
-    with planned(plan=plan, outputs="none") as pipe:
+    with compiled_in_two(plan=plan, outputs="none") as pipe:
         assert pipe.plan.edges == plan.edges
 
 
 def test_a_plan_for_other_outputs_runs_where_it_has_them() -> None:
     x, y = examples()
-    with planned(outputs="none") as pipe:
+    with compiled_in_two(outputs="none") as pipe:
         plan, expected = Plan.from_json(pipe.plan.to_json()), pipe.forward_backward(x, target=y)
-    with planned(plan=plan) as pipe:
+    with compiled_in_two(plan=plan) as pipe:
         assert pipe.plan.edges == plan.edges
         assert pipe.plan.stages[-1].output_bytes > plan.stages[-1].output_bytes
         found = pipe.forward_backward(x, target=y)
