@@ -60,7 +60,7 @@ def compare(model: str, kind: str, ranks: int, options: argparse.Namespace) -> O
     names = [n for n in EVERYONE if not options.only or any(part in n for part in options.only)]
     job = Job(
         model, tuple(n for n in names if n != TIED or model == TIED_MODEL),
-        options.microbatches, options.rounds, options.steps,
+        options.microbatches, options.rounds, options.steps, memory=not options.no_memory,
     )  # fmt: skip
     one = job.sample()
     if kind == "emulated":
@@ -169,6 +169,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=CHAINS, metavar="MODEL",
                         help=f"{', '.join(MODELS)}; with --shape {', '.join(DENSE)}")  # fmt: skip
     parser.add_argument("--only", nargs="+", help="contestants whose name contains one of these")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave the peaks out: half as long"
+    )
     parser.add_argument("--shape", metavar="RATE", help="links of so many bits a second: 100mbit")
     parser.add_argument("--ranks", type=int, default=2, help="with --shape (default 2)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write docs/performance.md")

@@ -72,6 +72,10 @@ def launched(
         read = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
         forecasts = (folder / "forecasts.jsonl").read_text().splitlines()
     found = [{n: Figures(**one) for n, one in rank.items()} for rank in read]
+    for name in job.names:  # a round is as long as its slowest rank's
+        longest = [max(each) for each in zip(*(rank[name].seconds for rank in found), strict=True)]
+        for rank in found:
+            rank[name].seconds = longest
     for one in map(json.loads, forecasts):  # as they were written before the first step
         found[0][one["name"]].forecast_seconds = one["seconds"]
     load = (before + os.getloadavg()[1]) / 2

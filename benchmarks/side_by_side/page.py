@@ -41,7 +41,8 @@ samples a step, in as many microbatches, with SGD, over gloo, one thread a proce
 once, by pdcompile's planner, and the same for all who hold as many.
 
 - **ms a step**: median of the rounds; **fastest**: the round that other programs on the machine
-  disturbed least. Streams stay in flight from round to round.
+  disturbed least. Of the ranks the slowest counts; the first step of a round, which fills streams
+  again, does not.
 - **speed**: times that of {baseline} (of DDP over slow links): median of the rounds' ratios, and
   the interval that holds it with a probability of 95 % (all rounds, where they are fewer than six).
 - **idle**: 1 − (a step in one process) / (ranks × step): what schedule, messages and repeated work

@@ -148,7 +148,7 @@ def run(job: Job, folder: Path) -> dict[str, Figures]:
             print(f"  ready: {name} {found[name].refused}", file=sys.stderr, flush=True)
     for number in range(job.rounds + 1):  # the first one fills streams and warms up
         for name, one in running.items():
-            seconds, sent = timed(one, task, job.steps if number else 2, job.interface)
+            seconds, sent = timed(one, task, job.steps if number else 1, job.interface)
             if number:
                 found[name].seconds.append(seconds)
                 found[name].sent_bytes += sent / job.rounds
@@ -162,14 +162,20 @@ def run(job: Job, folder: Path) -> dict[str, Figures]:
 
 
 def timed(one: Contestant, task: Task, steps: int, interface: str | None) -> tuple[float, float]:
-    """Seconds and bytes of a step, of several between two barriers."""
+    """Seconds and bytes of a step, of several in a row.
+
+    The first one does not count: ranks begin it together, and a stream has to fill again.
+    """
     count = partial(interface_bytes, interface) if interface else socket_bytes
     dist.barrier()
-    before, began = count(), time.perf_counter()
+    before = count()
+    one.step(task.x, task.y)
+    began = time.perf_counter()
     for _ in range(steps):
         one.step(task.x, task.y)
+    seconds = (time.perf_counter() - began) / steps
     dist.barrier()
-    return (time.perf_counter() - began) / steps, (count() - before) / steps
+    return seconds, (count() - before) / (steps + 1)
 
 
 def main(arguments: Sequence[str]) -> None:
