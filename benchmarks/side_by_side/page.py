@@ -33,7 +33,9 @@ SURE = 0.95  # how surely an interval holds the median, where there are rounds e
 INTRODUCTION = """\
 # Training side by side
 
-Written by `python benchmarks/runtime.py {arguments}` (torch {torch}, {processor}, {cores} cores).
+Written by `python benchmarks/runtime.py {arguments}` of what it measured here, slow links with
+`--shape 100mbit` (torch {torch}, {processor}, {cores} cores). Where the load is above the number of
+cores, other programs had most of the machine: compare inside a table then, by the fastest rounds.
 
 Each table is of one run: all contestants live in the same processes and take turns, round by round,
 so that a machine whose speed drifts is fair to all. All of them train the same model on the same
