@@ -165,7 +165,8 @@ def test_a_schedule_of_one_stage_a_rank_refuses_it(planned: Plan) -> None:
     with pytest.raises(PlanError, match=r"rank 0 holds stages \[0, 2\]; sched") as caught:
         given(plan, schedule="1f1b")
     assert (
-        caught.value.remedy == "give every rank to one stage, or use schedule gpipe or interleaved"
+        caught.value.remedy
+        == "give every rank to one stage, or use schedule gpipe or interleaved or zb-v"
     )
 
 

@@ -284,13 +284,14 @@ def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
         depth, share = kind.depth_held(warmup[s], warmup[0]), -(-m // stage.replicas)
         count = kind.in_flight(depth, share)
         sets = 1 if stage.recompute else count
+        owned = stage.trainable_bytes - copied
+        first = stage.first_workspace_bytes or owned + stage.workspace_bytes
         needed = (
             stage.parameter_bytes
             + stage.trainable_bytes * (kind.versions(warmup[s], warmup[0]) - 1)
-            + (stage.trainable_bytes - copied)  # a gradient
-            + math.floor((stage.trainable_bytes - copied) * training.optimizer_factor)
+            + math.floor(owned * training.optimizer_factor)
             + count * received
-            + max(sets * stage.saved_bytes + stage.workspace_bytes, sets * added + largest)
+            + max(sets * stage.saved_bytes + first, sets * added + owned + largest)
         )
         before = max(on_rank[rank] for rank in ranks[s])  # what the rank's other stages need
         on_rank.update(dict.fromkeys(ranks[s], needed))

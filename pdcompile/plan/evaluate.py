@@ -189,8 +189,9 @@ class Evaluation:
         """Bytes of one rank of the stage; every holder of a shared parameter has a copy, which
         the first of them updates.
 
-        A lower bound of its ledger: without sends in flight and what the optimizer's step needs
-        for a moment.
+        A lower bound of its ledger, without sends in flight and what the optimizer's step needs
+        for a moment; but that gradients come one by one, in a minibatch's first backward, only
+        the ledger knows.
         """
         trainable, copied, frozen, saved, received, returned, workspace = (
             row[s] for row in self._held
