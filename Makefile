@@ -5,7 +5,8 @@
 #   PIP_ARGS=...           further arguments of pip install (an index that offers torch for CPU)
 #   ARGS=...               further arguments of pytest, the demo or the benchmarks
 #   SLOW=1                 make test runs the slow tests too
-#   WORKERS=2              processes that share the tests; 0: all in one, for a debugger
+#   WORKERS=3              processes that share the tests (some wait for ranks that they start);
+#                          0: all in one, for a debugger
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -14,12 +15,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-WORKERS ?= 2
+WORKERS ?= 3
 SELECTION := $(if $(SLOW),,-m "not slow")
 
 .PHONY: help venv demo test lint format docs bench clean
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 venv: $(READY)
 

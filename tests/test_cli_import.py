@@ -242,6 +242,7 @@ main(["plan", "--import", "device-placement", "f.json", "--json"])
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_search_with_the_best_plan() -> None:
     """stderr is a terminal here: when it shows the best plan, Ctrl-C is pressed."""
     terminal, other = pty.openpty()

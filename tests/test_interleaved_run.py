@@ -59,7 +59,9 @@ def train_alike(pipe: pdcompile.Pipeline, model: torch.nn.Module, **options: Any
     assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("schedule", "per_rank"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
 )
@@ -79,7 +81,12 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
 @pytest.mark.parametrize(
-    ("build", "stages", "ranks"), [(mlp, 4, 2), (partial(gpt, tied=True), 6, 3), (unet, 6, 2)]
+    ("build", "stages", "ranks"),
+    [
+        (mlp, 4, 2),
+        pytest.param(partial(gpt, tied=True), 6, 3, marks=pytest.mark.slow),
+        (unet, 6, 2),
+    ],
 )
 def test_what_is_planned_runs(build: Any, stages: int, ranks: int, schedule: str) -> None:
     """The plan is read back, refuses what it should, says what it is, and trains."""
@@ -221,7 +228,7 @@ say("equal")
 )
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zb-v"])
 def test_on_two_ranks(schedule: str, tmp_path: Path) -> None:
     run = processes(f"SCHEDULE = {schedule!r}\n{TORCHRUN}", 2, tmp_path)
     assert run.code == 0, run

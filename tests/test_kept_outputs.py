@@ -158,6 +158,7 @@ def test_gradients_and_buffers_are_the_same_with_less_traffic() -> None:
         assert torch.equal(grad, theirs[name]) if grad is not None else theirs[name] is None
 
 
+@pytest.mark.slow
 def test_the_caches_of_a_decoder_are_not_sent() -> None:
     found: dict[str, Any] = {}
     for outputs in ("none", "last", "everything"):

@@ -230,6 +230,7 @@ def test_opaque_modules_run_again_on_their_own_draws(schedule: str) -> None:
     assert_same(trained(routed(), stages=3, recompute=True, **options), kept)
 
 
+@pytest.mark.slow
 def test_hooks_that_look_run_once() -> None:
     counts = []
     for again in (False, True):

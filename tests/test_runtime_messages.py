@@ -263,6 +263,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_messages_may_outlive_a_profiler() -> None:
     """torch writes into freed memory when what its profiler saw begin ends after it."""
     done = subprocess.run(

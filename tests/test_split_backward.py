@@ -252,6 +252,7 @@ def test_gradients_for_a_loop_of_ones_own() -> None:
         assert torch.equal(parameter.grad, gradients[name])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:captured as opaque")
 def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it hangs onto the graph."""

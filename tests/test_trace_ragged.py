@@ -114,6 +114,7 @@ def _mixture(form: str) -> nn.Module:
     return make(_routed, experts=_Experts(form), router=nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["tensors", pytest.param("list", marks=pytest.mark.slow)])
 def test_a_loop_through_the_experts_that_are_hit(form: str) -> None:
     model = _mixture(form)

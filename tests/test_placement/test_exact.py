@@ -82,6 +82,7 @@ def test_place_agrees_with_brute_force(seed: int) -> None:
         assert answer.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_each_prover_alone_agrees_with_brute_force(seed: int) -> None:
     problem = random_problem(seed, SMALL)
@@ -192,12 +193,14 @@ def test_evaluation_refuses_what_is_no_pipeline() -> None:
     assert device_loads(fit, devices((0, 4), (1, 3), (2,))) == [2 + 1 + 4, 2 + 1 + 2 + 4, 1 + 2]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_answer() -> None:
     problem = parse(inception(2, 120), where="graph.json")
     first, second = (replace(place(problem, seed=4), seconds=0.0) for _ in range(2))
     assert first == second
 
 
+@pytest.mark.slow
 def test_progress_only_improves() -> None:
     seen: list[tuple[float | None, float]] = []
     problem = parse(inception(1, 160), where="graph.json")
@@ -238,6 +241,7 @@ def test_published_optima_are_reached_and_proved(name: str) -> None:
     assert answer.objective == pytest.approx(PUBLISHED[name], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_inception_like_training_graphs_are_proved(seed: int, tmp_path: Path) -> None:
     problem = read(write(tmp_path, inception(seed)))

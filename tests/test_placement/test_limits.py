@@ -105,7 +105,16 @@ def test_numbers_of_any_magnitude() -> None:
         assert answer.objective == pytest.approx(3.5 * scale)
 
 
-@pytest.mark.parametrize("part", [0.99, 1.0, 1.001, 1.05, 1.3])
+@pytest.mark.parametrize(
+    "part",
+    [
+        0.99,
+        pytest.param(1.0, marks=pytest.mark.slow),
+        pytest.param(1.001, marks=pytest.mark.slow),
+        1.05,
+        1.3,
+    ],
+)
 def test_tight_memory_is_proved_either_way(part: float) -> None:
     problem = parse(inception(2, 120), where="graph.json")
     total = math.fsum(node.size for node in problem.nodes)
