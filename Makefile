@@ -20,7 +20,7 @@ SELECTION := $(if $(SLOW),,-m "not slow")
 
 .PHONY: help venv demo test lint format docs bench clean
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 venv: $(READY)
 
