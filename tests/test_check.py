@@ -103,7 +103,7 @@ def test_updates_after_every_microbatch_are_proved(
     assert [spec.gradient_buffers(s) for s in range(num_stages)] == held
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(0, 1),

@@ -176,12 +176,13 @@ RANKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         '(models.mlp, "zb-v", "all")',
-        pytest.param('(models.unet, "interleaved", "last")', marks=pytest.mark.slow),
-        pytest.param('(partial(models.gpt, tied=True), "zb-v", "last")', marks=pytest.mark.slow),
+        '(models.unet, "interleaved", "last")',
+        '(partial(models.gpt, tied=True), "zb-v", "last")',
     ],
 )
 def test_on_four_ranks(case: str, tmp_path: Path) -> None:

@@ -426,6 +426,7 @@ say("equal")
 )
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
     run = processes(RANKS, 2, tmp_path)
     assert run.code == 0, run

@@ -337,10 +337,8 @@ ON_RANKS = """
 """
 
 
-@pytest.mark.parametrize(
-    "replicas",
-    [(2, 1), *(pytest.param(counts, marks=pytest.mark.slow) for counts in COUNTS[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", COUNTS)
 def test_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     run = processes(ON_RANKS.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
     assert run.code == 0, str(run)
