@@ -242,7 +242,7 @@ def _ranks(console: Console) -> list[str]:
     rows = whole_ranks.measured()
     cells = [
         [
-            row.case.model, row.case.optimizer, row.case.schedule, "yes" if row.case.clip else "",
+            row.case.model, row.case.optimizer, row.case.how, "yes" if row.case.clip else "",
             row.case.outputs, str(row.rank), format_bytes(row.forecast), format_bytes(row.peak),
             f"{row.error:+.2%}",
         ]

@@ -102,6 +102,14 @@ class Case:
     recompute: bool = False
     replicas: int = 1
 
+    @property
+    def how(self) -> str:
+        """The schedule, and what the stages do besides."""
+        parts = [self.schedule]
+        parts += ["recomputing"] if self.recompute else []
+        parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
