@@ -6,7 +6,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -125,6 +125,7 @@ class Worker:
         self._max_norm = plan.training.max_grad_norm
         self._box = Box({}, {})
         self._clips_to: float | None = None  # where the user clips what is in .grad now
+        self._weights_at: set[int] | None = None  # their memory; None: it may be another now
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._slots: dict[tuple[int, int], list[Handle]] = {}
@@ -162,6 +163,7 @@ class Worker:
     ) -> None:
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._box, self._clips_to = base, box or Box({}, {}), max_norm
+        self._weights_at = None
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
@@ -289,13 +291,10 @@ class Worker:
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )
         written = {handle.memory for handle in self._slots.get((minibatch, microbatch), ())}
-        written |= self.weights.memories() if values else set()
-        kept = {
-            name: value.detach().clone()
-            if memory_of(value) in written  # a view of what came in, or of the stage's own
-            else value.detach()
-            for name, value in values.items()
-        }
+        if values:
+            self._weights_at = self._weights_at or self.weights.memories(parameters=True)
+            written |= self._weights_at | self.weights.memories(parameters=False)
+        kept = {name: _apart(value, written) for name, value in values.items()}
         for port, edge in wiring.outputs:
             if edge is not None:
                 key = wiring.kind, edge, minibatch, microbatch
@@ -326,6 +325,7 @@ class Worker:
     def _step(self, ins: Instruction) -> None:
         assert self.updater is not None
         self.updater.update(self.weights, self.base + ins.minibatch, self.stage)
+        self._weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
         """Of all stages of the rank, by name."""
@@ -349,6 +349,12 @@ class Worker:
         assert most is not None
         total = self.norms.wait(minibatch)
         clip(self._gradients(minibatch).values(), total, most)
+
+
+def _apart(value: Tensor, written: Collection[int]) -> Tensor:
+    """A result of a stage, copied where it is a view of what came in, or of the stage's own."""
+    value = value.detach()
+    return value.clone() if memory_of(value) in written else value
 
 
 def run_together(workers: list[Worker], columns: list[tuple[Instruction, ...]]) -> None:

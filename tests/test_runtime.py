@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pdcompile
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ClosedError, ConfigError, InputError, NotPrepared
+from pdcompile.problem.constraints import Pin
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
 from tests.helpers import models
@@ -235,3 +238,49 @@ def test_what_has_no_meaning_is_refused() -> None:
         pipe._options = replace(pipe._options, optimizer=made)
         with pytest.raises(ConfigError, match=words):
             pipe.step(inputs, target=target)
+
+
+class Sometimes(torch.autograd.Function):
+    """Adds a row; it gets a gradient where the first number is positive: a view of x's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor) -> Tensor:
+        ctx.learns = bool(x[0, 0] > 0)
+        return x + row
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        return gradients[0], gradients[0].view(8) if ctx.learns else None
+
+
+class Learning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Sometimes.apply(x, self.row)
+        return y
+
+
+def test_a_gradient_that_is_sent_is_not_added_to() -> None:
+    """Autograd may take a view of it for .grad: here in the second microbatch for the first time,
+    before the sent one was read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), Learning())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(8))
+    twin = copy.deepcopy(model)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    x[:, 0] = torch.tensor([-1.0, 1.0, 1.0, -1.0])
+    pipe = pdcompile.compile(
+        model, loss_fn=F.mse_loss, optimizer=None, schedule="gpipe", microbatches=4,
+        cluster=Cluster.local(2), constraints=[Pin("0", 0), Pin("1", 1)], costs="estimated",
+        verify="off", progress=False,
+    )  # fmt: skip
+    pipe.forward_backward(x, target=y)
+    for one, two in zip(x.split(1), y.split(1), strict=True):
+        (F.mse_loss(twin(one), two) / 4).backward()
+    assert len(pipe.plan.stages) == 2
+    for (name, ours), theirs in zip(pipe.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name

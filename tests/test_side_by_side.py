@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import pdcompile
 from benchmarks import runtime
 from benchmarks.side_by_side import networks, page
+from benchmarks.side_by_side import waiting as module
 from benchmarks.side_by_side.counters import interface_bytes, socket_bytes
 from benchmarks.side_by_side.job import Figures, Job
 from benchmarks.side_by_side.launch import Outcome, launched
@@ -31,9 +33,9 @@ def chain() -> nn.Sequential:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited for, which then take no time."""
+    """Seconds that layers were to take, which then take no time."""
     found: list[float] = []
-    monkeypatch.setattr(time, "sleep", found.append)
+    monkeypatch.setattr(module, "lasting", lambda seconds: nullcontext(found.append(seconds)))
     return found
 
 
@@ -51,10 +53,18 @@ def test_waiting_layers_have_shapes_and_gradients_of_real_ones(slept: list[float
         assert float(parameter.grad.abs().sum()) > 0
 
 
-def test_what_a_waiting_layer_takes_itself_is_not_waited_for() -> None:
-    one = Times(3e-3, 2e-3, 6e-3, own_forward_seconds=1e-3, own_backward_seconds=4e-3)
-    assert one.waits == pytest.approx((2e-3, 1e-3, 3e-3))
-    assert Times(1e-3, 1e-3, 0.0, 2e-3, 2e-3).waits == (0.0, 0.0, 0.0)
+def test_what_a_waiting_layer_takes_itself_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, found = [0.0], list[float]()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.time, "sleep", found.append)
+    for taken in (1.0, 4.0):
+        with module.lasting(3.0):
+            now[0] += taken
+    assert found == [2.0, 0.0]
+    made = module.Waiting(nn.Linear(2, 2), (2,), Times(3e-3, 2e-3, 6e-3, adding_seconds=1e-3))
+    assert made.weight_wait == pytest.approx(5e-3)  # gradients are added by autograd, for real
 
 
 def test_equal_layers_are_timed_once_and_the_first_has_no_input_gradient() -> None:
@@ -66,7 +76,7 @@ def test_equal_layers_are_timed_once_and_the_first_has_no_input_gradient() -> No
 
 def test_plans_of_waiting_layers_know_their_times(slept: list[float]) -> None:
     """Both parts of a backward can be apart, so that stages can split it."""
-    times = [TIMES, TIMES, Times(2e-3, 4e-3, 0.0)]
+    times = [replace(TIMES, input_seconds=0.0), TIMES, Times(2e-3, 4e-3, 0.0)]
     x, y = torch.randn(4, 6), torch.randn(4, 4)
     model = waiting(chain(), x, times)
     pipe = pdcompile.compile(

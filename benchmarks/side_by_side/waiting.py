@@ -1,16 +1,18 @@
 """Layers that wait as long as they would compute: parameters, messages and gradients are real.
 
 A waiting layer makes something simple of the shape that the real one makes, and real gradients of
-that, of its input and of all its parameters.  Its forward waits, and so do the two parts of its
-backward, each in a node of autograd's graph of its own, so that whoever splits a backward can.
-What the layer takes for itself is not waited for.
+that, of its input and of all its parameters.  Its forward takes as long as the real one, and so do
+the two parts of its backward, each a node of autograd's graph of its own, so that whoever splits
+a backward can.  What they compute themselves is part of that time, however long it takes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -22,17 +24,17 @@ from pdcompile.passes.costs.timing import typical
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 
 TIMING_SECONDS = 0.5  # for each distinct layer
+_PR_SET_TIMERSLACK = 29
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a layer takes for one microbatch, and what a waiting one takes without waiting."""
+    """What a layer takes for one microbatch."""
 
     forward_seconds: float
     input_seconds: float  # of its backward: the gradient of what comes in
     weight_seconds: float  # and the gradients of its parameters
-    own_forward_seconds: float = 0.0
-    own_backward_seconds: float = 0.0
+    adding_seconds: float = 0.0  # of that: adding them to those that are there, which is not waited
     real: bool = False  # it computes: nothing waits
 
     @property
@@ -40,45 +42,54 @@ class Times:
         """Forward and backward."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
-    @property
-    def waits(self) -> tuple[float, float, float]:
-        """Seconds to wait in forward, and in both parts of backward."""
-        backward = self.input_seconds + self.weight_seconds
-        left = max(0.0, 1 - self.own_backward_seconds / backward) if backward else 0.0
-        forward = max(0.0, self.forward_seconds - self.own_forward_seconds)
-        return forward, left * self.input_seconds, left * self.weight_seconds
+
+def sleep_precisely() -> None:
+    """Have this process wake from its sleeps at once: Linux adds 50 microseconds otherwise."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+@contextmanager
+def lasting(seconds: float) -> Iterator[None]:
+    """What is done inside takes so long, at least."""
+    end = time.perf_counter() + seconds
+    yield
+    time.sleep(max(0.0, end - time.perf_counter()))
 
 
 class Through(torch.autograd.Function):
-    """The mean of what comes in, in another shape, after a wait; gradients after another."""
+    """The mean of what comes in, plus a number, in another shape; all gradients but weights'."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: tuple[int, ...], forward: float, backward: float
-    ) -> Tensor:
-        ctx.seconds, ctx.shape = backward, x.shape
-        time.sleep(forward)
-        return x.float().mean().expand(x.shape[0], *shape).contiguous()
+        ctx: Any, x: Tensor, plus: Tensor | None, shape: tuple[int, ...], forward: float,
+        backward: float,
+    ) -> Tensor:  # fmt: skip
+        with lasting(forward):
+            ctx.seconds, ctx.shape = backward, x.shape
+            mean = x.float().mean()
+            return (mean if plus is None else mean + plus).expand(x.shape[0], *shape).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        time.sleep(ctx.seconds)
-        each = gradients[0].sum() / ctx.shape.numel()
-        return each.expand(ctx.shape).contiguous(), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
+        with lasting(ctx.seconds if wanted[0] else 0.0):
+            total = gradients[0].sum()
+            each = (total / ctx.shape.numel()).expand(ctx.shape).contiguous()
+            return each if wanted[0] else None, total if wanted[1] else None, None, None, None
 
 
 class Weights(torch.autograd.Function):
-    """A number that is made of the parameters; a gradient for each of them after a wait."""
+    """A number that stands for the parameters; a gradient for each of them."""
 
     @staticmethod
     def forward(ctx: Any, seconds: float, *parameters: Tensor) -> Tensor:
         ctx.seconds, ctx.shapes = seconds, [one.shape for one in parameters]
-        return torch.stack([one.flatten()[0] for one in parameters]).sum()
+        return parameters[0].flatten()[0].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        time.sleep(ctx.seconds)
-        return None, *(gradients[0].expand(shape).contiguous() for shape in ctx.shapes)
+        with lasting(ctx.seconds):
+            return None, *(gradients[0].expand(shape).contiguous() for shape in ctx.shapes)
 
 
 class Waiting(nn.Module):
@@ -90,12 +101,14 @@ class Waiting(nn.Module):
         for name, parameter in zip(self.names, layer.parameters(), strict=True):
             self.register_parameter(name, parameter)
         self.shape = shape
-        self.forward_wait, self.input_wait, self.weight_wait = times.waits
+        self.forward_wait, self.input_wait = times.forward_seconds, times.input_seconds
+        self.weight_wait = max(0.0, times.weight_seconds - times.adding_seconds)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Through.apply(x, self.shape, self.forward_wait, self.input_wait)
         held = [getattr(self, name) for name in self.names]
-        return y + Weights.apply(self.weight_wait, *held) if held else y
+        plus = Weights.apply(self.weight_wait, *held) if held else None
+        y: Tensor = Through.apply(x, plus, self.shape, self.forward_wait, self.input_wait)
+        return y
 
 
 def waiting(chain: nn.Module, inputs: Tensor, times: Sequence[Times]) -> nn.Sequential:
@@ -125,9 +138,7 @@ def timed_layers(chain: nn.Module, inputs: Tensor) -> list[Times]:
             forward, backward = _timed(layer, given)
             weights = any(True for _ in layer.parameters())
             share = (given.requires_grad or not weights) / (1 + (weights and given.requires_grad))
-            real = Times(forward, backward * share, backward * (1 - share))
-            own = _timed(Waiting(layer, tuple(x.shape[1:]), Times(0.0, 0.0, 0.0)), given)
-            known[key] = replace(real, own_forward_seconds=own[0], own_backward_seconds=own[1])
+            known[key] = Times(forward, backward * share, backward * (1 - share), _adding(layer))
         found.append(known[key])
     return found
 
@@ -150,6 +161,20 @@ def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
     backward = typical(once, TIMING_SECONDS)
     layer.zero_grad()
     return median(forwards), backward
+
+
+def _adding(layer: nn.Module) -> float:
+    """Seconds of adding a gradient to every parameter's."""
+    gradients = [torch.zeros_like(one) for one in layer.parameters()]
+    others = [torch.zeros_like(one) for one in gradients]
+
+    def once() -> float:
+        began = time.thread_time()
+        for one, other in zip(gradients, others, strict=True):
+            one.add_(other)
+        return time.thread_time() - began
+
+    return typical(once, TIMING_SECONDS / 5) if gradients else 0.0
 
 
 def profile_of(graph: OpGraph, microbatch_size: int, times: Sequence[Times]) -> Profile:

@@ -35,6 +35,7 @@ from benchmarks.side_by_side.contestants import (
 from benchmarks.side_by_side.counters import interface_bytes, peak_memory, socket_bytes
 from benchmarks.side_by_side.job import Figures, Job
 from benchmarks.side_by_side.shares import python_seconds
+from benchmarks.side_by_side.waiting import sleep_precisely
 from pdcompile.errors import PdcompileError
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import DEFAULT, KINDS
@@ -180,6 +181,7 @@ def timed(one: Contestant, task: Task, steps: int, interface: str | None) -> tup
 
 def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    sleep_precisely()
     job, folder = Job.read(Path(arguments[0])), Path(arguments[1])
     dist.init_process_group("gloo", timeout=TIMEOUT)
     found = {name: asdict(figures) for name, figures in run(job, folder).items()}

@@ -68,7 +68,8 @@ class StageWeights:
             for name, fqn in self._places:
                 slots = self._slots.get(fqn)
                 set_tensor(module, name, tensors(fqn) if slots is None else slots[version])
-        self._accumulating: tuple[int, int] | None = None  # minibatch, instance
+        self._accumulating: tuple[int, int] | None = None  # update, instance
+        self._without: Collection[str] = self.owned  # a gradient, when last looked at
         self.starts_anew = False  # all versions are the newest until there is another
         self._earlier: Gradients = {}  # of the user's earlier calls, while replicas sum this one's
 
@@ -98,19 +99,19 @@ class StageWeights:
                 found[fqn] = module.get_submodule(owner)._buffers[last]
         return {fqn: tensor for fqn, tensor in found.items() if tensor is not None}
 
-    def memories(self) -> set[int]:
-        """Addresses of the memory that calls write: weights of every version, and buffers."""
-        tables = [table for home in self._homes for table in (home._parameters, home._buffers)]
-        held = (tensor for table in tables for tensor in table.values() if tensor is not None)
-        return {memory_of(tensor) for tensor in held}
+    def memories(self, *, parameters: bool) -> set[int]:
+        """Addresses of the memory of the weights of every version, or of the buffers."""
+        tables = (home._parameters if parameters else home._buffers for home in self._homes)
+        return {memory_of(one) for table in tables for one in table.values() if one is not None}
 
     # -- gradients ---------------------------------------------------------------------------
 
     def begin_backward(self, minibatch: int, version: int) -> None:
         """Gradients that follow belong to `minibatch`; those of an earlier update are put aside."""
         number = self.numbers.update(minibatch)
-        if self._accumulating is not None and self._accumulating[0] != number:
+        if self._accumulating is None or self._accumulating[0] != number:
             self._put_aside()
+            self._without = self.owned
         self._accumulating = (number, version % self.versions)
 
     def take_gradient(self, version: int, fqn: str) -> Tensor:
@@ -120,12 +121,12 @@ class StageWeights:
 
     def separate_gradients(self, version: int, memories: Collection[int]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
-        the next microbatch would add to it there: give such parameters memory of their own."""
-        for fqn in self.owned if memories else ():
-            parameter = self.parameter(version, fqn)
-            gradient = parameter.grad
-            if gradient is not None and memory_of(gradient) in memories:
-                parameter.grad = gradient.clone()
+        the next microbatch would add to it there: give such parameters memory of their own.
+
+        A .grad that was there before was added to where it is, and shares none.
+        """
+        held = [(fqn, self.parameter(version, fqn)) for fqn in self._without]
+        self._without = [fqn for fqn, one in held if not _separated(one, memories)]
 
     def harvest(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, of owned parameters that have one."""
@@ -274,6 +275,14 @@ class StageWeights:
         for slot in self._slots.get(fqn, ()):
             slot.data.copy_(value)
         return fqn in self._slots
+
+
+def _separated(parameter: nn.Parameter, memories: Collection[int]) -> bool:
+    """Whether it has a gradient, which then has memory of its own."""
+    gradient = parameter.grad
+    if gradient is not None and memory_of(gradient) in memories:
+        parameter.grad = gradient.clone()
+    return gradient is not None
 
 
 class Hooks:
