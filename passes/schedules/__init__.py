@@ -10,8 +10,7 @@ from math import gcd
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
 from pdcompile.problem import MemoryRule
-from pdcompile.schedule import Action
-from pdcompile.schedule.instruction import TO_WEIGHTS
+from pdcompile.schedule.instruction import most_held
 from pdcompile.schedule.registry import GRADIENT_SLOTS, ScheduleKind, StageWork, kind_of
 
 __all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
@@ -84,15 +83,12 @@ def warmup(
 @lru_cache(maxsize=256)
 def _held(kind: ScheduleKind, share: int, placement: tuple[int, ...]) -> tuple[int, ...]:
     """The most microbatches between forward and backward of each stage, by the ranks' orders."""
-    count = len(placement)
-    now, most = [0] * count, [0] * count
+    count, tasks = len(placement), []
     for rank in sorted(set(placement)):
         held = [stage for stage in range(count) if placement[stage] == rank]
         own = [StageWork(stage, range(share), num_stages=count) for stage in held]
-        for stage, action, _, _ in kind.order(own):
-            now[stage] += (action is Action.FORWARD) - (action in TO_WEIGHTS)
-            most[stage] = max(most[stage], now[stage])
-    return tuple(most)
+        tasks += [(task.stage, task.action) for task in kind.order(own)]
+    return most_held(tasks, count)
 
 
 def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:

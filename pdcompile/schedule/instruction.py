@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
@@ -134,6 +135,15 @@ POST_RECV, WAIT_RECV, SEND, WAIT_SEND = (
     {action.kind: action for action in Action if action.phase is phase}
     for phase in (Phase.POST_RECV, Phase.WAIT_RECV, Phase.SEND, Phase.WAIT_SEND)
 )
+
+
+def most_held(tasks: Iterable[tuple[int, Action]], num_stages: int) -> tuple[int, ...]:
+    """The most microbatches between forward and backward of each stage, by stage and action."""
+    now, most = [0] * num_stages, [0] * num_stages
+    for stage, action in tasks:
+        now[stage] += (action is Action.FORWARD) - (action in TO_WEIGHTS)
+        most[stage] = max(most[stage], now[stage])
+    return tuple(most)
 
 
 class Instruction(NamedTuple):  # a dataclass takes four times as long to make

@@ -59,10 +59,6 @@ class Broadcast(NamedTuple):
     receivers: tuple[int, ...]
 
 
-#: of gradients that replicas sum at one time: enough for a link's full rate, and to overlap
-BUCKET_BYTES = 25 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """What the schedule functions read of a plan.  `ranks[s][q]`: replica q of stage s."""

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pdcompile.errors import DeadlockError, ScheduleError
-from pdcompile.schedule.instruction import BACKWARDS, TO_INPUTS, TO_WEIGHTS, Action
+from pdcompile.schedule.instruction import BACKWARDS, TO_INPUTS, TO_WEIGHTS, Action, most_held
 
 COMPUTES = (Action.FORWARD, *BACKWARDS)
 _ACTIONS = {one.value: one for one in COMPUTES}
@@ -112,12 +112,8 @@ class Written:
     @cached_property
     def warmup(self) -> tuple[int, ...]:
         """Of each stage one less than the microbatches that it holds at most."""
-        now, most = [0] * len(self.placement), [0] * len(self.placement)
-        for row in self.rows:
-            for stage, action, _ in row:
-                now[stage] += (action is Action.FORWARD) - (action in TO_WEIGHTS)
-                most[stage] = max(most[stage], now[stage])
-        return tuple(count - 1 for count in most)
+        tasks = ((cell.stage, cell.action) for row in self.rows for cell in row)
+        return tuple(count - 1 for count in most_held(tasks, len(self.placement)))
 
     def slots(self) -> list[list[Cell | None]]:
         """The rows with a column for each unit of time, if every task takes one; None: idle."""
