@@ -17,6 +17,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
 from pdcompile.plan.evaluate import memory
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
+from pdcompile.schedule.spec import BUCKET_BYTES
 from tests.helpers.schedules import chain, make_plan
 
 
@@ -44,6 +45,35 @@ def test_a_stream_steps_with_microbatches_in_flight() -> None:
     )  # fmt: skip
     first = ledgers(plan)[0]
     assert (first.temporaries_bytes, first.activations_bytes) == (80, 30)
+
+
+@pytest.mark.parametrize(
+    ("first", "gradients", "workspace"),
+    [(60, 60, 0), (130, 100, 30), (0, 100, 10)],
+    ids=["less than the gradients", "more", "unknown"],
+)
+def test_what_a_first_backward_needs(first: int, gradients: int, workspace: int) -> None:
+    """It makes the gradients one by one; where nobody knows, all and the workspace count."""
+    plan = make_plan(
+        "gpipe", 2, 4, edges=chain(2, 0), parameter_bytes=100, trainable_bytes=100, saved_bytes=80,
+        workspace_bytes=10, first_workspace_bytes=first,
+    )  # fmt: skip
+    for one in ledgers(plan):
+        assert (one.gradients_bytes, one.workspace_bytes) == (gradients, workspace)
+        assert one.total_bytes == 100 + 200 + 4 * 80 + (first or 100 + 10)
+
+
+@pytest.mark.parametrize("size", [60, 3 * BUCKET_BYTES])
+def test_replicas_sum_gradients_in_a_bucket(size: int) -> None:
+    """It has memory beside the gradients, of which it holds a part at one time."""
+    plan = make_plan(
+        "1f1b", 2, 4, edges=chain(2, 0), replicas=(2, 1), parameter_bytes=size,
+        trainable_bytes=size, workspace_bytes=10,
+    )  # fmt: skip
+    *replicated, alone = ledgers(plan)
+    assert [one.workspace_bytes for one in replicated] == [min(size, BUCKET_BYTES)] * 2
+    assert alone.workspace_bytes == 10
+    assert all(one.total_bytes == 4 * size + min(size, BUCKET_BYTES) for one in replicated)
 
 
 def test_a_copy_of_a_tied_parameter_keeps_no_gradient() -> None:
