@@ -65,8 +65,12 @@ docs: $(READY)
 	$(BIN)/python docs/build.py
 	$(BIN)/python docs/sources.py
 
+# All but a module, what needs arguments, and what memory.py starts.
+BENCHMARKS = $(filter-out $(patsubst %,benchmarks/%.py,against graphs models whole_ranks), \
+  $(wildcard benchmarks/[a-z]*.py))
+
 bench: $(READY)
-	@set -e; for file in $(filter-out benchmarks/graphs.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

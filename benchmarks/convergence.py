@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,54 +33,32 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-import pdcompile
-from pdcompile.cluster import Cluster
-from pdcompile.schedule.registry import KINDS
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # also as `python benchmarks/convergence.py`
+
+import pdcompile  # noqa: E402
+from benchmarks.models import Block  # noqa: E402
+from pdcompile.cluster import Cluster  # noqa: E402
+from pdcompile.schedule.registry import KINDS  # noqa: E402
 
 STAGES, MICROBATCHES, POINTS = 4, 4, 10
 CONTEXT, WIDTH, VOCAB = 48, 64, 256
 HELD_OUT, EVALUATED = 512, 128  # samples, and how many of them at one time
 Batch = tuple[Tensor, Tensor]
-READING = """\
-`1f1b` and data parallelism compute the same gradients but for the order of their sums. Gradients
-of weights that are one minibatch old cost AdamW most while the loss falls fastest, and these
-trainings are short: at 1f1b's learning rate 2bw ends behind it after as many samples, and the
-third of the time that it saves does not make up for that. Muon loses less to the delay: on digits
-2bw is ahead of 1f1b in time at first and level with it later, on bytes 1f1b stays ahead. `stash`
-updates four times as often on a quarter of the samples, which helps the GPT and not the MLP.
-Neither a longer training nor a learning rate of its own for each schedule was tried.\
-"""
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block whose parameters are all matrices, as Muon wants them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        parts = self.qkv(self.norm(x)).chunk(3, -1)
-        q, k, v = (part.view(b, s, 4, -1).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, WIDTH))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+READING = "## What these tables say"  # under this heading a person writes; it is kept
 
 
 class BytesModel(nn.Module):
-    """Bytes (b, s) -> logits of the next ones (b, s, 256)."""
+    """Bytes (b, s) -> logits of the next ones (b, s, 256).
+
+    The parameters of its blocks are all matrices, as Muon wants them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = nn.Embedding(VOCAB, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH, 4, matrices=True) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -278,7 +257,7 @@ def draw(found: dict[str, dict[str, list[Curve]]], path: Path) -> None:
         row[0].set_title(task)
         row[1].legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def measured(task: str, seeds: int, jobs: int) -> dict[str, list[Curve]]:
@@ -294,8 +273,8 @@ def measured(task: str, seeds: int, jobs: int) -> dict[str, list[Curve]]:
     return found
 
 
-def page(found: dict[str, dict[str, list[Curve]]], seeds: int, picture: str) -> str:
-    """The page, as Markdown."""
+def page(found: dict[str, dict[str, list[Curve]]], seeds: int, picture: str, before: str) -> str:
+    """The page, as Markdown; what a person wrote into the one before it is kept."""
     tables = "\n\n".join(table(task, runs) for task, runs in found.items())
     how = str(__doc__).split("\n\n", 2)[2].strip()
     parts = (
@@ -306,7 +285,7 @@ def page(found: dict[str, dict[str, list[Curve]]], seeds: int, picture: str) -> 
         f"![losses]({picture})",
         tables,
         "Spread: standard deviation over seeds.  Time: forecast, 1f1b's is 1.",
-        READING,
+        READING + before.partition(READING)[2].rstrip(),
     )
     return "\n\n".join(parts) + "\n"
 
@@ -322,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="page to write, with its plot beside it")
     args = parser.parse_args(argv)
     found = {task: measured(task, args.seeds, args.jobs) for task in args.only}
-    picture = (args.write or Path("convergence.md")).with_suffix(".svg").name
-    text = page(found, args.seeds, picture)
+    path = args.write or ROOT / "docs" / "convergence.md"
+    before = path.read_text() if path.exists() else ""
+    text = page(found, args.seeds, path.with_suffix(".svg").name, before)
     if args.write:
         args.write.write_text(text)
         draw(found, args.write.with_suffix(".svg"))

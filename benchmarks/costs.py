@@ -1,6 +1,6 @@
 """Predicted against measured stage times, the forecast written down before the measurement.
 
-    python -m benchmarks.costs [MODEL ...] [--calibrate 3] [--stages 4] [--json] [--write FILE]
+    python benchmarks/costs.py [MODEL ...] [--calibrate 3] [--stages 4] [--json] [--write FILE]
 
 For each model: its ops are timed one by one; it is cut into `--calibrate` stages, which are timed,
 and the costs of the ops are rescaled by that (`passes.refine`).  Then it is cut into `--stages`
@@ -256,7 +256,7 @@ def page(rows: Sequence[Row], options: argparse.Namespace) -> str:
     lines = [
         "# Forecast and measured stage times",
         "",
-        "Made by `python -m benchmarks.costs --write docs/costs.md` "
+        "Made by `python benchmarks/costs.py --write docs/costs.md` "
         f"(torch {torch.__version__}, {processor()}, one thread).",
         "",
         f"Each model was cut into {options.calibrate} stages, which were timed and calibrated the "

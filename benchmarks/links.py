@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ REPEATS = 30
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return subprocess.run([*command, "--nproc-per-node=2", __file__], check=False).returncode

@@ -1,6 +1,6 @@
 """Predicted against measured memory of every stage, and how much of it has a closed form.
 
-    python -m benchmarks.memory [--stages 3] [--only gpt2 t5] [--no-symbolic] [--no-ranks]
+    python benchmarks/memory.py [--stages 3] [--only gpt2 t5] [--no-symbolic] [--no-ranks]
                                 [--write FILE]
 
 Every model is captured and planned; the forecast of each stage is written down, and only then
@@ -12,6 +12,7 @@ Then whole ranks are trained on two processes (`benchmarks.whole_ranks`).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,28 +22,31 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import whole_ranks
-from benchmarks.models import MODELS, Sample, sample
-from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
-from pdcompile.driver import make_plan
-from pdcompile.ir.graph import Capture, OpCost
-from pdcompile.options import Options
-from pdcompile.options.configuration import configure
-from pdcompile.passes.costs import Resident, estimate, forecast
-from pdcompile.passes.costs.symbolic import symbolic
-from pdcompile.passes.stages.boundaries import as_planned, stage_of_ops
-from pdcompile.passes.trace import capture
-from pdcompile.plan import Plan
-from pdcompile.planner import Planner
-from pdcompile.steps import Steps
-from pdcompile.units import format_bytes
-from tests.helpers.live_stages import Measured, measured
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # also as `python benchmarks/memory.py`
+
+from benchmarks import whole_ranks  # noqa: E402
+from benchmarks.models import MODELS, Sample, sample  # noqa: E402
+from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch  # noqa: E402
+from pdcompile.driver import make_plan  # noqa: E402
+from pdcompile.ir.graph import Capture, OpCost  # noqa: E402
+from pdcompile.options import Options  # noqa: E402
+from pdcompile.options.configuration import configure  # noqa: E402
+from pdcompile.passes.costs import Resident, estimate, forecast  # noqa: E402
+from pdcompile.passes.costs.symbolic import symbolic  # noqa: E402
+from pdcompile.passes.stages.boundaries import as_planned, stage_of_ops  # noqa: E402
+from pdcompile.passes.trace import capture  # noqa: E402
+from pdcompile.plan import Plan  # noqa: E402
+from pdcompile.planner import Planner  # noqa: E402
+from pdcompile.steps import Steps  # noqa: E402
+from pdcompile.units import format_bytes  # noqa: E402
+from tests.helpers.live_stages import Measured, measured  # noqa: E402
 
 MICROBATCHES = 4
 
 HEADER = """# Memory: forecast and measurement
 
-Written by `python -m benchmarks.memory --write docs/memory.md`.
+Written by `python benchmarks/memory.py --write docs/memory.md`.
 
 ## One microbatch on one stage
 

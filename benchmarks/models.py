@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -202,17 +203,22 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """(b, s, width) -> the same: a pre-norm transformer block."""
+    """(b, s, width) -> the same: a pre-norm transformer block.
 
-    def __init__(self, width: int, heads: int) -> None:
+    `matrices`: all its parameters are matrices, without biases and weights of norms.
+    """
+
+    def __init__(self, width: int, heads: int, *, matrices: bool = False) -> None:
         super().__init__()
         self.heads = heads
-        self.ln_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        norm = partial(nn.LayerNorm, width, elementwise_affine=not matrices)
+        linear = partial(nn.Linear, bias=not matrices)
+        self.ln_1 = norm()
+        self.qkv = linear(width, 3 * width)
+        self.proj = linear(width, width)
+        self.ln_2 = norm()
+        self.up = linear(width, 4 * width)
+        self.down = linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, width = x.shape

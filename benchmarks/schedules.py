@@ -8,6 +8,7 @@ Bubbles are simulated with F = 1 and B = 2 per stage.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 
@@ -100,5 +101,6 @@ def bubbles(num_stages: int = 4, count: int = 8) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     proofs()
     bubbles()

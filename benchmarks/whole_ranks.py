@@ -10,7 +10,7 @@ activations, messages, and what kernels need inside.  The caller's inputs are ta
 
 from __future__ import annotations
 
-import gc
+import argparse
 import json
 import os
 import subprocess
@@ -27,15 +27,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
-import pdcompile
-from pdcompile.schedule.registry import KINDS
-from tests.helpers import models
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # also as `python benchmarks/whole_ranks.py`
+
+import pdcompile  # noqa: E402
+from benchmarks.side_by_side.counters import peak_memory  # noqa: E402
+from pdcompile.schedule.registry import KINDS  # noqa: E402
+from tests.helpers import models  # noqa: E402
 
 RANKS, MICROBATCHES, CALLS = 2, 8, 5
 DETAILED = ("1f1b", "2bw")
-TRAINING = "training"  # from the first call on
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
@@ -145,9 +147,8 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case) -> RankRow:
     """Plan, write down the ledger, then train."""
-    gc.collect()
     torch.manual_seed(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with peak_memory() as (peak, training):
         model, inputs, target, loss_fn = MODELS[case.model]()
         pipe = pdcompile.compile(
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer],
@@ -163,27 +164,13 @@ def measure(case: Case) -> RankRow:
             assert pipe.plan.forecast is not None
             forecast = pipe.plan.forecast.ledgers[rank].total_bytes
             del model
-            gc.collect()
-            with record_function(TRAINING):
+            with training():
                 for _ in range(CALLS):
                     result = pipe.step(inputs, target=target)
             pipe.flush()
             del result
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
-    return RankRow(case, rank, forecast, _peak(seen) - given)
-
-
-def _peak(seen: profile) -> int:
-    """The most bytes from the first call on."""
-    assert seen.profiler is not None
-    events = sorted(seen.profiler.kineto_results.events(), key=lambda one: one.start_ns())
-    now, most, trains = 0, 0, False
-    for event in events:
-        trains = trains or event.name() == TRAINING
-        if event.name() == "[memory]":
-            now += event.nbytes()
-        most = max(most, now) if trains else 0
-    return most
+    return RankRow(case, rank, forecast, peak.num_bytes - given)
 
 
 def measured() -> list[RankRow]:
@@ -191,7 +178,7 @@ def measured() -> list[RankRow]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.whole_ranks", folder]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, cwd=ROOT)
         of_rank = [
             [_row(line) for line in Path(folder, f"{rank}.jsonl").read_text().splitlines()]
             for rank in range(RANKS)
@@ -205,8 +192,11 @@ def _row(line: str) -> RankRow:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where every rank writes its rows")
+    folder = parser.parse_args().folder
     torch.set_num_threads(1)
-    file = Path(sys.argv[1], f"{os.environ['RANK']}.jsonl")
+    file = folder / f"{os.environ['RANK']}.jsonl"
     with file.open("w") as out:
         for case in cases():
             row = measure(case)
