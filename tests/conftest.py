@@ -7,9 +7,13 @@ Where slow tests are left out (`-m "not slow"`), properties are tried on fewer e
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:  # imports torch, which not all tests need
+    from tests.helpers.alike import Call
 
 os.environ["PDCOMPILE_CACHE"] = "off"
 # Several workers share the cores: threads that wait for each other would spin.
@@ -22,9 +26,23 @@ _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what i
 @pytest.fixture
 def one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pdcompile.compile` captures a model of `tests.helpers.models` once for all tests."""
-    from tests.helpers.captures import capture_once  # imports torch, which not all tests need
+    from tests.helpers.captures import capture_once
 
     monkeypatch.setattr("pdcompile.driver.capture", capture_once)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a verb in this process: (exit code, stdout, stderr)."""
+    from pdcompile.cli import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(words))
+        said = capsys.readouterr()
+        return int(stop.value.code or 0), said.out, said.err
+
+    return run
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,25 +14,12 @@ import pytest
 from pdcompile.cli import main
 from pdcompile.cli.options import Flags
 from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
+from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 
-Call = Callable[..., tuple[int, str, str]]
 VERBS = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run", "costs",
 )  # fmt: skip
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -10,19 +10,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdcompile.cli import main
 from pdcompile.cli.importing import KINDS, FileKind
 from pdcompile.passes.published.solution import LevelSolution, Solution, StageSolution
+from tests.helpers.alike import Call
 from tests.helpers.reference import folder
 from tests.helpers.report_data import plan
-
-Call = Callable[..., tuple[int, str, str]]
 
 PLANNED = Solution(
     "feasible", 2.0, 1.5, "CP-SAT", 0.0, "contiguous",
@@ -36,17 +35,10 @@ NONE = Solution("infeasible", None, math.inf, "relaxation", 0.0, "all", reason="
 LATE = Solution("unknown", None, 0.25, "relaxation", 0.0, "all", reason="no plan within 0 s")
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run ``pdcompile plan`` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(["plan", *arguments])
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
+@pytest.fixture(name="call")
+def plan_verb(call: Call) -> Call:
+    """`pdcompile plan` in this process."""
+    return partial(call, "plan")
 
 
 @pytest.fixture

@@ -12,33 +12,26 @@ from typing import Any
 
 import pytest
 
-from pdcompile.cli import main
 from pdcompile.plan import Plan
 from pdcompile.schedule import files
 from pdcompile.schedule.registry import KINDS
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(list(words))
-    said = capsys.readouterr()
-    return int(stop.value.code or 0), said.out, said.err
+from tests.helpers.alike import Call
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.stream])
 @pytest.mark.parametrize("suffix", files.SUFFIXES)
 def test_a_schedule_is_written_and_read_again(
-    name: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, suffix: str, tmp_path: Path, call: Call
 ) -> None:
     mine = tmp_path / f"mine{suffix}"
-    code, out, err = run(capsys, "schedule", name, "--microbatches", "5", "-o", str(mine))
+    code, out, err = call("schedule", name, "--microbatches", "5", "-o", str(mine))
     assert code == 0, err
     ranks = 4 // KINDS[name].usual
     assert out.startswith(f"{name}: 4 stages on {ranks} rank")
     assert "5 microbatches, " in out
     assert f"schedule {name}: proved on" in out
     assert f"written: {mine}" in err.replace("\n", "")
-    code, out, _ = run(capsys, "schedule", str(mine), "--json")
+    code, out, _ = call("schedule", str(mine), "--json")
     document = json.loads(out)
     assert document["status"] == "done"
     assert document["schedule"] == ("mine" if suffix == ".csv" else name)
@@ -48,35 +41,33 @@ def test_a_schedule_is_written_and_read_again(
     ]
 
 
-def test_an_edited_schedule_is_planned_and_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edited_schedule_is_planned_and_run(tmp_path: Path, call: Call) -> None:
     """The plan carries it: the file may be gone, and comes out of the plan again."""
     mine, plan, again = (tmp_path / name for name in ("mine.csv", "plan.json", "again.json"))
     target = "examples/gpt.py:build"
-    assert run(capsys, "schedule", "1f1b", "--stages", "2", "-o", str(mine))[0] == 0
+    assert call("schedule", "1f1b", "--stages", "2", "-o", str(mine))[0] == 0
     text = mine.read_text()
     assert text.startswith("0F0,0F1,,0B0,0F2,0B1,")
     mine.write_text(text.replace("0F0,0F1,,0B0,0F2", "0F0,0F1,0F2,0B0,"))  # another warm-up
     given = ["--schedule", str(mine), "--costs", "estimated", "-o", str(plan)]
-    code, _, err = run(capsys, "plan", target, *given)
+    code, _, err = call("plan", target, *given)
     assert code == 0, err
     written = files.read(mine)
     mine.unlink()
     assert Plan.load(plan).training.schedule == str(written)
     assert Plan.load(plan).training.warmup == (2, 0)
-    code, _, err = run(capsys, "run", target, "--plan", str(plan), "--steps", "2", "--json")
+    code, _, err = call("run", target, "--plan", str(plan), "--steps", "2", "--json")
     assert code == 0, err
-    assert run(capsys, "schedule", str(plan), "-o", str(again))[0] == 0
+    assert call("schedule", str(plan), "-o", str(again))[0] == 0
     assert files.read(again) == written
     for verb in ("explain", "simulate"):
-        code, out, _ = run(capsys, verb, str(plan))
+        code, out, _ = call(verb, str(plan))
         assert code == 0
         assert str(written) not in out
     other = Plan.load(plan)
     text = other.training.schedule.replace("0F2 0B0", "0B0 0F2")
     again.write_text(replace(other, training=replace(other.training, schedule=text)).to_json())
-    code, out, _ = run(capsys, "diff", str(plan), str(again))
+    code, out, _ = call("diff", str(plan), str(again))
     assert code == 0
     assert re.search("schedule +mine +mine +other tasks", out)
 
@@ -101,11 +92,11 @@ def test_what_is_refused(
     remedy: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    call: Call,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.csv").write_text("1F0,1B0\n")
-    code, out, err = run(capsys, "schedule", *words)
+    code, out, err = call("schedule", *words)
     assert code == 2
     assert not out
     shown = " ".join(err.split())
@@ -113,20 +104,18 @@ def test_what_is_refused(
     assert remedy in shown
 
 
-def test_a_bad_file_is_refused_before_the_target_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_is_refused_before_the_target_is_read(tmp_path: Path, call: Call) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("0F0,0B0\n1F0,1Q0\n")
     for verb in ("plan", "run"):
-        code, _, err = run(capsys, verb, "nowhere.py:build", "--schedule", str(bad))
+        code, _, err = call(verb, "nowhere.py:build", "--schedule", str(bad))
         assert code == 2
         assert "'1Q0' is not a task" in err
         assert "row 2, column 2" in " ".join(err.split())
 
 
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "schedule", "examples/schedule.csv")
+def test_the_example(call: Call) -> None:
+    code, out, _ = call("schedule", "examples/schedule.csv")
     assert code == 0
     assert out.startswith("schedule: 4 stages on 2 ranks, 4 microbatches, ")
 

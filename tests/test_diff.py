@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,31 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.plan import Plan
 from pdcompile.plan.diff import Changed, Moved, diff
 from pdcompile.problem.constraints import Pin
 from pdcompile.report.diff_table import shortened
+from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 from tests.helpers.report_data import plan as hand_made
 
-Call = Callable[..., tuple[int, str, str]]
 TWO = Cluster((Device(memory_bytes=10**9),) * 2, (Level("nvlink", 2, 1e3),))
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def files(folder: Path, *plans: Plan) -> list[str]:

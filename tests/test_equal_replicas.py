@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import pdcompile
-from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device
 from pdcompile.errors import ConfigError, NotFoundError
 from pdcompile.passes.check import check as check_schedule
@@ -24,28 +21,21 @@ from pdcompile.plan import Plan, check
 from pdcompile.problem import StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import KINDS
+from tests.helpers import alike
+from tests.helpers.alike import Call, run_verbs
 from tests.helpers.graphs import residual
 from tests.helpers.launch import processes
-from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
+from tests.helpers.models import batch_for, gpt, mlp, unet
 from tests.helpers.whole_space import at
-from tests.test_replicas import CLOSE, TORCHRUN, close
+from tests.test_replicas import TORCHRUN
 from tests.test_space.test_branch_and_bound import cluster_of, explored
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-FOUR = Cluster.local(4)
-PLANNED: dict[str, Any] = {"costs": "estimated", "verify": "off", "progress": False}
-
-
-def pair(model: torch.nn.Module, schedule: str, **given: Any) -> tuple[Any, Any]:
-    """A pipeline in this process, of two places with two replicas each, and its reference."""
-    common: dict[str, Any] = {
-        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        "microbatches": 4, "schedule": schedule, "max_grad_norm": given.pop("max_grad_norm", 0.3),
-    }  # fmt: skip
-    expected = pdcompile.reference(deepcopy(model), **common)
-    x, y = batch_for(model, 8)
-    given = {"replicas": 2, "stages": 4, "cluster": FOUR, **given}
-    return pdcompile.compile(model, x, example_target=y, **common, **PLANNED, **given), expected
+#: four stages on two places with two replicas each
+OPTIONS: dict[str, Any] = {"microbatches": 4, "max_grad_norm": 0.3,
+    "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
+compiled = partial(alike.compiled, replicas=2, stages=4, cluster=Cluster.local(4), **OPTIONS)
+train_alike = partial(alike.train_alike, atol=2e-5, **OPTIONS)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
@@ -54,36 +44,19 @@ def pair(model: torch.nn.Module, schedule: str, **given: Any) -> tuple[Any, Any]
 def test_training_is_that_of_the_reference(build: Any, schedule: str) -> None:
     """Skips, tied weights, draws, clipping, fewer microbatches than replicas, evaluation, and a
     loop of one's own."""
-    model = build()
-    pipe, expected = pair(model, schedule)
+    pipe = compiled(build, schedule=schedule)
     groups = [(0, 1), (2, 3)]
     assert [s.ranks for s in pipe.plan.stages] == [
         groups[place] for place in KINDS[schedule].placement(4, 2)
     ]
-    for t, size in enumerate((8, 1, 5, 8)):
-        x, y = batch_for(model, size, t)
-        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
-        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
-        torch.testing.assert_close(ours.outputs, theirs.outputs, **CLOSE)
-    close(pipe.full_state_dict(), expected.full_state_dict())
-    for one in (pipe, expected):
-        one.forward_backward(x, target=y)
-        one.clip_grad_norm_(0.1)
-        one.optimizer.step()
-        one.zero_grad()
-        one.step(x, target=y)
-    close(pipe.full_state_dict(), expected.full_state_dict())
-    torch.testing.assert_close(pipe.predict(x), expected.predict(x), **CLOSE)
+    train_alike(pipe, build, schedule=schedule)
 
 
 def test_replicas_recompute() -> None:
-    pipe, expected = pair(gpt(dropout=0.2), "zb-v", recompute=True)
+    build = partial(gpt, dropout=0.2)
+    pipe = compiled(build, schedule="zb-v", recompute=True)
     assert all(stage.recompute for stage in pipe.plan.stages)
-    for t in range(2):
-        x, y = batch_for("gpt", 8, t)
-        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
-        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
-    close(pipe.full_state_dict(), expected.full_state_dict())
+    train_alike(pipe, build, schedule="zb-v", sizes=(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +73,9 @@ def test_replicas_recompute() -> None:
 )
 def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> None:
     """Two stages a rank where nobody says; what is open the planner decides."""
-    pipe, _ = pair(gpt(layers=4), "zb-v", max_grad_norm=None, **options)
+    pipe = compiled(
+        partial(gpt, layers=4), **{"schedule": "zb-v", "max_grad_norm": None, **options}
+    )
     plan = Plan.from_json(pipe.plan.to_json())
     assert [stage.ranks for stage in plan.stages] == ranks
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
@@ -112,18 +87,19 @@ def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> Non
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_unlike_counts_are_refused(schedule: str, replicas: Any) -> None:
     with pytest.raises(ConfigError, match="whose ranks hold several stages") as caught:
-        pair(mlp(), schedule, replicas=replicas, stages=None)
+        compiled(mlp, schedule=schedule, replicas=replicas, stages=None)
     assert caught.value.remedy == "replicas=2 or 'equal', or schedule='1f1b'"
 
 
 def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut."""
-    free = pair(gpt(tied=True), "zb-v")[0].plan
+    build = partial(gpt, tied=True)
+    free = compiled(build, schedule="zb-v").plan
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)
-    plan = pair(gpt(tied=True), "zb-v", memory=int(0.97 * most))[0].plan
+    plan = compiled(build, schedule="zb-v", memory=int(0.97 * most)).plan
     assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= 0.97 * most
     with pytest.raises(NotFoundError, match="no plan of 4 stages on 4 ranks was found"):
-        pair(gpt(tied=True), "zb-v", memory=most // 3)
+        compiled(build, schedule="zb-v", memory=most // 3)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
@@ -153,20 +129,17 @@ def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
     assert found.objective_seconds == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-6)
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
     target, plan = "examples/gpt.py:build", str(tmp_path / "plan.json")
     given = ["--cluster", "1x4", "--replicas", "2", "--schedule", "zb-v", "--costs", "estimated"]
-    for verb in (
+    said = run_verbs(
+        call,
         ["plan", target, *given, "--json", "-o", plan],
         ["simulate", plan, "--json"],
         ["run", target, "--plan", plan, "--steps", "2", "--json"],
         ["explain", plan],
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(verb)
-        said = capsys.readouterr()
-        assert not stop.value.code, said.err
-    assert "zb-v: 4 stages on 4 ranks" in said.out
+    )
+    assert "zb-v: 4 stages on 4 ranks" in said
 
 
 RANKS = (

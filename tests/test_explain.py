@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
@@ -35,24 +33,10 @@ from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Forbid, MaxStages, Pin, Together
+from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 from tests.helpers.problems import brute_force, chain_problem, random_problem
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def solved(seed: int) -> tuple[PartitionProblem, tuple[int, ...]]:

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import pdcompile
-from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, LaunchError, NotFoundError, PlanError
 from pdcompile.options import Options
 from pdcompile.options.configuration import chosen_schedule, machines
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS
+from tests.helpers import alike
+from tests.helpers.alike import COMMON, Call, run_verbs
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
-from tests.helpers.pipelines import by_hand, states_equal
-from tests.test_runtime_distributed import COMMON
+from tests.helpers.pipelines import by_hand
 
-OPTIONS: dict[str, Any] = {
-    "optimizer": partial(torch.optim.AdamW, lr=0.05), "schedule": "interleaved",
-    "microbatches": 4, "max_grad_norm": 0.5,
-}  # fmt: skip
-PLANNED: dict[str, Any] = {**OPTIONS, "costs": "estimated", "progress": False, "verify": "off"}
-
-
-def compiled(build: Any, **options: Any) -> pdcompile.Pipeline:
-    model = build()
-    x, y = batch_for(model, 8)
-    given = {**PLANNED, "loss_fn": loss_for(model), **options}
-    return pdcompile.compile(model, (x,), example_target=y, **given)
-
-
-def train_alike(pipe: pdcompile.Pipeline, model: torch.nn.Module, **options: Any) -> None:
-    """Minibatches of several sizes, evaluation, a user's own loop: equal to the last bit."""
-    expected = pdcompile.reference(
-        deepcopy(model), loss_fn=loss_for(model), **{**OPTIONS, **options}
-    )
-    x, y = batch_for(model, 8)
-    for size in (8, 3, 7, 8):
-        ours, theirs = (one.step(x[:size], target=y[:size]).loss for one in (pipe, expected))
-        assert ours.item() == theirs.item()
-    assert torch.equal(pipe.predict(x), expected.predict(x))
-    ours, theirs = (one.eval_step(x, target=y).loss for one in (pipe, expected))
-    assert ours.item() == theirs.item()
-    for one in (pipe, expected):
-        one.forward_backward(x, target=y)
-        one.clip_grad_norm_(0.1)
-        one.optimizer.step()
-        one.zero_grad()
-        one.step(x, target=y)
-    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
+OPTIONS: dict[str, Any] = {"schedule": "interleaved", "microbatches": 4}
+compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +40,9 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
         return  # these have fewer ops than that
     x, y = batch_for(model, 8)
     placed = KINDS[schedule].placement(stages, ranks)
-    options = {**OPTIONS, "schedule": schedule}
-    pipe = by_hand(model, stages, (x,), y, ranks=placed, loss_fn=loss_for(model), **options)
-    train_alike(pipe, build(), schedule=schedule)
+    options = {**alike.OPTIONS, **OPTIONS, "schedule": schedule, "loss_fn": loss_for(model)}
+    pipe = by_hand(model, stages, (x,), y, ranks=placed, **options).prepare()
+    train_alike(pipe, build, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "gpipe"])
@@ -103,7 +69,7 @@ def test_what_is_planned_runs(build: Any, stages: int, ranks: int, schedule: str
     assert 0 < found.bound_seconds <= found.objective_seconds
     assert plan.problem is None
     assert "on ranks " + "-".join(map(str, placed)) in found.scope
-    train_alike(pipe, build(), schedule=schedule)
+    train_alike(pipe, build, schedule=schedule)
     again = compiled(build, schedule=schedule, plan=plan)
     assert again.plan.stages == plan.stages
     optimal = replace(found, status="optimal", bound_seconds=found.objective_seconds)
@@ -155,7 +121,7 @@ def test_stages_of_a_rank_recompute(recompute: Any, schedule: str) -> None:
     pipe = compiled(partial(gpt, dropout=0.2), stages=4, recompute=recompute, schedule=schedule)
     again = recompute if isinstance(recompute, tuple) else (True,) * 4
     assert tuple(stage.recompute for stage in pipe.plan.stages) == again
-    train_alike(pipe, gpt(dropout=0.2), schedule=schedule)
+    train_alike(pipe, partial(gpt, dropout=0.2), schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -182,45 +148,24 @@ def test_what_does_not_fit_is_refused(
     assert remedy in str(caught.value)
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = "examples/gpt.py:build"
-    plan = str(tmp_path / "plan.json")
+def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
+    target, plan = "examples/gpt.py:build", str(tmp_path / "plan.json")
     given = ["--cluster", "1x2", "--stages", "4", "--schedule", "interleaved"]
-    for verb in (
+    said = run_verbs(
+        call,
         ["plan", target, *given, "--costs", "estimated", "--json", "-o", plan],
         ["run", target, "--plan", plan, "--steps", "2", "--json"],
         ["explain", plan],
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(verb)
-        said = capsys.readouterr()
-        assert not stop.value.code, said.err
-    assert "interleaved: 4 stages on 2 ranks" in said.out
+    )
+    assert "interleaved: 4 stages on 2 ranks" in said
 
 
 TORCHRUN = (
     COMMON
     + """
-import pdcompile
-from copy import deepcopy
-model = models.gpt(tied=True)
-inputs, target = models.batch_for(model, 8)
-options = dict(
-    loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=0.05),
-    schedule=SCHEDULE, microbatches=4, max_grad_norm=0.3,
-)
-eager = pdcompile.reference(deepcopy(model), **options)
-pipe = pdcompile.compile(
-    model, (inputs,), example_target=target, stages=4, costs="estimated", progress=False, **options
-)
-for size in (8, 3, 8):
-    ours, theirs = (one.step(inputs[:size], target=target[:size]) for one in (pipe, eager))
-    assert float(ours.loss) == float(theirs.loss)
-assert float(pipe.eval_step(inputs, target=target).loss) == float(
-    eager.eval_step(inputs, target=target).loss
-)
-full = pipe.full_state_dict()
-assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
+build, options = partial(models.gpt, tied=True), dict(schedule=SCHEDULE, microbatches=4)
+pipe = compiled(build, stages=4, **options)
+train_alike(pipe, build, **options)
 assert pipe.stages == (rank, rank + 2 if SCHEDULE == "interleaved" else 3 - rank)
 pipe.close()
 say("equal")

@@ -28,10 +28,10 @@ from pdcompile.passes.stages.kept_outputs import loss_only, planned
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan, Training
 from pdcompile.schedule.registry import KINDS
+from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes
 from tests.helpers.llama import batch, llama
 from tests.helpers.pipelines import by_hand, states_equal
-from tests.test_runtime_distributed import COMMON
 
 
 class Branches(nn.Module):

@@ -18,13 +18,11 @@ from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
 from pdcompile.runtime.transport import reductions
 from pdcompile.schedule import Action
+from tests.helpers.alike import CLOSE, COMMON, PLANNED, close
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
-from tests.test_runtime_distributed import COMMON
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-OPTIONS: dict[str, Any] = {"costs": "estimated", "verify": "off", "progress": False}
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
 
 
 def pair(model: nn.Module, **given: Any) -> tuple[Any, Any]:
@@ -36,14 +34,7 @@ def pair(model: nn.Module, **given: Any) -> tuple[Any, Any]:
     }  # fmt: skip
     expected = pdcompile.reference(deepcopy(model), **common)
     x, y = batch_for(model, 8)
-    return pdcompile.compile(model, x, example_target=y, **common, **OPTIONS, **given), expected
-
-
-def close(ours: dict[str, Any], theirs: dict[str, Any], but: tuple[str, ...] = ()) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        if not name.endswith(but or ("no such name",)):
-            torch.testing.assert_close(value, theirs[name], **CLOSE)
+    return pdcompile.compile(model, x, example_target=y, **common, **PLANNED, **given), expected
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw"])
@@ -221,7 +212,7 @@ def test_a_parameter_that_no_microbatch_uses_has_no_gradient() -> None:
     x, y = torch.randn(8, 4), torch.randn(8, 1)
     pipe = pdcompile.compile(
         model, x, example_target=y, loss_fn=nn.functional.mse_loss, replicas=2, stages=1,
-        optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.5), microbatches=4, **OPTIONS,
+        optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.5), microbatches=4, **PLANNED,
     )  # fmt: skip
     pipe.step(x, target=y)
     assert torch.equal(model.rare.weight, before)
@@ -269,7 +260,7 @@ def test_equal_buffers_of_replicas_stay_as_they_are() -> None:
 
 def test_the_planner_decides() -> None:
     x, y = batch_for(mlp(), 8)
-    given = {"loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": Cluster.local(4), **OPTIONS}
+    given = {"loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": Cluster.local(4), **PLANNED}
     for replicas, stages in (("equal", None), ("any", None), ("any", 2), (2, None), (4, 1)):
         pipe = pdcompile.compile(
             mlp(), x, example_target=y, replicas=replicas, stages=stages, **given
@@ -289,7 +280,7 @@ def test_what_is_no_number_of_replicas(wrong: Any) -> None:
 
 def test_counts_that_contradict_each_other() -> None:
     x, y = batch_for(mlp(), 8)
-    given: dict[str, Any] = {"loss_fn": loss_for("mlp"), "microbatches": 4, **OPTIONS}
+    given: dict[str, Any] = {"loss_fn": loss_for("mlp"), "microbatches": 4, **PLANNED}
     for options in (
         {"replicas": (2, 1), "stages": 3},
         {"replicas": (2, 1), "cluster": Cluster.local(4)},
@@ -465,7 +456,7 @@ def test_buffers_that_an_edited_stage_writes_become_their_mean(tmp_path: Path) -
     x, y = torch.randn(4, 4), torch.randn(4, 1)
     given: dict[str, Any] = {
         "example_target": y, "loss_fn": nn.functional.mse_loss, "replicas": 2, "stages": 1,
-        "microbatches": 4, "optimizer": partial(torch.optim.SGD, lr=0.1), **OPTIONS,
+        "microbatches": 4, "optimizer": partial(torch.optim.SGD, lr=0.1), **PLANNED,
     }  # fmt: skip
     pdcompile.compile(model, x, **given).dump(str(tmp_path))
     file = tmp_path / "stage_0.py"

@@ -6,37 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes
-
-COMMON = r"""
-import copy, os, signal, sys, time
-from functools import partial
-from pathlib import Path
-import torch
-from pdcompile.errors import *
-from pdcompile.reference import reference
-from tests.helpers import models
-from tests.helpers.pipelines import by_hand, states_equal
-
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-def pair(model, schedule, stages=world, ranks=(), **given):
-    options = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=1e-2),
-                   schedule=schedule, microbatches=4, **given)
-    twin = copy.deepcopy(model)
-    inputs, target = models.batch_for(model, 8)
-    pipe = by_hand(model, stages, inputs, target, ranks=ranks, **options)
-    return pipe.prepare(), reference(twin, **options)
-
-def say(*words):
-    sys.stdout.write(" ".join((f"[{rank}]", *map(str, words))) + "\n")  # one write a line
-    sys.stdout.flush()
-
-def meet(place):  # all ranks have left the pipeline's calls before one of them fails in the next
-    Path(f"{place}.{rank}").touch()
-    while not all(Path(f"{place}.{r}").exists() for r in range(world)):
-        time.sleep(0.01)
-"""
 
 BITWISE = (
     COMMON

@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 import pdcompile
 from pdcompile.errors import ConfigError, InputError, NotPrepared
+from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, loss_for, mlp
 from tests.helpers.pipelines import states_equal
-from tests.test_runtime_distributed import COMMON
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 

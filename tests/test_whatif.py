@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
@@ -24,24 +22,11 @@ from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment
 from pdcompile.problem.constraints import Forbid, Pin
 from pdcompile.problem.scenario import Scenario, changed_cluster, parse_devices
+from tests.helpers.alike import Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
 
-Call = Callable[..., tuple[int, str, str]]
 HOSTS = Cluster((Device(),) * 4, (Level("nvlink", 2, 1e3), Level("ethernet", 2, 100.0, 1e-3)))
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def write(plan: Plan, folder: Path) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
@@ -19,47 +15,16 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import machines
 from pdcompile.plan import Plan
 from pdcompile.schedule import files
+from tests.helpers.alike import COMMON, PLANNED, compiled, train_alike
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
-from tests.helpers.pipelines import states_equal
 from tests.helpers.torch_schedules import CLASSES, dump
-from tests.test_runtime_distributed import COMMON
 
-OPTIONS: dict[str, Any] = {
-    "optimizer": partial(torch.optim.AdamW, lr=0.05), "max_grad_norm": 0.5,
-}  # fmt: skip
-PLANNED: dict[str, Any] = {**OPTIONS, "costs": "estimated", "progress": False, "verify": "off"}
 #: V-shaped, its last stage whole and its others in two parts, each of another order of microbatches
 FOLDED = (
     "folded: 0F0 0F1 0F2 3F0 3F1 3F2 3B1 3B2 3B0 0I1 0I2 0W1 0W2 0B0 | "
     "1F0 1F1 1F2 2F0 2F1 2F2 2I1 2I2 2I0 1B1 2W1 2W2 2W0 1B2 1B0"
 )
-
-
-def compiled(build: Callable[[], nn.Module], **options: Any) -> pdcompile.Pipeline:
-    model = build()
-    x, y = batch_for(model, 8)
-    given = {**PLANNED, "loss_fn": loss_for(model), **options}
-    return pdcompile.compile(model, (x,), example_target=y, **given)
-
-
-def train_alike(pipe: pdcompile.Pipeline, model: nn.Module, **options: Any) -> None:
-    """Minibatches of several sizes, evaluation, a user's own loop: equal to the last bit."""
-    expected = pdcompile.reference(
-        deepcopy(model), loss_fn=loss_for(model), **{**OPTIONS, **options}
-    )
-    x, y = batch_for(model, 8)
-    for size in (8, 3, 1, 7, 8):
-        ours, theirs = (one.step(x[:size], target=y[:size]).loss for one in (pipe, expected))
-        assert ours.item() == theirs.item()
-    assert torch.equal(pipe.predict(x), expected.predict(x))
-    for one in (pipe, expected):
-        one.forward_backward(x, target=y)
-        one.clip_grad_norm_(0.1)
-        one.optimizer.step()
-        one.zero_grad()
-        one.step(x, target=y)
-    assert states_equal(pipe.full_state_dict(), expected.full_state_dict()) == []
 
 
 BUILDS = {
@@ -87,7 +52,7 @@ def test_the_schedules_of_torch(name: str, tmp_path: Path) -> None:
     assert f"{name}: " in pipe.explain()
     assert text not in pipe.explain()
     again = compiled(build, schedule=plan.training.schedule, plan=plan)
-    train_alike(again, build(), schedule=text)
+    train_alike(again, build, schedule=text)
 
 
 @pytest.mark.parametrize(
@@ -100,19 +65,19 @@ def test_in_any_order(build: Any, recompute: Any) -> None:
     pipe = compiled(build, schedule=FOLDED, recompute=recompute)
     assert [stage.ranks for stage in pipe.plan.stages] == [(0,), (1,), (1,), (0,)]
     assert pipe.plan.training.num_microbatches == 3
-    train_alike(pipe, build(), schedule=FOLDED)
+    train_alike(pipe, build, schedule=FOLDED)
 
 
 def test_statistics_are_in_the_order_of_the_forwards() -> None:
     """Batch norm's running statistics, where microbatches go backward in another order."""
     pipe = compiled(convnet, schedule="back: 0F0 0F1 0B1 0B0 | 1F0 1F1 1B1 1B0")
-    train_alike(pipe, convnet(), schedule="back: 0F0 0F1 0B1 0B0 | 1F0 1F1 1B1 1B0")
+    train_alike(pipe, convnet, schedule="back: 0F0 0F1 0B1 0B0 | 1F0 1F1 1B1 1B0")
 
 
 def test_stages_on_other_ranks_than_their_number() -> None:
     pipe = compiled(mlp, schedule="turned: 1F0 1B0 1F1 1B1 | 0F0 0F1 0B0 0B1 | 2F0 2B0 2F1 2B1")
     assert [stage.ranks for stage in pipe.plan.stages] == [(1,), (0,), (2,)]
-    train_alike(pipe, mlp(), schedule=pipe.plan.training.schedule)
+    train_alike(pipe, mlp, schedule=pipe.plan.training.schedule)
 
 
 MINE = "mine: 0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1"
@@ -188,27 +153,9 @@ def test_its_stages_fit_into_memory() -> None:
 TORCHRUN = (
     COMMON
     + """
-import pdcompile
-from copy import deepcopy
-schedule = sys.argv[1]
-model = models.gpt(tied=True, dropout=0.2)
-inputs, target = models.batch_for(model, 8)
-options = dict(
-    loss_fn=models.loss_for(model), optimizer=partial(torch.optim.AdamW, lr=0.05),
-    schedule=schedule, max_grad_norm=0.3,
-)
-eager = pdcompile.reference(deepcopy(model), **options)
-pipe = pdcompile.compile(
-    model, (inputs,), example_target=target, costs="estimated", progress=False, **options
-)
-for size in (8, 3, 8):
-    ours, theirs = (one.step(inputs[:size], target=target[:size]) for one in (pipe, eager))
-    assert float(ours.loss) == float(theirs.loss)
-assert float(pipe.eval_step(inputs, target=target).loss) == float(
-    eager.eval_step(inputs, target=target).loss
-)
-full = pipe.full_state_dict()
-assert not states_equal(full, eager.full_state_dict() if rank == 0 else {})
+build = partial(models.gpt, tied=True, dropout=0.2)
+pipe = compiled(build, schedule=sys.argv[1])
+train_alike(pipe, build, schedule=sys.argv[1])
 say("equal", *pipe.stages)
 pipe.close()
 """

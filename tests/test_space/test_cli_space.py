@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 import pdcompile
-from pdcompile.cli import main
 from pdcompile.plan import Plan
 from pdcompile.workload import load_target
+from tests.helpers.alike import Call
 
 TARGET = """
 import torch
 from torch import nn
 from pdcompile import Workload
+from tests.helpers.alike import Call
 
 def build():
     torch.manual_seed(0)
@@ -34,46 +35,35 @@ def target(tmp_path: Path) -> str:
     return f"{path}:build"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    found = capsys.readouterr()
-    return int(stop.value.code or 0), found.out, found.err
-
-
-def test_plan_simulate_and_run(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_simulate_and_run(target: str, tmp_path: Path, call: Call) -> None:
     file = tmp_path / "plan.json"
     common = ("--cluster", "2x2", "--costs", "estimated", "-o", str(file))
-    code, out, err = run(capsys, "plan", target, *OPEN, *common, "--json")
+    code, out, err = call("plan", target, *OPEN, *common, "--json")
     assert code == 0, err
     document = json.loads(out)
     assert document["status"] in ("optimal", "feasible")
     plan = Plan.from_json(file.read_text())
     assert plan.num_ranks == sum(stage["replicas"] for stage in document["plan"]["stages"])
     assert "replicas any" in plan.certificate.scope
-    code, out, err = run(capsys, "simulate", str(file), "--json")
+    code, out, err = call("simulate", str(file), "--json")
     assert code == 0, err
     assert json.loads(out)["forecast"]["step_seconds"] > 0
 
-    code, _, err = run(
-        capsys, "plan", target, "--replicas", "equal", "--stages", "1", *common, "--json"
-    )
+    code, _, err = call("plan", target, "--replicas", "equal", "--stages", "1", *common, "--json")
     assert code == 0, err
     assert Plan.from_json(file.read_text()).stages[0].replicas > 1
-    code, out, err = run(capsys, "run", target, "--plan", str(file), "--steps", "1")
+    code, out, err = call("run", target, "--plan", str(file), "--steps", "1")
     assert code == 0, err
     assert "loss" in out
 
 
 def test_auto_means_the_same_to_compile_and_to_the_command_line(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, tmp_path: Path, call: Call
 ) -> None:
     file = tmp_path / "plan.json"
     flags = ("--cluster", "2", "--stages", "2", "--costs", "estimated", "-o", str(file))
     auto = ("--schedule", "auto", "--max-staleness", "1")
-    code, _, err = run(capsys, "plan", target, *auto, *flags)
+    code, _, err = call("plan", target, *auto, *flags)
     assert code == 0, err
     workload = load_target(target)
     with pdcompile.compile(
@@ -95,30 +85,28 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(
 
 
 def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, tmp_path: Path, call: Call
 ) -> None:
     file = tmp_path / "plan.json"
     flags = ("--cluster", "local:2", "--costs", "estimated", "--recompute", "1,0")
-    code, _, err = run(capsys, "plan", target, *flags, "-o", str(file))
+    code, _, err = call("plan", target, *flags, "-o", str(file))
     assert code == 0, err
     plan = Plan.from_json(file.read_text())
     assert [stage.recompute for stage in plan.stages] == [True, False]
     assert "recomputation on stages 0" in plan.certificate.scope
-    code, out, _ = run(capsys, "explain", str(file))
+    code, out, _ = call("explain", str(file))
     assert code == 0
     assert "recomputes" in out
     losses = []
     for given in (("--plan", str(file)), (*flags[:4], "--recompute", "off")):
-        code, out, err = run(
-            capsys, "run", target, *given, "--steps", "2", "--every", "1", "--json"
-        )
+        code, out, err = call("run", target, *given, "--steps", "2", "--every", "1", "--json")
         assert code == 0, err
         losses.append(json.loads(out)["losses"])
     assert losses[0] == losses[1]
-    code, _, err = run(capsys, "run", target, "--plan", str(file), "--recompute", "on")
+    code, _, err = call("run", target, "--plan", str(file), "--recompute", "on")
     assert code == 2
     assert "the plan has recompute=(True, False)" in " ".join(err.split())
-    code, _, err = run(capsys, "run", target, *flags[:4], "--recompute", "1,0,1")
+    code, _, err = call("run", target, *flags[:4], "--recompute", "1,0,1")
     assert code == 2
     assert "recompute=(True, False, True) has 3" in " ".join(err.split())
 
@@ -135,8 +123,8 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
     ],
 )
 def test_wishes_that_cannot_be(
-    flags: tuple[str, ...], message: str, target: str, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], message: str, target: str, call: Call
 ) -> None:
-    code, _, err = run(capsys, "plan", target, "--cluster", "2", "--costs", "estimated", *flags)
+    code, _, err = call("plan", target, "--cluster", "2", "--costs", "estimated", *flags)
     assert code == 2
     assert message in " ".join(err.split())
