@@ -168,18 +168,20 @@ class Worker:
             self.feeds[feed.minibatch] = feed
 
     def settle(self, call: int | None = None) -> None:
-        """Call `call` begins (None: the last one ended): finish what no program reaches back to.
+        """Call `call` begins (None: the last one ended): finish what no program reaches back to,
+        on all stages of the rank.
 
-        The loss comes first: its sender waits in its own `settle` until it was received, also
-        when the user never asks for it.
+        Losses come first: their senders wait in their own `settle` until they were received, also
+        when the user never asks for them.
         """
-        for minibatch, loss in list(self.losses.items()):
-            if call is None or loss.call <= call - self._reach:
-                self.losses.pop(minibatch).wait()
+        for one in self.held.values():
+            for minibatch, loss in list(one.losses.items()):
+                if call is None or loss.call <= call - self._reach:
+                    one.losses.pop(minibatch).wait()
+            one.losses.call = one.losses.call if call is None else call
+            for minibatch in [t for t in one.feeds if t < max(one.base - self._reach, 0)]:
+                del one.feeds[minibatch]
         self.transport.settle(call)
-        self.losses.call = self.losses.call if call is None else call
-        for minibatch in [t for t in self.feeds if t < max(self.base - self._reach, 0)]:
-            del self.feeds[minibatch]
 
     def abandon(self) -> None:
         """Forget all messages in flight: the connections are about to close."""

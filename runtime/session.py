@@ -91,8 +91,8 @@ class Session(Guarded):
     ) -> int | None:
         """Begin a call on every rank; returns its batch size where it has one."""
         self._call += 1
-        for worker in self.workers:
-            worker.settle(self._call)
+        for rank in self.ranks:
+            self._of_rank[rank].settle(self._call)
         if self.agreement is None or self.world is None:
             return size
         self.world.ending.called(call, minibatch)

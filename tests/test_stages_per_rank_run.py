@@ -68,6 +68,32 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert run.output.count("equal") == 2, run
 
 
+UNASKED = (
+    COMMON
+    + """
+import pdcompile
+options = dict(optimizer=None, microbatches=4, costs="estimated", verify="off", progress=False)
+for schedule, given in (("interleaved", {"stages": 4}), ("zb-v", {"replicas": 2})):
+    for steps in (1, 3):
+        model = models.mlp()
+        inputs, target = models.batch_for(model, 8)
+        pipe = pdcompile.compile(model, loss_fn=models.loss_for(model), schedule=schedule,
+                                 **options, **given)
+        losses = [pipe.step(inputs, target=target).loss for _ in range(steps)]
+        pipe.close()
+        assert len({float(loss) for loss in losses}) == 1
+say("closed")
+"""
+)
+
+
+def test_losses_that_nobody_asks_for(tmp_path: Path) -> None:
+    """Any stage of a rank may hear them: neither the next step nor the end waits for ever."""
+    run = processes(UNASKED, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("closed") == 2, run
+
+
 def sharing(plan: Plan, ranks: tuple[int, ...]) -> Plan:
     """The plan with its stages on these ranks, as somebody writes it who edits plan.json."""
     stages = [replace(stage, ranks=(r,)) for stage, r in zip(plan.stages, ranks, strict=True)]
