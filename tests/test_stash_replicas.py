@@ -343,3 +343,44 @@ def test_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     run = processes(ON_RANKS.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
     assert run.code == 0, str(run)
     assert run.output.count("<equal on ") == sum(replicas), str(run)
+
+
+STATES_ON_RANKS = """
+    import copy
+    from functools import partial
+    import torch
+    from torch import nn
+    import pdcompile
+    from pdcompile.position import Position, accumulated_of
+    from pdcompile.problem.constraints import CutBefore
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=i == 2) for i in range(5)))
+    twin = copy.deepcopy(model)
+    common = dict(loss_fn=nn.functional.mse_loss, schedule="stash",
+                  optimizer=partial(torch.optim.SGD, lr=0.1))
+    pipe = pdcompile.compile(model, costs="estimated", progress=False, replicas=REPLICAS,
+                             constraints=[CutBefore("2")], **common)
+    x, y = torch.randn(2, 4, 8)
+    expected = pdcompile.reference(twin, plan=pipe.prepare(x, target=y).plan, **common)
+    for t in range(1, 6):
+        for one in (pipe, expected):
+            one.step(x, target=y)
+        states = [one.full_state_dict() for one in (pipe, expected)]
+        if pipe.ranks[0] == 0:
+            ours, theirs = (accumulated_of(state, Position(t)) for state in states)
+            assert ours.keys() == theirs.keys(), (t, ours.keys(), theirs.keys())
+            for name, (count, gradient) in theirs.items():
+                assert ours[name].minibatches == count
+                torch.testing.assert_close(ours[name].gradient, gradient)
+    pipe.close()
+    print(f"<equal on {pipe.ranks[0]}>", flush=True)
+"""
+
+
+@pytest.mark.parametrize("replicas", [(1, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
+def test_states_within_groups_on_ranks(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    """Whatever the shapes of the parameters, and whichever stages are within a group."""
+    run = processes(STATES_ON_RANKS.replace("REPLICAS", repr(replicas)), sum(replicas), tmp_path)
+    assert run.code == 0, str(run)
+    assert run.output.count("<equal on ") == sum(replicas), str(run)

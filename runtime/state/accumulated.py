@@ -33,28 +33,32 @@ def held(session: Session, minibatches: int) -> dict[str, Accumulated]:
 
 
 def gathered(session: Session, minibatches: int) -> dict[str, Accumulated]:
-    """What waits on all stages, on rank 0; elsewhere {}."""
+    """What waits on all stages, on rank 0; elsewhere {}.
+
+    A channel has tensors of one shape for ever: whichever stages wait, each gradient has a number
+    of its own, after those of the state.
+    """
     own = held(session, minibatches)
     if session.world is None:
         return own
-    box, broadcasts, asked = Box({}, {}), [], list[list[str]]()
+    box, broadcasts, asked = Box({}, {}), [], dict[int, list[str]]()
     trainable = session.state.trainable()
-    item = 0
+    following = len(session.state.dtypes)
     for stage, ranks in enumerate(session.spec.ranks):
+        names = [f for f in session.compiled.interfaces[stage].parameters if f in trainable]
+        first, following = following, following + 1 + len(names)
         if minibatches % session.spec.group(stage) == 0:
             continue
-        names = [f for f in session.compiled.interfaces[stage].parameters if f in trainable]
         tensors = [torch.zeros(1 + len(names), dtype=torch.int64), *(trainable[f] for f in names)]
         given = _told(names, tensors, own) if ranks[0] in session.ranks else tensors
-        for tensor in given:
+        for item, tensor in enumerate(given, first):
             if ranks[0] in session.ranks:
                 box.tensors[item, -1] = tensor
             else:
                 box.expected[item, -1] = Expected(tuple(tensor.shape), tensor.dtype, 0)
             receivers = (0,) if ranks[0] else ()
             broadcasts.append(Broadcast(Kind.STATE, item, -1, ranks[0], receivers))
-            item += 1
-        asked.append(names)
+        asked[first] = names
     session.share(tuple(broadcasts), box)
     return _heard(asked, box) if 0 in session.ranks else {}
 
@@ -74,16 +78,15 @@ def _told(names: list[str], tensors: list[Tensor], own: Mapping[str, Accumulated
     ]
 
 
-def _heard(asked: list[list[str]], box: Box) -> dict[str, Accumulated]:
-    found, item = dict[str, Accumulated](), 0
-    for names in asked:
-        count, *present = box.tensors[item, -1].tolist()
-        for name, has in zip(names, present, strict=True):
-            item += 1
+def _heard(asked: Mapping[int, list[str]], box: Box) -> dict[str, Accumulated]:
+    """`asked`: the names of a stage's parameters, by the number of what comes before them."""
+    found = dict[str, Accumulated]()
+    for first, names in asked.items():
+        count, *present = box.tensors[first, -1].tolist()
+        for item, (name, has) in enumerate(zip(names, present, strict=True), first + 1):
             gradient = box.tensors[item, -1].detach().cpu().clone() if has else None
             if count:
                 found[name] = Accumulated(count, gradient)
-        item += 1
     return found
 
 
