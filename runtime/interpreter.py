@@ -82,6 +82,13 @@ class Losses(dict[int, Loss]):
     def of(self, minibatch: int) -> Loss:
         return self.setdefault(minibatch, Loss(self.call))
 
+    def settle(self, call: int | None, reach: int) -> None:
+        """Call `call` begins (None: the last one ended): wait for those of `reach` calls ago."""
+        for minibatch, loss in list(self.items()):
+            if call is None or loss.call <= call - reach:
+                self.pop(minibatch).wait()
+        self.call = self.call if call is None else call
+
     def sum(self, minibatch: int, losses: list[Tensor]) -> None:
         """This rank's part, of its microbatches' losses."""
         loss = self.of(minibatch)
@@ -175,10 +182,7 @@ class Worker:
         when the user never asks for them.
         """
         for one in self.held.values():
-            for minibatch, loss in list(one.losses.items()):
-                if call is None or loss.call <= call - self._reach:
-                    one.losses.pop(minibatch).wait()
-            one.losses.call = one.losses.call if call is None else call
+            one.losses.settle(call, self._reach)
             for minibatch in [t for t in one.feeds if t < max(one.base - self._reach, 0)]:
                 del one.feeds[minibatch]
         self.transport.settle(call)
