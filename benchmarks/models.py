@@ -242,7 +242,7 @@ def gpt_chain(b: int = 64, *, tied: bool = False) -> Sample:
     return Sample(chain, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), token_loss)
 
 
-def vgg_chain(b: int = 128) -> Sample:
+def vgg_chain(b: int = 512) -> Sample:
     """Convolutions in the manner of VGG on images of 32 x 32, and wide dense layers."""
     sizes, layers = (32, 32, 64, 64, 128, 128), []
     for n, (before, after) in enumerate(zip((3, *sizes), sizes, strict=False)):
@@ -253,7 +253,7 @@ def vgg_chain(b: int = 128) -> Sample:
     return Sample(chain, torch.randn(b, 3, 32, 32), torch.randint(10, (b,)), F.cross_entropy)
 
 
-def mlp_chain(b: int = 1024, *, layers: int = 16, width: int = 1024) -> Sample:
+def mlp_chain(b: int = 4096, *, layers: int = 16, width: int = 1024) -> Sample:
     """A wide MLP, 16 layers of 1024."""
     chain = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers))
     return Sample(nn.Sequential(*chain), torch.randn(b, width), torch.randn(b, width), F.mse_loss)

@@ -37,6 +37,7 @@ from benchmarks.models import CHAINS  # noqa: E402
 from benchmarks.side_by_side import page  # noqa: E402
 from benchmarks.side_by_side.job import Job  # noqa: E402
 from benchmarks.side_by_side.launch import Outcome, launched  # noqa: E402
+from benchmarks.side_by_side.links import cluster_text  # noqa: E402
 from benchmarks.side_by_side.networks import INTERFACE, Networks, check  # noqa: E402
 from benchmarks.side_by_side.waiting import Times, timed_layers  # noqa: E402
 from benchmarks.side_by_side.worker import ALONE, DDP, FSDP, OURS, TIED, TORCH  # noqa: E402
@@ -51,6 +52,7 @@ MODELS = tuple(model for model in CHAINS if model not in DENSE)
 SLOW = [DDP, "torch 1F1B", OURS + "1f1b", OURS + "2bw"]
 SLOW_ROUNDS, SLOW_MICROBATCHES = 2, 4
 TIED_MODEL = "GPT"
+SHAPED_LATENCY = 200e-6
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -92,9 +94,7 @@ def cluster(ranks: int, rate: str) -> str:
         raise ConfigError(
             f"{rate!r} is not a rate", where="--shape", remedy="such as 100mbit or 1gbit"
         )
-    bits = float(found[1]) * SCALE[found[2]]
-    level = f'size = {ranks}\nbandwidth = "{bits / 8:.0f} B/s"\nlatency = "200 us"'
-    return f'[[devices]]\ncount = {ranks}\n\n[[levels]]\nname = "network"\n{level}\n'
+    return cluster_text(ranks, float(found[1]) * SCALE[found[2]] / 8, SHAPED_LATENCY)
 
 
 def described(job: Job) -> str:

@@ -63,17 +63,21 @@ def test_what_a_first_backward_needs(first: int, gradients: int, workspace: int)
         assert one.total_bytes == 100 + 200 + 4 * 80 + (first or 100 + 10)
 
 
-@pytest.mark.parametrize("size", [60, 3 * BUCKET_BYTES])
-def test_replicas_sum_gradients_in_a_bucket(size: int) -> None:
-    """It has memory beside the gradients, of which it holds a part at one time."""
+@pytest.mark.parametrize(
+    ("size", "largest", "bucket"),
+    [(60, 20, 60), (3 * BUCKET_BYTES, 20, BUCKET_BYTES),
+     (3 * BUCKET_BYTES, 2 * BUCKET_BYTES, 2 * BUCKET_BYTES)],
+)  # fmt: skip
+def test_replicas_sum_gradients_in_a_bucket(size: int, largest: int, bucket: int) -> None:
+    """It has memory beside the gradients, of which it holds a part at one time, or a large one."""
     plan = make_plan(
         "1f1b", 2, 4, edges=chain(2, 0), replicas=(2, 1), parameter_bytes=size,
-        trainable_bytes=size, workspace_bytes=10,
+        trainable_bytes=size, largest_gradient_bytes=largest, workspace_bytes=10,
     )  # fmt: skip
     *replicated, alone = ledgers(plan)
-    assert [one.workspace_bytes for one in replicated] == [min(size, BUCKET_BYTES)] * 2
+    assert [one.workspace_bytes for one in replicated] == [bucket] * 2
     assert alone.workspace_bytes == 10
-    assert all(one.total_bytes == 4 * size + min(size, BUCKET_BYTES) for one in replicated)
+    assert all(one.total_bytes == 4 * size + bucket for one in replicated)
 
 
 def test_a_copy_of_a_tied_parameter_keeps_no_gradient() -> None:

@@ -24,6 +24,7 @@ from pdcompile.passes.costs.timing import typical
 from pdcompile.passes.profile import Entry, Profile, distinct_calls
 
 TIMING_SECONDS = 0.5  # for each distinct layer
+CACHE_BYTES = 64 << 20  # more than is near a core
 _PR_SET_TIMERSLACK = 29
 
 
@@ -164,11 +165,13 @@ def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def _adding(layer: nn.Module) -> float:
-    """Seconds of adding a gradient to every parameter's."""
+    """Seconds of adding a gradient to every parameter's, none of which is in a cache."""
     gradients = [torch.zeros_like(one) for one in layer.parameters()]
     others = [torch.zeros_like(one) for one in gradients]
+    elsewhere = torch.zeros(CACHE_BYTES, dtype=torch.uint8)
 
     def once() -> float:
+        elsewhere.add_(1)
         began = time.thread_time()
         for one, other in zip(gradients, others, strict=True):
             one.add_(other)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from benchmarks.side_by_side.contestants import (
 )
 from benchmarks.side_by_side.counters import interface_bytes, peak_memory, socket_bytes
 from benchmarks.side_by_side.job import Figures, Job
+from benchmarks.side_by_side.links import cluster_text, measured_links
 from benchmarks.side_by_side.shares import python_seconds
 from benchmarks.side_by_side.waiting import sleep_precisely
 from pdcompile.errors import PdcompileError
@@ -82,7 +83,7 @@ def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
         TIED: lambda _: ours(job.task(tied=True), "2bw", cut(1), clip=1.0),
         OURS + "replicas": partial(ours, schedule=DEFAULT, cut=(0,), replicas=ranks),
         OURS + "auto": partial(
-            ours, schedule="auto", max_staleness=1, replicas="any", time_limit=20
+            ours, schedule="auto", max_staleness=1, replicas="any", recompute="auto", time_limit=30
         ),
     }
     return {name: found[name] for name in job.names}
@@ -138,6 +139,8 @@ def run(job: Job, folder: Path) -> dict[str, Figures]:
     """
     found: dict[str, Figures] = {}
     running: dict[str, Contestant] = {}
+    if job.cluster is None:
+        job = replace(job, cluster=cluster_text(dist.get_world_size(), *measured_links()))
     task = job.task()
     for name, make in makers(job).items():
         dist.barrier()

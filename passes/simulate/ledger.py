@@ -126,8 +126,9 @@ class _StageLedger:
             self.buffers.discard(self.spec.closing(self.index, at[0]))
         elif action is Action.FREE:
             self._free(at)
-        elif action is Action.POST_REDUCE:  # a bucket at a time takes the place of gradients
-            self._note(workspace=min(self.owned, BUCKET_BYTES))
+        elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
+            largest = max(BUCKET_BYTES, self.stage.largest_gradient_bytes)
+            self._note(workspace=min(self.owned, largest))
         elif action.phase in _TRANSFER:
             if one.peer == self.rank:
                 self._hand_over(one, at)

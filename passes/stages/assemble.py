@@ -192,6 +192,7 @@ def _stage(
         backward_seconds=sum(cost.backward_seconds for cost in costs) / limits.speed,
         parameter_bytes=sum(info.bytes for info in tensors),
         trainable_bytes=sum(info.bytes for info in trainable.values()),
+        largest_gradient_bytes=_largest_gradient(graph, ops),
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
         first_workspace_bytes=resident.first_workspace_bytes,
@@ -208,6 +209,12 @@ def _stage(
     )
 
 
+def _largest_gradient(graph: OpGraph, ops: Sequence[Op]) -> int:
+    """Bytes of the largest parameter of some ops that is trained."""
+    tensors = [graph.tensors[fqn] for op in ops for fqn in op.used_tensors]
+    return max((info.bytes for info in tensors if info.requires_grad), default=0)
+
+
 def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int) -> tuple[int, int]:
     """Bytes that a stage reads of the caller's minibatch, and returns to it of a microbatch."""
     beside = [op for op in graph.ops if op.aside] if b else []
@@ -221,13 +228,14 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
     )
 
 
-_OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes")
+_OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes",
+              "largest_gradient_bytes")  # fmt: skip
 
 
 def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
     """The plan with the bytes that its stages keep, read and return, whatever it says of them.
 
-    A note tells where it said less.  Bytes of parameters are compared by `plan.check` instead.
+    A note tells where it said less.  Sums over parameters are compared by `plan.check` instead.
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
     b, last = -(-plan.training.batch_size // plan.training.num_microbatches), len(plan.stages) - 1
@@ -246,6 +254,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             input_bytes=read,
             output_bytes=made,
             split_bytes=held.split_bytes,
+            largest_gradient_bytes=_largest_gradient(graph, ops),
         )
         for name in _OWN_BYTES:
             said, found = getattr(stage, name), getattr(own, name)

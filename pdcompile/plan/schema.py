@@ -76,6 +76,7 @@ class StagePlan:
     backward_seconds: float = 0.0
     parameter_bytes: int = 0
     trainable_bytes: int = 0
+    largest_gradient_bytes: int = 0  # of one of its parameters; 0: unknown
     saved_bytes: int = 0  # per microbatch in flight; with `recompute` of one microbatch only
     workspace_bytes: int = 0
     first_workspace_bytes: int = 0  # of a minibatch's first backward, its gradients too; 0: unknown

@@ -73,6 +73,9 @@ def _stages(plan: Plan) -> Iterator[Finding]:
         if stage.trainable_bytes > stage.parameter_bytes:
             message = f"{stage.trainable_bytes} trainable of {stage.parameter_bytes} bytes"
             yield f"{path}.trainable_bytes", message, "trainable bytes are part of parameter_bytes"
+        if stage.largest_gradient_bytes > stage.trainable_bytes:
+            message = f"{stage.largest_gradient_bytes} of {stage.trainable_bytes} trainable bytes"
+            yield f"{path}.largest_gradient_bytes", message, "it is one of the trainable parameters"
 
 
 def pipeline(plan: Plan) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from pdcompile.schedule.registry import ScheduleKind, kind_of, window
 
 FORWARD_ONLY_SLOTS = 2
 #: of gradients that replicas sum at one time: enough for a link's full rate, and to overlap
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 4 << 20
 
 
 class Hop(NamedTuple):
