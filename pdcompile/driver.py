@@ -32,6 +32,7 @@ from pdcompile.passes.check import check
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
+from pdcompile.passes.stages.assemble import notes_on_own_buffers
 from pdcompile.passes.trace import capture
 from pdcompile.passes.trace.subject import device_of
 from pdcompile.passes.verify import verify
@@ -84,7 +85,7 @@ def run_passes(
     )
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
-    plan = _noted(replace(plan, forecast=forecast), model, options)
+    plan = _noted(replace(plan, forecast=forecast), model, captured, options)
     check_memory(options, plan)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
@@ -132,10 +133,12 @@ def _captured(
     return found
 
 
-def _noted(plan: Plan, model: nn.Module, options: Options) -> Plan:
-    """The plan with a note where its stages cannot be compared with the model."""
+def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
+    """The plan with notes where replicas have buffers of their own, and where its stages cannot be
+    compared with the model."""
     reason = unverifiable(model) if options.verify == "auto" else ""
-    notes = (*plan.notes, f"not verified: {reason}") if reason else plan.notes
+    notes = (*plan.notes, *notes_on_own_buffers(plan, captured.train))
+    notes = (*notes, f"not verified: {reason}") if reason else notes
     return replace(plan, notes=tuple(dict.fromkeys(notes)))
 
 

@@ -85,6 +85,9 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     if asked_again is not None and options.recompute is not False:
         again = tuple(stage.recompute for stage in plan.stages)
         compared.append(("recompute", again, asked_again))
+    counts = tuple(stage.replicas for stage in plan.stages)
+    if (many := _replicas(options, counts)) is not None:
+        compared.append(("replicas", counts, many))
     for field, name in COMPARED:
         compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
     for name, stated, asked in compared:
@@ -108,6 +111,16 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
+
+
+def _replicas(options: Options, planned: tuple[int, ...]) -> object:
+    """The counts that the options ask for; None where they leave them to the plan."""
+    asked = options.replicas
+    if asked == "equal":
+        return None if len(set(planned)) == 1 else asked
+    if isinstance(asked, int):
+        return None if asked == 1 else (asked,) * len(planned)
+    return asked if isinstance(asked, tuple) else None
 
 
 def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) -> Plan:

@@ -166,7 +166,8 @@ class PipelineState(ModuleHints):
             raise ClosedError("this pipeline was closed", remedy="make a new one")
 
     def flush(self) -> None:
-        """Drain what is in flight; changes no result."""
+        """Drain what is in flight, which changes no result, and bring together the buffers that
+        replicas write apart."""
         if self._session is None:
             return
         with self._call("flush") as session:

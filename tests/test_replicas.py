@@ -13,7 +13,7 @@ from torch import nn
 
 import pdcompile
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, ContractError, LaunchError
+from pdcompile.errors import ConfigError, ContractError, LaunchError, PlanError
 from pdcompile.options import Options
 from pdcompile.options.option_checks import check_options
 from pdcompile.runtime.transport import reductions
@@ -243,6 +243,16 @@ def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
     assert torch.equal(pipe.full_state_dict()["bn1.running_mean"], found["bn1.running_mean"])
 
 
+def test_a_note_names_buffers_that_replicas_write_apart() -> None:
+    """What training reads of them is of the microbatches of one replica."""
+    pipe, _ = pair(convnet(), replicas=(1, 2))
+    (note,) = [note for note in pipe.plan.notes if "replicas of stage" in note]
+    assert "2 replicas of stage 1" in note
+    assert "'bn2.running_mean'" in note
+    for model, given in ((convnet(), {"stages": 2}), (mlp(), {"replicas": (1, 2)})):
+        assert not any("replicas of stage" in n for n in pair(model, **given)[0].plan.notes)
+
+
 def test_equal_buffers_of_replicas_stay_as_they_are() -> None:
     """A third of three equal numbers' sum need not be that number."""
     number = torch.tensor(13421774 * 2.0**-27)
@@ -288,6 +298,17 @@ def test_counts_that_contradict_each_other() -> None:
     ):
         with pytest.raises(ConfigError, match="stages"):
             pdcompile.compile(mlp(), x, example_target=y, **given, **options)
+
+
+def test_a_given_plan_has_the_counts_that_are_asked_for() -> None:
+    plan = pair(mlp(), replicas=(2, 1))[0].plan
+    for counts in ((1, 2), 2, "equal"):
+        with pytest.raises(PlanError, match=r"the plan has replicas=\(2, 1\), but the options"):
+            pair(mlp(), plan=plan, replicas=counts)
+    for counts in ((2, 1), 1, "any"):
+        assert pair(mlp(), plan=plan, replicas=counts)[0].plan.stages == plan.stages
+    alike = pair(mlp(), replicas=(2, 2))[0].plan
+    assert pair(mlp(), plan=alike, replicas="equal")[0].plan.stages == alike.stages
 
 
 TORCHRUN = (

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pdcompile import jsonio
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk
+from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident, forecast
 from pdcompile.passes.stages import boundaries
@@ -104,6 +104,22 @@ def _notes_on_whole_backwards(ops: Sequence[Sequence[Op]]) -> Iterator[str]:
             yield (
                 f"stage {stage} does not split its backward, and is later than forecast: nobody "
                 f"knows what the opaque module {opaque.module_path!r} hangs onto autograd's graph"
+            )
+
+
+def notes_on_own_buffers(plan: Plan, graph: OpGraph) -> Iterator[str]:
+    """Which replicas train with buffers of their own: gradients, where they depend on these, are
+    then not those of accumulation."""
+    ops = {op.name: op for op in graph.ops}
+    for stage in plan.stages:
+        written = sorted(written_buffers(ops[name] for name in stage.ops))
+        if stage.replicas > 1 and written:
+            shown = ", ".join(map(repr, written[:3])) + (", …" if written[3:] else "")
+            yield (
+                f"the {stage.replicas} replicas of stage {stage.index} each write buffers of their "
+                f"own in training ({shown}), from the microbatches that they take: training that "
+                "reads them is not that of accumulation; states and evaluation have their mean, "
+                "or the first replica's where they are no floating numbers"
             )
 
 
