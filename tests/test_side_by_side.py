@@ -63,8 +63,10 @@ def test_what_a_waiting_layer_takes_itself_is_not_waited_for(
         with module.lasting(3.0):
             now[0] += taken
     assert found == [2.0, 0.0]
-    made = module.Waiting(nn.Linear(2, 2), (2,), Times(3e-3, 2e-3, 6e-3, adding_seconds=1e-3))
-    assert made.weight_wait == pytest.approx(5e-3)  # gradients are added by autograd, for real
+    made = module.Waiting(nn.Linear(2, 2), (2,), Times(3e-3, 2e-3, 6e-3, (1e-3, 3e-3, 2e-3)))
+    assert made.forward_wait == pytest.approx(2e-3)
+    assert made.input_wait == 0.0
+    assert made.weight_wait == pytest.approx(4e-3)
 
 
 def test_equal_layers_are_timed_once_and_the_first_has_no_input_gradient() -> None:

@@ -193,7 +193,10 @@ def ours(
     )  # fmt: skip
 
 
-def cut_of(plan: Plan) -> list[int]:
+def cut_of(pipe: Pipeline) -> list[int]:
     """The first layer of each stage."""
-    layers = [{int(name.split(".")[0]) for name in stage.parameters} for stage in plan.stages]
-    return [0, *(min(held) for held in layers[1:])]
+    session = pipe._session
+    assert session is not None
+    places = {op.name: op.module_path.split(".")[0] for op in session.compiled.capture.train.ops}
+    held = [[places[op] for op in stage.ops] for stage in pipe.plan.stages[1:]]
+    return [0, *(min(int(place) for place in stage if place.isdecimal()) for stage in held)]

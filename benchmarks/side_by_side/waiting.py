@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -30,18 +30,31 @@ _PR_SET_TIMERSLACK = 29
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a layer takes for one microbatch."""
+    """What a layer takes for one microbatch, forward and in both parts of its backward: the
+    gradient of what comes in, and those of the parameters.
+
+    `beside`: of each, what a waiting layer takes outside of its waits.
+    """
 
     forward_seconds: float
-    input_seconds: float  # of its backward: the gradient of what comes in
-    weight_seconds: float  # and the gradients of its parameters
-    adding_seconds: float = 0.0  # of that: adding them to those that are there, which is not waited
+    input_seconds: float
+    weight_seconds: float
+    beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
     real: bool = False  # it computes: nothing waits
 
     @property
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
+
+    @property
+    def waits(self) -> tuple[float, float, float]:
+        """Seconds of its three waits."""
+        whole = self.forward_seconds, self.input_seconds, self.weight_seconds
+        forward, inward, weights = (
+            max(0.0, a - b) for a, b in zip(whole, self.beside, strict=True)
+        )
+        return forward, inward, weights
 
 
 def sleep_precisely() -> None:
@@ -58,25 +71,21 @@ def lasting(seconds: float) -> Iterator[None]:
 
 
 class Through(torch.autograd.Function):
-    """The mean of what comes in, plus a number, in another shape; all gradients but weights'."""
+    """The mean of what comes in, in another shape."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plus: Tensor | None, shape: tuple[int, ...], forward: float,
-        backward: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, shape: tuple[int, ...], forward: float, backward: float
+    ) -> Tensor:
         with lasting(forward):
             ctx.seconds, ctx.shape = backward, x.shape
-            mean = x.float().mean()
-            return (mean if plus is None else mean + plus).expand(x.shape[0], *shape).contiguous()
+            return x.float().mean().expand(x.shape[0], *shape).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad
-        with lasting(ctx.seconds if wanted[0] else 0.0):
-            total = gradients[0].sum()
-            each = (total / ctx.shape.numel()).expand(ctx.shape).contiguous()
-            return each if wanted[0] else None, total if wanted[1] else None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        with lasting(ctx.seconds):
+            each = gradients[0].sum() / ctx.shape.numel()
+            return each.expand(ctx.shape).contiguous(), None, None, None
 
 
 class Weights(torch.autograd.Function):
@@ -102,14 +111,12 @@ class Waiting(nn.Module):
         for name, parameter in zip(self.names, layer.parameters(), strict=True):
             self.register_parameter(name, parameter)
         self.shape = shape
-        self.forward_wait, self.input_wait = times.forward_seconds, times.input_seconds
-        self.weight_wait = max(0.0, times.weight_seconds - times.adding_seconds)
+        self.forward_wait, self.input_wait, self.weight_wait = times.waits
 
     def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Through.apply(x, self.shape, self.forward_wait, self.input_wait)
         held = [getattr(self, name) for name in self.names]
-        plus = Weights.apply(self.weight_wait, *held) if held else None
-        y: Tensor = Through.apply(x, plus, self.shape, self.forward_wait, self.input_wait)
-        return y
+        return y + Weights.apply(self.weight_wait, *held) if held else y
 
 
 def waiting(chain: nn.Module, inputs: Tensor, times: Sequence[Times]) -> nn.Sequential:
@@ -139,7 +146,8 @@ def timed_layers(chain: nn.Module, inputs: Tensor) -> list[Times]:
             forward, backward = _timed(layer, given)
             weights = any(True for _ in layer.parameters())
             share = (given.requires_grad or not weights) / (1 + (weights and given.requires_grad))
-            known[key] = Times(forward, backward * share, backward * (1 - share), _adding(layer))
+            parts = forward, backward * share, backward * (1 - share)
+            known[key] = Times(*parts, _beside(layer, x))
         found.append(known[key])
     return found
 
@@ -164,20 +172,29 @@ def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
     return median(forwards), backward
 
 
-def _adding(layer: nn.Module) -> float:
-    """Seconds of adding a gradient to every parameter's, none of which is in a cache."""
+def _beside(layer: nn.Module, y: Tensor) -> tuple[float, float, float]:
+    """Seconds of adding a number to what a layer makes, of the sum of its gradient, and of adding
+    a gradient to every parameter's; none of it is in a cache."""
     gradients = [torch.zeros_like(one) for one in layer.parameters()]
+    if not gradients:
+        return 0.0, 0.0, 0.0
     others = [torch.zeros_like(one) for one in gradients]
     elsewhere = torch.zeros(CACHE_BYTES, dtype=torch.uint8)
 
-    def once() -> float:
-        elsewhere.add_(1)
-        began = time.thread_time()
+    def cold(run: Callable[[], object]) -> float:
+        def once() -> float:
+            elsewhere.add_(1)
+            began = time.thread_time()
+            run()
+            return time.thread_time() - began
+
+        return typical(once, TIMING_SECONDS / 5)
+
+    def add() -> None:
         for one, other in zip(gradients, others, strict=True):
             one.add_(other)
-        return time.thread_time() - began
 
-    return typical(once, TIMING_SECONDS / 5) if gradients else 0.0
+    return cold(lambda: y + 1.0), cold(y.sum), cold(add)
 
 
 def profile_of(graph: OpGraph, microbatch_size: int, times: Sequence[Times]) -> Profile:

@@ -64,9 +64,10 @@ def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
         kinds = [DEFAULT, *KINDS]
         schedule = next(name for name in kinds if KINDS[name].usual == a_rank)
         with_own = ours(job.task(), schedule, stages=a_rank * ranks)
-        assert with_own.plan is not None
+        assert with_own.pipe is not None
+        found = cut_of(with_own.pipe)
         with_own.end()
-        return tuple(cut_of(with_own.plan))
+        return tuple(found)
 
     def pipeline(schedule: str, a_rank: int, task: Task) -> Contestant:
         return torch_pipeline(task, schedule, cut(a_rank))
