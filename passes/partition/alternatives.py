@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,8 +25,8 @@ from pdcompile.plan.evaluate import (
     path_of,
     violations,
 )
-from pdcompile.plan.makespan import Path
-from pdcompile.plan.times import round_trip
+from pdcompile.plan.makespan import Path, StagePair
+from pdcompile.plan.times import round_trips
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
 from pdcompile.units import format_bytes
 
@@ -39,7 +39,8 @@ class StageUse:
     """What one microbatch takes of a stage, in seconds, and which of it binds.
 
     `binds` is the largest of compute, sending, receiving (on a half-duplex link both together:
-    ``link``) and, without a flush, the round trip divided by the microbatches in flight.
+    ``link``) and, without a flush, the round trip to stage `turn` and back, which is made once in
+    `in_flight` microbatches.
     `forwards` and `backwards` count the stage's work on the critical path of a flush.
     """
 
@@ -48,6 +49,7 @@ class StageUse:
     sent_seconds: float
     received_seconds: float
     round_trip_seconds: float
+    turn: int
     in_flight: int
     memory_bytes: int
     limit_bytes: int | None
@@ -101,17 +103,16 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
     path = path_of(problem, stage_of) if flush else None
     objective = measure(problem, stage_of).objective
     total = objective / problem.num_microbatches if flush else objective
-    found = []
+    found, trips = [], round_trips(spent.timing)
     for s, limits in enumerate(problem.stages):
         compute = forward[s] + backward[s]
-        in_flight = problem.memory.in_flight[s] if problem.memory.in_flight else 0
-        trip = round_trip(spent.timing, s)
+        turn, trip, in_flight = _longest_trip(trips, s, () if flush else problem.memory.in_flight)
         uses = {"compute": compute}
         if limits.full_duplex:
             uses |= {"sending": sent[s], "receiving": received[s]}
         else:
             uses["link"] = sent[s] + received[s]
-        if not flush and in_flight:
+        if in_flight:
             uses["round trip"] = trip / in_flight
         binds = max(uses, key=lambda name: uses[name])
         ahead, back = (path.forward[s], path.backward[s]) if path else (0, 0.0)
@@ -122,6 +123,7 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
                 sent_seconds=sent[s],
                 received_seconds=received[s],
                 round_trip_seconds=trip,
+                turn=turn,
                 in_flight=in_flight,
                 memory_bytes=held[s],
                 limit_bytes=limits.memory_bytes,
@@ -134,6 +136,19 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
             )
         )
     return tuple(found)
+
+
+def _longest_trip(
+    trips: Mapping[StagePair, float], stage: int, in_flight: Sequence[int]
+) -> tuple[int, float, int]:
+    """(where it turns, seconds, microbatches that it is made once for: 0 where nobody says)."""
+    own = {t: seconds for (s, t), seconds in trips.items() if s == stage}
+    if not in_flight:
+        turn = max(own, key=lambda t: own[t])
+        return turn, own[turn], 0
+    apart = {t: in_flight[stage] - in_flight[t] + 1 for t in own}
+    turn = max(own, key=lambda t: own[t] / apart[t])
+    return turn, own[turn], apart[turn]
 
 
 def bottleneck(problem: PartitionProblem, uses: Sequence[StageUse]) -> int:

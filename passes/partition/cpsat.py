@@ -268,7 +268,8 @@ class IntegerProgram:
             self.cp.add(self.time >= self.loads.forward(s) + self.loads.backward(s))
             for transfer in self.loads.transfer(s):
                 self.cp.add(self.time >= transfer)
-        for s, count in enumerate(self.model.problem.memory.in_flight):
+        in_flight = self.model.problem.memory.in_flight
+        for s in range(len(in_flight)):  # `period` of plan/times.py
             trip: Linear = self.loads.forward(s) + self.loads.backward(s)
             linked: list[Any] = []
             for t in stages[s + 1 :]:
@@ -276,7 +277,8 @@ class IntegerProgram:
                 for hop, kind in (((t - 1, t), "forward"), ((t, t - 1), "backward")):
                     trip = trip + self.loads.hop(hop, kind)
                     linked.append(self.loads.linked(hop, kind))
-                self._enforce(count * self.time >= trip, linked)
+                apart = in_flight[s] - in_flight[t] + 1
+                self._enforce(apart * self.time >= trip, linked)
 
     def _flush(self) -> None:
         m = self.model.problem.num_microbatches

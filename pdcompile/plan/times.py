@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -133,9 +133,12 @@ class PipelineTimes:
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
         """Seconds per microbatch of a stream: busiest device, link, or a round trip that is too
         long; at least, where stages have replicas."""
-        timing, worst = self.timing, max(self.loads(num_microbatches))
-        for s, count in enumerate(in_flight):
-            worst = max(worst, round_trip(timing, s) / (len(self.ranks[s]) * count))
+        worst = max(self.loads(num_microbatches))
+        if not in_flight:
+            return worst
+        for (s, t), seconds in round_trips(self.timing).items():
+            ahead = len(self.ranks[s]) * in_flight[s] - len(self.ranks[t]) * (in_flight[t] - 1)
+            worst = max(worst, seconds / ahead)
         return worst
 
     def makespan(self, warmup: Sequence[int], num_microbatches: int) -> float:
@@ -212,19 +215,31 @@ def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool
     ]
 
 
-def round_trip(timing: Timing, stage: int) -> float:
-    """Seconds from a stage's forward to the end of its backward of the same microbatch, alone.
+def round_trips(timing: Timing) -> dict[StagePair, float]:
+    """Seconds from the begin of a microbatch's forward on stage s to the end of its backward
+    there, by way of stage t and no later one, for all s <= t that a path joins.
 
-    The longest path forward through the stages that depend on it and back.
+    They are the cycles of a stream: stage t runs the forward of microbatch k + w_t just before
+    the backward of k, and stage s that backward just before the forward of k + w_s + 1, so that a
+    round trip is made once in w_s + 1 - w_t microbatches (w times the replicas).  Every other
+    cycle of the events is made of these and of one device's or one link's own.
     """
-    last = len(timing.forward)
-    ahead, back = {stage: timing.forward[stage]}, dict[int, float]()  # ends
-    for t in range(stage + 1, last):
-        into = [ahead[a] + x for (a, b), x in timing.forward_hops.items() if b == t and a in ahead]
-        if into:
-            ahead[t] = max(into) + timing.forward[t]
-    for t in reversed(range(stage, last)):
-        into = [back[a] + x for (a, b), x in timing.backward_hops.items() if b == t and a in back]
-        if t in ahead:
-            back[t] = max(ahead[t], *into, 0.0) + timing.backward[t]
-    return back[stage]
+    found: dict[StagePair, float] = {}
+    back = {(b, a): seconds for (a, b), seconds in timing.backward_hops.items()}
+    for turn in range(len(timing.forward)):
+        up = _longest(turn, timing.forward, timing.forward_hops)
+        down = _longest(turn, timing.backward, back)
+        found |= {(s, turn): up[s] + down[s] for s in up if s in down}
+    return found
+
+
+def _longest(
+    end: int, stages: Sequence[float], hops: Mapping[StagePair, float]
+) -> dict[int, float]:
+    """Seconds of the longest path from each stage to a later one, both of them included."""
+    found = {end: stages[end]}
+    for s in reversed(range(end)):
+        onward = [x + found[b] for (a, b), x in hops.items() if a == s and b in found]
+        if onward:
+            found[s] = stages[s] + max(onward)
+    return found

@@ -67,9 +67,9 @@ def deciding(found: Explanation) -> Text:
         why = BINDS[use.binds]
         if use.binds == "round trip":
             return Text(
-                f"stage {use.stage} decides: a microbatch is back after "
-                f"{format_seconds(use.round_trip_seconds)}, and {use.in_flight} may be in flight: "
-                f"one every {format_seconds(use.binding_seconds)}"
+                f"stage {use.stage} decides: a microbatch is back from stage {use.turn} after "
+                f"{format_seconds(use.round_trip_seconds)}, and {use.in_flight} may be on that "
+                f"way: one every {format_seconds(use.binding_seconds)}"
             )
         return Text(
             f"stage {use.stage} decides: {why} takes {format_seconds(use.binding_seconds)} of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
@@ -127,6 +127,42 @@ def test_the_period_of_balanced_streams(replicas: tuple[int, ...], rate: float) 
     )
     assert period == pytest.approx(3.0)
     assert simulate(plan).forecast.step_seconds / 16 == pytest.approx(period, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("extra", "busy", "expected"),
+    [(0, 0, 4.125), (1, 0, 3.0), (0, 1, 5.25), (1, 1, 4.5)],
+)
+def test_round_trips_that_turn_anywhere(extra: int, busy: int, expected: float) -> None:
+    """Four stages, a transfer of 0.75 between them; `busy`: the first two take half as long again,
+    so that the way to the second and back decides, which is made once in two microbatches."""
+    seconds = [(1.5, 3.0)] * 2 + [(1.0, 2.0)] * 2 if busy else None
+    plan = make_plan("2bw", 4, 16, extra=extra, seconds=seconds, edges=chain(4, 3))
+    plan, cluster = on_cluster(plan, Level("host", 4, 4.0))
+    times = times_of(plan, cluster, [edge.value for edge in plan.edges])
+    period = times.period([depth + 1 for depth in plan.training.warmup], 16)
+    assert period == pytest.approx(expected)
+    assert simulate(plan, steps=12).forecast.step_seconds / 16 == pytest.approx(period, rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(2, 6), st.integers(0, 1))
+def test_the_period_is_what_a_stream_takes(data: st.DataObject, n: int, extra: int) -> None:
+    """Where no rank's transfers to both neighbours together bind: the simulator has a link for
+    each."""
+    number = st.integers(1, 8)
+    seconds = [(data.draw(number) / 4, data.draw(number) / 4) for _ in range(n)]
+    edges = tuple(replace(edge, bytes=data.draw(number)) for edge in chain(n, 1))
+    plan = make_plan("2bw", n, 16, extra=extra, seconds=seconds, edges=edges)
+    latency = data.draw(st.sampled_from([0.0, 1 / 8]))
+    rate = data.draw(st.sampled_from([8.0, 4.0, 2.0]))
+    plan, cluster = on_cluster(plan, Level("host", n, rate, latency))
+    times = times_of(plan, cluster, [edge.value for edge in edges])
+    period = times.period([depth + 1 for depth in plan.training.warmup], 16)
+    sent, received = times.traffic(16)
+    assume(max(*sent.values(), *received.values()) < period)
+    found = simulate(plan, steps=12).forecast.step_seconds / 16
+    assert 0.99 * period <= found <= 1.03 * period  # an average over whole minibatches
 
 
 def test_recomputing_adds_a_forward_and_keeps_one_set() -> None:
