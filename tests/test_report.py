@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.errors import ConfigError
-from pdcompile.passes.simulate import drained
-from pdcompile.plan import MemoryLedger
+from pdcompile.passes.simulate import drained, simulate
+from pdcompile.plan import Certificate, MemoryLedger
 from pdcompile.report import chrome, html, labels, picture, plan_table, svg, timeline
 from tests.helpers.report_data import Event, one_f_one_b, plan
 from tests.helpers.schedules import make_plan
@@ -243,3 +243,15 @@ def test_a_timeline_of_minibatches_of_one_is_numbered_by_them() -> None:
     labels = [bar.label for bar in shown if bar.rank == 1 and bar.kind != "step"]
     assert labels == ["F0", "B0", "F1", "B1", "F2", "B2"]
     assert "number: minibatch;" in svg.draw([svg.Panel("stash", events)])
+
+
+@pytest.mark.parametrize(("certified", "said"), [(60.0, False), (40.0, True)])
+def test_a_forecast_that_is_longer_than_what_is_certified_is_told(
+    certified: float, said: bool
+) -> None:
+    made = make_plan("1f1b", 3, 18)
+    made = dataclasses.replace(made, forecast=simulate(made).forecast)
+    proved = Certificate(certified, certified, "optimal", "brute force", 0.1, "exact graph")
+    text = plan_table.certificate_line(dataclasses.replace(made, certificate=proved)).plain
+    assert "gap 0 %" in text
+    assert ("The forecast is 60.0 s a step" in text) is said

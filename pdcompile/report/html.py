@@ -41,7 +41,7 @@ def page(plan: Plan, events: Iterable[Event], *, title: str = "pdcompile plan") 
     sections = [
         f"<h1>{escape(title)}</h1>",
         _paragraph(str(headline(plan))),
-        _paragraph(str(certificate_line(plan.certificate, plan.training.schedule))),
+        _paragraph(str(certificate_line(plan))),
         _paragraph(str(forecast_line(plan))) if plan.forecast else "",
         "<h2>Timeline</h2>",
         draw([Panel(name_of(plan.training.schedule), events)]),

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcompile.cluster import Cluster
-from pdcompile.plan import Certificate, MemoryLedger, Plan
+from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.report import labels
 from pdcompile.report.labels import counted
 from pdcompile.schedule.registry import kind_of, name_of
@@ -21,6 +21,7 @@ LEDGER_LINES = tuple(
 
 NUMBER = len("17.4 MB")
 MOST_LINES = 9  # with more, numbers are written without a space
+NOTICED = 1.02  # times what is certified
 
 
 def explain(plan: Plan, *, width: int = 100, color: bool = False) -> str:
@@ -38,7 +39,7 @@ def plan_report(plan: Plan) -> Group:
     parts: list[RenderableType] = [headline(plan), stage_table(plan)]
     if plan.forecast is not None:
         parts += [memory_table(plan), forecast_line(plan)]
-    parts.append(certificate_line(plan.certificate, plan.training.schedule))
+    parts.append(certificate_line(plan))
     parts += [Text(f"note: {note}") for note in plan.notes]
     return Group(*parts)
 
@@ -164,9 +165,11 @@ def forecast_line(plan: Plan) -> Text:
     )
 
 
-def certificate_line(certificate: Certificate, schedule: str) -> Text:
-    """Objective, bound, gap, prover, scope and seconds, as one sentence."""
-    what = "a microbatch" if kind_of(schedule).stream else "a step"
+def certificate_line(plan: Plan) -> Text:
+    """Objective, bound, gap, prover, scope and seconds, as one sentence; and one of the forecast,
+    where that is longer than what is certified."""
+    certificate, stream = plan.certificate, kind_of(plan.training.schedule).stream
+    what = "a microbatch" if stream else "a step"
     text = Text("certificate: ")
     text.append(
         certificate.status, style="bold green" if certificate.status == "optimal" else "bold yellow"
@@ -177,4 +180,11 @@ def certificate_line(certificate: Certificate, schedule: str) -> Text:
         f"gap {100 * certificate.gap:.2g} %; by {certificate.prover} "
         f"in {format_seconds(certificate.seconds)}; scope: {certificate.scope}"
     )
+    forecast = 0.0 if plan.forecast is None else plan.forecast.step_seconds
+    seconds = forecast / (plan.training.num_microbatches if stream else 1)
+    if seconds > NOTICED * certificate.objective_seconds > 0:
+        text.append(
+            f". The forecast is {format_seconds(seconds)} {what}: the certificate is of devices, "
+            "links and round trips, and the simulator of every wait"
+        )
     return text
