@@ -13,6 +13,7 @@ import pytest
 
 from pdcompile.cli import main
 from pdcompile.cli.options import Flags
+from pdcompile.cli.run import step_seconds
 from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
@@ -365,8 +366,11 @@ def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:
     names = {one["name"] for one in json.loads(trace.read_text())["traceEvents"]}
     assert {"F 0", "I 0", "W 0"} <= names
     assert "backward to weights" in report.read_text(encoding="utf-8")
-    code, out, _ = call("run", target, "--plan", plan_path, "--steps", "2", "--json")
-    assert (code, json.loads(out)["steps"]) == (0, 2)
+    code, out, _ = call("run", target, "--plan", plan_path, "--steps", "4", "--json")
+    document = json.loads(out)
+    assert (code, document["steps"]) == (0, 4)
+    assert document["step_seconds"] > 0
+    assert document["forecast_step_seconds"] > 0
 
 
 def test_times_are_taken_with_the_threads_of_a_run(
@@ -387,3 +391,10 @@ def test_a_plan_says_the_schedule_where_nothing_else_does() -> None:
     made = replace(plan(), training=replace(plan().training, schedule="2bw"))
     assert Flags().completed(made).schedule == "2bw"
     assert Flags(schedule="gpipe").completed(made).schedule == "gpipe"
+
+
+def test_steps_are_timed_when_the_pipeline_is_full() -> None:
+    assert step_seconds([]) is None
+    assert step_seconds([9.0, 11.0, 12.0]) is None
+    assert step_seconds([9.0, 11.0, 12.0, 13.0]) == 1.0
+    assert step_seconds([9.0, 11.0, 12.0, 13.0, 17.0]) == 2.0

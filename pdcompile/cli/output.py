@@ -36,6 +36,11 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def under_torchrun() -> bool:
+    """Whether other processes train with this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def emit_json(document: dict[str, Any]) -> None:
     """Write exactly one JSON object to stdout; numbers that are not finite become null."""
     json.dump(_finite(document), sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +48,7 @@ def run(
       torchrun --nproc-per-node=8 -m pdcompile run llama.py:build --weights folder/
     """
     from pdcompile import driver
-    from pdcompile.cli.output import emit_json, is_first_rank, stdout
+    from pdcompile.cli.output import is_first_rank, stdout
     from pdcompile.workload import load_target
 
     flags.check()
@@ -63,6 +63,7 @@ def run(
         stdout().print(pipe.explain(), markup=False)
 
     losses: dict[int, float] = {}
+    ended: list[float] = []  # calls, by when
     items, what = 0, "samples"
     began = time.perf_counter()
     with pipe, training_progress(steps) as advance:
@@ -79,25 +80,52 @@ def run(
                 )
             if step % every == 0 or step == steps - 1:
                 losses[step] = float(result.loss)
+            ended.append(time.perf_counter())
             advance(f"loss {losses[max(losses)]:.4f}")
         pipe.flush()
         seconds = time.perf_counter() - began
     if not is_first_rank():
         return
+    forecast = pipe.plan.forecast
+    report(
+        {
+            "status": "done",
+            "steps": steps,
+            "losses": losses,
+            "seconds": seconds,
+            f"{what}_per_second": items / seconds,
+            "step_seconds": step_seconds(ended),
+            "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
+        },
+        f"{items / seconds:,.0f} {what}/s",
+        as_json=as_json,
+    )
+
+
+def report(document: Mapping[str, Any], throughput: str, *, as_json: bool) -> None:
+    """Print what came of a run."""
+    from pdcompile.cli.output import emit_json, stdout, under_torchrun
+    from pdcompile.units import format_seconds
+
     if as_json:
-        emit_json(
-            {
-                "status": "done",
-                "steps": steps,
-                "losses": losses,
-                "seconds": seconds,
-                f"{what}_per_second": items / seconds,
-            }
-        )
+        emit_json(dict(document))
         return
-    for step, loss in losses.items():
+    for step, loss in document["losses"].items():
         stdout().print(f"step {step:>6}  loss {loss:.6f}")
-    stdout().print(f"{steps} steps in {seconds:.1f} s: {items / seconds:,.0f} {what}/s")
+    stdout().print(f"{document['steps']} steps in {document['seconds']:.1f} s: {throughput}")
+    measured, forecast = document["step_seconds"], document["forecast_step_seconds"]
+    if measured and forecast and under_torchrun():
+        stdout().print(
+            f"{format_seconds(measured)} a step in the second half; the forecast was "
+            f"{format_seconds(forecast)} ({100 * forecast / measured:.0f} % of it)"
+        )
+
+
+def step_seconds(ended: Sequence[float]) -> float | None:
+    """Mean seconds of the later half of some calls, by when each ended; None of fewer than four:
+    the first ones fill the pipeline, and set up what they need."""
+    half = len(ended) // 2
+    return None if half <= 1 else (ended[-1] - ended[half - 1]) / (len(ended) - half)
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
