@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import (
+    EVALUATION,
     FlatCall,
+    Whole,
     as_one_argument,
     follow_batch,
     lone_row_error,
@@ -42,10 +44,13 @@ def begin_call(
     """
     session.check_running()
     compiled, options = session.compiled, session.options
-    part = None if flat.whole is None else microbatches_here(session, flat.whole.size)
+    turn = number if training else 0
+    part = None if flat.whole is None else microbatches_here(session, flat.whole.size, turn)
     paths = needed_paths(session, training=training, with_loss=with_loss)
     graph = compiled.capture.train if training else compiled.capture.eval
     try:
+        if flat.whole is not None:
+            _check_turn(flat.whole, number, training=training)
         size = check_call(compiled, graph, flat, paths if part is None or part else (), part)
         check_values(compiled, graph, flat, size, part)
     except PdcompileError as error:
@@ -66,7 +71,7 @@ def begin_call(
     feeds = []
     for worker in session.workers:
         wiring = session.wirings[worker.stage, training]
-        here = _takes_part(session, worker, number if training else 0, count)
+        here = _takes_part(session, worker, turn, count)
         held = flat.leaves if part == () else wiring.paths(with_loss) if here else ()
         leaves = {path: flat.leaves[path] for path in held}
         if training and compiled.overlaps:
@@ -80,26 +85,38 @@ def begin_call(
     return feeds
 
 
-def microbatches_here(session: Session, size: int) -> tuple[int, ...]:
-    """The microbatches of which this process reads samples, of a minibatch of that size."""
+def _check_turn(whole: Whole, number: int, *, training: bool) -> None:
+    """Raise InputError for a part of another minibatch than the one whose turn it is."""
+    if whole.turn not in (None, number if training else EVALUATION):
+        own = "an evaluation" if whole.turn == EVALUATION else f"minibatch {whole.turn}"
+        raise InputError(
+            f"this shard has what {own} needs here, and this call is "
+            + (f"minibatch {number}" if training else "an evaluation")
+            + ": replicas take minibatches in turn",
+            where="pipe.shard",
+            remedy="give shards to step in the order in which they come, none left out; "
+            "pipe.shard(..., evaluation=True) makes those for eval_step and predict",
+        )
+
+
+def microbatches_here(session: Session, size: int, turn: int) -> tuple[int, ...]:
+    """The microbatches of which this process reads samples, of minibatch `turn` and that size."""
     compiled, spec = session.compiled, session.spec
     if not any(wiring.paths(True) for wiring in session.wirings.values()):
         return ()
     sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)
     count = len(sizes) if compiled.layout.splits else 1
-    if spec.kind.updates_each:  # which replica takes a minibatch depends on its number
-        return tuple(range(count))
     found: set[int] = set()
     for worker in session.workers:
         replica = spec.ranks[worker.stage].index(worker.transport.rank)
-        found.update(spec.share(worker.stage, replica, count))
+        found.update(spec.share(worker.stage, replica, count, turn))
     return tuple(sorted(found))
 
 
-def rows_here(session: Session, size: int) -> list[int]:
-    """The samples that this process reads of a minibatch of that size."""
+def rows_here(session: Session, size: int, turn: int) -> list[int]:
+    """The samples that this process reads of minibatch `turn`, which has so many."""
     compiled = session.compiled
-    part = microbatches_here(session, size)
+    part = microbatches_here(session, size, turn)
     if not compiled.layout.splits:
         return list(range(size)) if part else []
     sizes = microbatch_sizes(size, compiled.plan.training.num_microbatches)

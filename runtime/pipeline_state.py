@@ -135,7 +135,12 @@ class PipelineState(ModuleHints):
         return needed_paths(self._running, training=True, with_loss=True)
 
     def shard(
-        self, dataset: Any, batches: Iterable[Sequence[Any]], **loader: Any
+        self,
+        dataset: Any,
+        batches: Iterable[Sequence[Any]],
+        *,
+        evaluation: bool = False,
+        **loader: Any,
     ) -> Iterator[Shard]:
         """This process's part of minibatches: of their samples it reads what its stages need.
 
@@ -144,12 +149,15 @@ class PipelineState(ModuleHints):
         the like in place of their arguments.  Samples are (inputs, target) pairs where there is a
         loss_fn, else inputs: a tensor, a tuple of forward's arguments or a dict of them.
         `loader`: further arguments of torch.utils.data.DataLoader, as num_workers and collate_fn.
-        Replicas that take whole minibatches in turn (stash) read all of them.
+        Where replicas take whole minibatches in turn (stash), each reads its own: shards have to
+        come to `step` in their order, and `evaluation=True` makes those for `eval_step` and
+        `predict`.
 
         Raises ConfigError for a dataset that is not read by index, and where loss_reduction
         counts items that another replica reads.
         """
-        return shards(self._running, dataset, batches, loader)
+        first = None if evaluation else self._num_minibatches
+        return shards(self._running, dataset, batches, loader, first)
 
     def explain(self) -> str:
         """The plan as a table: stages, time, memory, traffic, proof."""

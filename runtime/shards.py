@@ -6,13 +6,14 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pdcompile.batch import FlatCall, Whole, empty_call, example_call
+from pdcompile.batch import EVALUATION, FlatCall, Whole, empty_call, example_call
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.runtime.calls import rows_here
 from pdcompile.runtime.session import Session
@@ -52,9 +53,12 @@ class Shard:
 
 
 def shards(
-    session: Session, dataset: Any, batches: Iterable[Sequence[Any]], options: dict[str, Any]
-) -> Iterator[Shard]:
+    session: Session, dataset: Any, batches: Iterable[Sequence[Any]], options: dict[str, Any],
+    first: int | None,
+) -> Iterator[Shard]:  # fmt: skip
     """One for each of the `batches`; a DataLoader with these `options` reads the samples.
+
+    `first`: which minibatch of the training the first one is; None: they are for evaluations.
 
     Raises ConfigError, before anything is read, for what cannot be shared out.
     """
@@ -62,7 +66,7 @@ def shards(
     # What a DataLoader draws on iteration, on ranks without one too: samplers draw after it.
     seed = int(torch.empty((), dtype=torch.int64).random_())
     options = {"generator": torch.Generator().manual_seed(seed), **options}
-    return _read(session, dataset, batches, options)
+    return _read(session, dataset, batches, options, first)
 
 
 def _check(session: Session, dataset: Any, options: dict[str, Any]) -> None:
@@ -92,17 +96,20 @@ def _check(session: Session, dataset: Any, options: dict[str, Any]) -> None:
 
 
 def _read(
-    session: Session, dataset: Any, batches: Iterable[Sequence[Any]], options: dict[str, Any]
-) -> Iterator[Shard]:
+    session: Session, dataset: Any, batches: Iterable[Sequence[Any]], options: dict[str, Any],
+    first: int | None,
+) -> Iterator[Shard]:  # fmt: skip
+    turns = repeat(EVALUATION) if first is None else count(first)
     waiting: deque[tuple[Whole, bool]] = deque()  # drawn, and whether something of it is read
 
     def drawn() -> Iterator[list[Any]]:
-        for batch in batches:
+        for batch, turn in zip(batches, turns, strict=False):
             indices = list(batch)
             if not indices:
                 raise InputError("a minibatch without samples", where="the batches of pipe.shard")
-            rows = rows_here(session, len(indices))
-            waiting.append((Whole(len(indices), _digest(indices)), bool(rows)))
+            rows = rows_here(session, len(indices), max(turn, 0))
+            whole = Whole(len(indices), _digest(indices), turn if session.spec.period > 1 else None)
+            waiting.append((whole, bool(rows)))
             yield [indices[row] for row in rows]
 
     def unread() -> Iterator[Shard]:

@@ -132,6 +132,47 @@ def test_ranks_read_what_they_feed(tmp_path: Path) -> None:
     assert run.output.count("refused") == 4, run
 
 
+IN_TURN = (
+    COMMON
+    + """
+from tests.test_shards import Samples, pipeline
+samples, own = Samples(), Samples()
+common = dict(replicas=(2, 1), schedule="stash", microbatches=1)
+whole, parts = (pipeline(**common) for _ in range(2))
+batches = [list(range(n, n + 3)) for n in range(0, 21, 3)]
+own.read.clear()
+for shard, batch in zip(parts.shard(own, batches), batches):
+    loss = float(parts.step(shard).loss)
+    assert loss == float(whole.step(samples.x[batch], target=samples.y[batch]).loss)
+due = [n for k, batch in enumerate(batches) for n in batch if rank == 2 or k % 2 == rank]
+assert own.read == due, (own.read, due)
+for shard in parts.shard(own, batches[:2], evaluation=True):
+    parts.eval_step(shard)
+late = parts.shard(own, batches)
+next(late)
+for call, said in ((parts.step, "needs here, and this call is minibatch 7"),
+                   (parts.eval_step, "this call is an evaluation")):
+    try:
+        call(next(late))
+    except InputError as error:
+        assert "minibatch 8" in str(error) or "minibatch 9" in str(error), error
+        assert said in str(error), error
+        say("refused")
+parts.close()
+say("equal")
+"""
+)
+
+
+def test_replicas_that_take_minibatches_in_turn_read_their_own(tmp_path: Path) -> None:
+    """Each sample of the inputs is read once, those of the targets by the last stage; a shard of
+    another minibatch is refused."""
+    run = processes(IN_TURN, 3, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 3, run
+    assert run.output.count("refused") == 6, run
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(Samples())

@@ -6,6 +6,7 @@ batch dimension of each leaf; `split` and `weights` give the microbatches and th
 losses, for the eager reference and the pipeline alike.
 """
 
+from pdcompile.batch.call import EVALUATION as EVALUATION
 from pdcompile.batch.call import Argument as Argument
 from pdcompile.batch.call import CallSpec as CallSpec
 from pdcompile.batch.call import FlatCall as FlatCall

@@ -43,11 +43,19 @@ class CallSpec:
     by_keyword: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
+EVALUATION = -1
+
+
 class Whole(NamedTuple):
-    """A minibatch of which a call has a part: its samples, and a digest of their order."""
+    """A minibatch of which a call has a part: its samples, and a digest of their order.
+
+    `turn`: which minibatch of the training it has to be, where replicas take them in turn
+    (EVALUATION: none); None: any call.
+    """
 
     size: int
     order: int
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
