@@ -130,7 +130,8 @@ def write(file: Path, arguments: str) -> None:
              for kind, _ in page.SECTIONS}  # fmt: skip
     picture = file.with_suffix(".svg")
     page.draw([one for kind in kinds.values() for one in kind], picture)
-    file.write_text(page.written(kinds, picture.name, arguments))
+    before = file.read_text() if file.exists() else ""
+    file.write_text(page.written(kinds, picture.name, arguments, before))
 
 
 def main() -> None:

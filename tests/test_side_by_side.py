@@ -141,7 +141,11 @@ def test_a_page_has_ratios_to_the_baseline() -> None:
     rank["pdcompile 1f1b"].forecast_seconds = 0.36
     rank["pdcompile 1f1b"].python_seconds = 21e-6
     outcome = Outcome("GPT", "A model.", 4, (rank, rank), 1.0)
-    text = page.written({"emulated": [outcome], "real": [], "shaped": []}, "it.svg", "--write x")
+    kinds: dict[str, list[Outcome]] = {"emulated": [outcome], "real": [], "shaped": []}
+    text = page.written(kinds, "it.svg", "--write x")
+    read = text.replace(page.READING, page.READING + "\n\nOurs are faster.")
+    assert "Ours are faster." in read
+    assert page.written(kinds, "it.svg", "--write x", read) == read
     row = "| pdcompile 1f1b | 400 | 400 | 1.25 (1.25–1.25) | 50 % |  | 90 % | 2.00 MB | 3.00 MB |"
     assert row + " 21 us |" in text
     assert "pdcompile later: not yet" in text

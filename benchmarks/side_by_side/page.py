@@ -28,6 +28,8 @@ HEADS = (
     "memory",
     "Python",
 )
+READING = "## What these tables say"  # under this heading a person writes; it is kept
+COLUMNS = 3  # of panels
 SURE = 0.95  # how surely an interval holds the median, where there are rounds enough
 
 INTRODUCTION = """\
@@ -40,7 +42,8 @@ cores, other programs had most of the machine: compare inside a table then, by t
 Each table is of one run: all contestants live in the same processes and take turns, round by round,
 so that a machine whose speed drifts is fair to all. All of them train the same model on the same
 samples a step, in as many microbatches, with SGD, over gloo, one thread a process. Stages are cut
-once, by pdcompile's planner, and the same for all who hold as many.
+once, by pdcompile's planner, and the same for all who hold as many. Plans are made for links as
+they were measured when the run began, while every rank sent to the next one.
 
 - **ms a step**: median of the rounds; **fastest**: the round that other programs on the machine
   disturbed least. Of the ranks the slowest counts; the first step of a round, which fills streams
@@ -62,8 +65,9 @@ ranks; under `auto` the planner chose schedule, replicas and cut, which the row 
 EMULATED = """\
 ## Emulated compute
 
-Every layer waits as long as it took when it was timed by itself (CPU seconds, one thread); its
-parameters, messages, gradients and updates are real. So there can be more ranks than cores."""
+Every layer takes as long as it took when it was timed by itself (CPU seconds, one thread), most of
+which it waits; its parameters, messages, gradients and updates are real. So there can be more ranks
+than cores, while what they do beside waiting leaves the cores time."""
 REAL = """\
 ## Real compute
 
@@ -172,13 +176,16 @@ def section(outcome: Outcome) -> list[str]:
     return [*lines, ""]
 
 
-def written(kinds: Mapping[str, Sequence[Outcome]], picture: str, arguments: str) -> str:
-    """The page."""
+def written(
+    kinds: Mapping[str, Sequence[Outcome]], picture: str, arguments: str, before: str = ""
+) -> str:
+    """The page; what a person has written under READING `before` stays."""
     said = INTRODUCTION.format(
         arguments=arguments, torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
         baseline=BASELINE,
     )  # fmt: skip
-    lines = [said, f"![Speed of every contestant]({picture})", ""]
+    lines = [said, READING + before.partition(READING)[2].partition("\n![")[0].rstrip(), ""]
+    lines += [f"![Speed of every contestant]({picture})", ""]
     for kind, text in SECTIONS:
         if kinds[kind]:
             lines += [text, ""]
@@ -192,10 +199,12 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    width = max(1, len(outcomes))
-    figure = Figure(figsize=(3.4 * width, 4.6), layout="constrained")
-    panels = figure.subplots(1, width, squeeze=False)[0]
-    for panel, outcome in zip(panels, outcomes, strict=True):
+    rows = max(1, -(-len(outcomes) // COLUMNS))
+    figure = Figure(figsize=(3.6 * COLUMNS, 4.2 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for panel in panels[len(outcomes) :]:
+        panel.set_axis_off()
+    for panel, outcome in zip(panels, outcomes, strict=False):
         baseline = baseline_of(outcome)
         names = [n for n, one in outcome.of_rank[0].items() if not one.refused][::-1]
         found = [ratios(outcome, name, baseline) for name in names]
