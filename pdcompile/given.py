@@ -27,7 +27,7 @@ from pdcompile.units import format_bytes, parse_bytes
 COMPARED = (
     ("schedule", "schedule"), ("num_microbatches", "microbatches"), ("batch_size", "batch size"),
     ("max_grad_norm", "max_grad_norm"), ("loss_reduction", "loss_reduction"),
-    ("autocast", "autocast"), ("seed", "seed"),
+    ("autocast", "autocast"), ("seed", "seed"), ("linear_lr_scaling", "linear_lr_scaling"),
 )  # fmt: skip
 
 

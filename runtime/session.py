@@ -72,7 +72,8 @@ class Session(Guarded):
             options.optimizer, self.state.optimized(alone=world is None)
         )
         if self.optimizer is not None:
-            counts = list(map(len, self.spec.ranks)) if options.linear_lr_scaling else []
+            scaled = plan.training.linear_lr_scaling
+            counts = list(map(len, self.spec.ranks)) if scaled else []
             scales = [count / counts[0] for count in counts]
             self.updater = Updater(self.optimizer, self.spec.reach, scales)
             for worker in self.workers:

@@ -42,13 +42,15 @@ def _check_recomputation(plan: Plan, graph: OpGraph) -> None:
 def _check_sums(plan: Plan, graph: OpGraph) -> None:
     """Refuse sparse gradients where replicas sum them."""
     stage_of = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
+    shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
     for fqn, lookups in sparse_lookups(graph).items():
         stage = stage_of.get(lookups[0].name)
         if stage is not None:
+            counts = tuple(1 if one is stage else one.replicas for one in plan.stages)
+            instead = f"one replica for this stage, as in replicas={counts}"
             raise ConfigError(
                 f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
                 f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
                 where=fqn,
-                remedy="sparse=False; or one replica for this stage, as in "
-                f"replicas={tuple(1 if s is stage else s.replicas for s in plan.stages)}",
+                remedy=f"sparse=False; or {'replicas=1' if shared else instead}",
             )

@@ -391,6 +391,9 @@ def test_a_plan_says_the_schedule_where_nothing_else_does() -> None:
     made = replace(plan(), training=replace(plan().training, schedule="2bw"))
     assert Flags().completed(made).schedule == "2bw"
     assert Flags(schedule="gpipe").completed(made).schedule == "gpipe"
+    assert not Flags().completed(made).linear_lr_scaling
+    scaled = replace(made, training=replace(made.training, linear_lr_scaling=True))
+    assert Flags().completed(scaled).linear_lr_scaling
 
 
 def test_steps_are_timed_when_the_pipeline_is_full() -> None:

@@ -162,6 +162,14 @@ def test_reduction_over_replicas_takes_ring_time() -> None:
     assert found == pytest.approx(3 + 2 * (8 / 2 * 0.25 + 0.5))
 
 
+def test_the_sums_of_replicas_are_sent() -> None:
+    """Each sends its part of a ring, and under stash once in as many minibatches as there are."""
+    plan = make_plan("1f1b", 1, 2, replicas=(3,), trainable_bytes=6)
+    assert simulate(plan).forecast.sent_bytes == (8, 8, 8)
+    plan = make_plan("stash", 1, 1, replicas=(2,), trainable_bytes=6)
+    assert simulate(plan).forecast.sent_bytes == (3, 3)
+
+
 def test_ledger() -> None:
     plan = make_plan(
         "2bw",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.sparse_gradients import makes_sparse
 from pdcompile.passes.trace import trace
@@ -186,6 +187,10 @@ def test_replicas_of_a_table_are_refused(way: str) -> None:
         pdcompile.compile(Table(way), (i, j), replicas=(2, 1), microbatches=4, **given)
     assert caught.value.where == "words.weight"
     assert "replicas=(1, 1)" in str(caught.value)
+    given |= {"schedule": "interleaved", "stages": 2, "cluster": Cluster.local(2)}
+    with pytest.raises(ConfigError, match="2 replicas of stage 0") as caught:
+        pdcompile.compile(Table(way), (i, j), replicas=2, microbatches=4, **given)
+    assert caught.value.remedy == "sparse=False; or replicas=1"
 
 
 def test_a_sparse_gradient_that_only_a_run_shows_is_not_summed() -> None:

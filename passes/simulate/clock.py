@@ -300,7 +300,10 @@ class Clock:
             self._at(self.now, rank)
 
     def bytes_of(self, one: Instruction) -> int:
-        """Bytes that a send puts on its link."""
+        """Bytes that a rank puts on its links: of a send, or its part of a ring."""
+        if one.action is Action.POST_REDUCE:
+            members = len(self.spec.ranks[one.stage])
+            return -(-2 * (members - 1) * self.plan.stages[one.stage].trainable_bytes // members)
         if one.action.phase is not Phase.SEND:
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)

@@ -163,7 +163,7 @@ class Flags:
         default, training = Flags(), plan.training
         found: dict[str, Any] = {
             name: getattr(training, name)
-            for name in ("schedule", "seed", "max_grad_norm", "autocast")
+            for name in ("schedule", "seed", "max_grad_norm", "autocast", "linear_lr_scaling")
             if getattr(self, name) == getattr(default, name)
         }
         if self.cluster == default.cluster and self.stages is None:

@@ -94,6 +94,7 @@ def configure(
         seed=options.seed,
         keeps_outputs=options.outputs != "none",
         sends_outputs=options.outputs in SENT,
+        linear_lr_scaling=options.linear_lr_scaling,
     )
     return Configuration(cluster, stages, training, num_ranks is None, placement)
 

@@ -140,6 +140,7 @@ class Training:
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
     keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
+    linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
 
     def step_bytes(self, sizes: Iterable[int]) -> int:
         """Temporaries of an update of parameters of these sizes in bytes, in this order."""
