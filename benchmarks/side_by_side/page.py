@@ -57,7 +57,8 @@ they were measured when the run began, while every rank sent to the next one.
 - **sent**: bytes a step that the rank sends which sends most.
 - **memory**: the most that a rank held, of all that torch's allocator gave out for this contestant.
 - **Python**: CPU time of an instruction of pdcompile's interpreter without forward, loss, autograd,
-  optimizer and gloo, mean of a step on the rank where it is longest.
+  optimizer and gloo, mean of a step on the rank where it is longest; without waits, where layers
+  wait otherwise. Real compute empties the caches that it runs from.
 
 `stash` and `vsync` update after every microbatch; `replicas` is one stage with as many replicas as
 ranks; under `auto` the planner chose schedule, replicas and cut, which the row names.
