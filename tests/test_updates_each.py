@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Together
 from tests.helpers import models
 from tests.helpers.launch import processes, torchrun
+from tests.helpers.planned import with_warmup
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
@@ -38,8 +38,7 @@ def prepared(model: nn.Module, depths: Sequence[int], **options: Any) -> Any:
     x, y = models.batch_for(model, SIZES[0])
     if depths:
         plan = prepared(copy.deepcopy(model), (), **options).plan
-        training = replace(plan.training, warmup=tuple(depths))
-        options["plan"] = replace(plan, training=training, forecast=None, problem=None)
+        options["plan"] = with_warmup(plan, depths)
     return pdcompile.compile(model, **options).prepare(x, target=y)
 
 

@@ -10,6 +10,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.plan import Plan, Training
+from pdcompile.plan.check import times_of
 from pdcompile.problem import StageLimits
 from pdcompile.problem.constraints import Constraint
 from pdcompile.problem.space import SearchSpace
@@ -50,3 +51,21 @@ def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:
         for stage in plan.stages
     )
     return replace(plan, stages=stages, edges=())
+
+
+def with_warmup(plan: Plan, depths: Sequence[int]) -> Plan:
+    """As somebody would edit it: another warm-up, and an objective that nobody has searched for."""
+    plan = replace(
+        plan,
+        training=replace(plan.training, warmup=tuple(depths)),
+        forecast=None,
+        problem=None,
+    )
+    times = times_of(
+        plan, Cluster.from_toml(plan.cluster), [e.value for e in plan.edges if e.gradient]
+    )
+    period = times.period([depth + 1 for depth in depths], plan.training.num_microbatches)
+    certificate = replace(
+        plan.certificate, objective_seconds=period, bound_seconds=0.0, status="feasible"
+    )
+    return replace(plan, certificate=certificate)
