@@ -18,9 +18,8 @@ from torch import nn
 from pdcompile.errors import SourceError
 from pdcompile.ir.execution import Lookup, execute, materialise
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
-from pdcompile.ir.stage_interface import Sources
+from pdcompile.ir.stage_interface import Sources, module_of
 from pdcompile.passes.codegen import generate, stage_classes
-from pdcompile.passes.codegen.folder import module_of
 from pdcompile.passes.form.expressions import Scope, literal, quote
 from tests.helpers.cuts import cut
 from tests.helpers.wild_graphs import B, Wild, captures
@@ -29,7 +28,7 @@ from tests.helpers.wild_literals import arguments, names
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=25, suppress_health_check=SLOW)
 @given(st.data())
 def test_wild_graphs_run_as_source(data):
     wild = data.draw(captures())
@@ -37,7 +36,7 @@ def test_wild_graphs_run_as_source(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, suppress_health_check=SLOW)
 @given(st.data())
 def test_many_wild_graphs_run_as_source(data):
     wild = data.draw(captures(max_steps=16))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pdcompile.ir.graph import Capture
-from pdcompile.ir.stage_interface import Sources
-from pdcompile.passes.codegen.folder import module_of, read, set_draw, stage_classes, write
+from pdcompile.ir.stage_interface import Sources, module_of
+from pdcompile.passes.codegen.folder import read, set_draw, stage_classes, write
 from pdcompile.passes.codegen.pipeline_file import pipeline_file
 from pdcompile.passes.codegen.stage_file import stage_file
 from pdcompile.passes.stages.boundaries import staged

@@ -11,6 +11,7 @@ import itertools
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 
 from pdcompile.errors import SourceError
 from pdcompile.files import write_whole
-from pdcompile.ir.stage_interface import Sources
+from pdcompile.ir.stage_interface import HOME, Sources, module_of
 
 _LOADS = itertools.count()
 MAX_BYTES = 64 * 2**20
@@ -65,11 +66,6 @@ def stage_classes(sources: Sources) -> tuple[type[nn.Module], ...]:
     )
 
 
-def module_of(cls: type[nn.Module]) -> ModuleType:
-    """The module that a loaded stage class was defined in."""
-    return sys.modules[cls.__module__]
-
-
 def set_draw(cls: type[nn.Module], draw: Callable[[Any, int], None]) -> None:
     """Makes the stage's file call `draw` before each random op."""
     vars(module_of(cls))["draw"] = draw
@@ -86,16 +82,20 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
     module.__file__ = filename
     lines = text.splitlines(keepends=True)
     linecache.cache[filename] = (len(text), None, lines, filename)
+    # Named among the modules while it runs, and no longer: classes and lines of stages that nobody
+    # uses any more would stay, and each of many compilations leave some.
     sys.modules[module_name] = module
+    weakref.finalize(module, linecache.cache.pop, filename, None)
     try:
         exec(compile(text, filename, "exec"), vars(module))
     except Exception as error:
-        del sys.modules[module_name]
         raise SourceError(
             f"{file} cannot be loaded: {type(error).__name__}: {error}",
             where=file,
             remedy=_remedy(file in sources.edited, error),
         ) from error
+    finally:
+        del sys.modules[module_name]
     cls = vars(module).get(name)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise SourceError(
@@ -103,6 +103,7 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
             where=file,
             remedy=f"keep the class name {name}",
         )
+    setattr(cls, HOME, module)
     return cls
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from pdcompile.ir.graph import Size
+
+#: attribute of a stage class that was loaded from text: its module, which sys.modules has not
+HOME = "_home"
+
+
+def module_of(cls: type) -> ModuleType:
+    """The module that a stage class was defined in."""
+    found: ModuleType = vars(cls).get(HOME) or sys.modules[cls.__module__]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

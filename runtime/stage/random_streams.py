@@ -9,7 +9,6 @@ every draw inside of them.
 
 from __future__ import annotations
 
-import sys
 from itertools import count
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.ir.opaque import announce
-from pdcompile.ir.stage_interface import StageInterface
+from pdcompile.ir.stage_interface import StageInterface, module_of
 
 
 class Streams:
@@ -57,7 +56,7 @@ class Streams:
         def draw(where: nn.Module | str, index: int) -> None:
             self._draw(where if isinstance(where, str) else self._names[where], index)
 
-        vars(sys.modules[type(stage).__module__])["draw"] = draw
+        vars(module_of(type(stage)))["draw"] = draw
         for path in {*interface.train.draws, *interface.eval.draws}:
             train = interface.train.draws.get(path, ())
             evaluation = interface.eval.draws.get(path, ())
