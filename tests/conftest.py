@@ -2,11 +2,14 @@
 
 Processes that tests start inherit it.  A test of the cache itself names a folder of its own.
 Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples.
+No example of a property has a deadline: other programs may have the cores.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -18,6 +21,12 @@ if TYPE_CHECKING:  # imports torch, which not all tests need
 os.environ["PDCOMPILE_CACHE"] = "off"
 # Several workers share the cores: threads that wait for each other would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else every process that tests start, workers among them, would compile all of torch anew.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 FEW_EXAMPLES = 25
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given
@@ -43,6 +52,11 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
         return int(stop.value.code or 0), said.out, said.err
 
     return run
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: collections, and captures, need not look at it again."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

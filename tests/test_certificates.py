@@ -162,7 +162,7 @@ def accepted(data: Any, graph: OpGraph, cluster: Cluster) -> Plan | None:
     return plan
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, len(SETTINGS) - 1), st.randoms(use_true_random=False), st.integers(1, 2))
 def test_every_change_is_refused_or_leaves_the_claims_true(number: int, r: Any, times: int) -> None:
     """One or two changes anywhere in the file; half of them outside the embedded problem."""

@@ -41,14 +41,14 @@ def programs_of(plan: Plan, counts: tuple[int, ...]) -> list[Schedule]:
     return [*found, stream.flush()[0]]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(plans(max_stages=6, several=True))
 def test_every_generated_schedule_is_proved(plan: Plan) -> None:
     proof = check(plan)
     assert proof.num_instructions > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(max_stages=6, several=True), st.data())
 def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObject) -> None:
     sizes = st.integers(1, plan.training.num_microbatches)
@@ -56,7 +56,7 @@ def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObje
     check_programs(plan, programs_of(plan, counts))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(max_stages=6, several=True), st.integers(1, 9), st.booleans())
 def test_evaluations_are_proved(plan: Plan, count: int, with_loss: bool) -> None:
     program = evaluation(plan, plan.edges, count, with_loss=with_loss)
@@ -79,7 +79,7 @@ def test_the_proof_says_what_it_proved() -> None:
     assert "4, 1, 4" in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["stash", "vsync"]), st.integers(1, 8), st.data())
 def test_updates_after_every_microbatch_are_proved(
     name: str, num_stages: int, data: st.DataObject
@@ -103,7 +103,7 @@ def test_updates_after_every_microbatch_are_proved(
     assert [spec.gradient_buffers(s) for s in range(num_stages)] == held
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(0, 1),
@@ -145,7 +145,7 @@ def test_stash_with_replicas_is_proved(
         assert f"at most {in_flight} microbatches per stage, planned {in_flight}" in proof
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.lists(st.integers(0, 9), min_size=1, max_size=5),
@@ -238,7 +238,7 @@ def aim_elsewhere(one: Instruction, plan: Plan, pick: random.Random) -> Instruct
     return pick.choice(choices)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plans(max_stages=6, max_microbatches=5, several=True), st.randoms(use_true_random=False))
 def test_aiming_elsewhere_is_caught(plan: Plan, pick: random.Random) -> None:
     counts = (plan.training.num_microbatches,) * 3
@@ -255,7 +255,7 @@ def test_aiming_elsewhere_is_caught(plan: Plan, pick: random.Random) -> None:
         check_programs(plan, programs)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(plans(max_stages=4, max_microbatches=5), st.randoms(use_true_random=False))
 def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) -> None:
     """What the proof accepts trains the same model: shown by another reader of programs."""

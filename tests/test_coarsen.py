@@ -229,7 +229,7 @@ def test_twenty_thousand_ops_keep_their_order() -> None:
 
 
 @given(random_graphs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_op_is_in_one_item_and_items_are_in_order(graph: OpGraph) -> None:
     check(graph)
     problem = problem_of(graph)
@@ -244,7 +244,7 @@ def test_every_op_is_in_one_item_and_items_are_in_order(graph: OpGraph) -> None:
 
 
 @given(random_graphs(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_partition_of_items_is_a_legal_partition_of_ops(
     graph: OpGraph, data: st.DataObject
 ) -> None:
@@ -272,7 +272,7 @@ def test_a_partition_of_items_is_a_legal_partition_of_ops(
 
 
 @given(random_graphs(max_ops=7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_moving_views_never_loses_the_optimum(graph: OpGraph) -> None:
     """Two stages, every assignment of single ops that keeps the spans, by brute force."""
     coarse = problem_of(graph)

@@ -95,7 +95,7 @@ def test_all_hostile_names_at_once(tmp_path, monkeypatch):
     assert_harmless(sources, model, tmp_path, monkeypatch)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.text(min_size=1, max_size=20).filter(lambda n: "." not in n))
 def test_any_name_is_a_name(name):
     if hasattr(nn.Module(), name):

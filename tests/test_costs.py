@@ -146,7 +146,7 @@ def test_what_is_received_is_not_saved_again() -> None:
 
 
 @given(random_graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_costs_are_finite_and_never_negative(graph: OpGraph) -> None:
     for cost in estimate(graph, microbatch_size=3):
         for name in ("forward_seconds", "backward_seconds"):

@@ -9,7 +9,7 @@ import pytest
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -28,7 +28,6 @@ COEFFICIENTS = st.integers(-(10**9), 10**9)
 B, S = sympy.symbols("b s", positive=True, integer=True)
 
 
-@settings(deadline=None)  # sympy is imported in the first example
 @given(st.tuples(*[COEFFICIENTS] * 6))
 def test_a_polynomial_is_found_from_its_values(c: tuple[int, ...]) -> None:
     def value(b: Any, s: Any) -> Any:

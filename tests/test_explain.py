@@ -50,7 +50,6 @@ def solved(seed: int) -> tuple[PartitionProblem, tuple[int, ...]]:
 
 
 @given(st.integers(0, 10**6))
-@settings(deadline=None)
 def test_what_binds_adds_up_to_the_objective(seed: int) -> None:
     problem, stage_of = solved(seed)
     uses = stage_uses(problem, stage_of)
@@ -67,7 +66,6 @@ def test_what_binds_adds_up_to_the_objective(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(deadline=None)
 def test_neighbours_are_what_brute_force_finds(seed: int) -> None:
     """No single item can be moved for less than `next_best`, nor faster than `better`."""
     problem, stage_of = solved(seed)
@@ -99,7 +97,7 @@ def test_neighbours_are_what_brute_force_finds(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_looser_limits_are_solved_to_the_optimum(seed: int) -> None:
     problem, stage_of = solved(seed)
     now = measure(problem, stage_of).objective

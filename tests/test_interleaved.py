@@ -94,13 +94,13 @@ def several(draw: st.DrawFn) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(several())
 def test_whatever_crosses_stages_is_proved(plan: Plan) -> None:
     check(plan, range(1, plan.training.num_microbatches))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(several())
 def test_the_fast_clock_is_the_simulators(plan: Plan) -> None:
     """With transfers, reductions over replicas, norms, and new weights of tied parameters."""
@@ -123,7 +123,7 @@ def test_messages_that_are_ready_at_one_time_go_in_the_order_of_their_sends() ->
     assert found == pytest.approx(expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(several(), st.randoms(use_true_random=False))
 def test_mutations_are_caught(plan: Plan, pick: random.Random) -> None:
     """Something left out, done twice, or of another stage, microbatch or rank."""

@@ -21,6 +21,7 @@ from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "interleaved", "microbatches": 4}
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 

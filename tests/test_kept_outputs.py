@@ -248,7 +248,7 @@ def examples() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator)
 
 
-@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @example(stages=3, returned=7, schedule="interleaved", loss_fn=of_logits, again=False, many=True)
 @example(stages=3, returned=5, schedule="1f1b", loss_fn=of_all, again=True, many=True)
 @given(

@@ -25,7 +25,7 @@ def closed(n: int, arcs: list[tuple[int, int]]) -> list[int]:
     return [m for m in range(1 << n) if all(m >> a & 1 or not m >> b & 1 for a, b in arcs)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_every_down_closed_set_is_listed_once_smaller_ones_first(seed: int) -> None:
     n, arcs = drawn(seed)
@@ -38,7 +38,7 @@ def test_every_down_closed_set_is_listed_once_smaller_ones_first(seed: int) -> N
     assert [lattice.members(mask) for mask in every] == [row.nonzero()[0].tolist() for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_eager_groups_are_in_every_set_but_the_empty_one_that_may_hold_them(
     seed: int, eager: int
@@ -65,7 +65,7 @@ def test_eager_groups_are_in_every_set_but_the_empty_one_that_may_hold_them(
         assert found[here] & ~found[there] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_orders_are_topological_and_their_prefixes_down_closed(seed: int) -> None:
     n, arcs = drawn(seed)
@@ -87,7 +87,7 @@ def test_the_cheapest_cut_closes_what_is_open_first() -> None:
     assert cheapest.order(random.Random(0), 0.0) == [0, 1, 2, 3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=9), st.floats(0, 1))
 def test_bisection_ends_at_the_least_threshold(plans: list[float], lower: float) -> None:
     bound, objective, plan = smallest_threshold(

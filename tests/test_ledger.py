@@ -206,7 +206,7 @@ def shared_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Plan]:
     return problem, plan
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shared_problems())
 def test_the_planners_formula_is_at_most_the_ledger(case: tuple[PartitionProblem, Plan]) -> None:
     problem, plan = case

@@ -112,7 +112,7 @@ def test_ranks_without_a_stage_only_hear_the_loss() -> None:
     assert [one.text(-1) for one in program.columns[0]] == ["HEAR_LOSS <1"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans())
 def test_posts_come_before_waits_and_sends_are_waited_for(plan: Plan) -> None:
     """The first receives of a call are posted before anything is computed."""

@@ -43,7 +43,7 @@ def test_planner_and_check_agree(schedule: str, num_stages: int, make: Any) -> N
     check(planned(graph, cluster, schedule), graph, cluster)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     random_graphs(),
     st.integers(1, 3),

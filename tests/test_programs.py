@@ -62,7 +62,7 @@ def prove(plan: Plan, case: Case, program: Schedule | None = None) -> None:
     check_programs(plan, [program or case[0]], case[1], case[2])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plans(), st.data())
 def test_every_program_is_proved(plan: Plan, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, plan.training.num_microbatches))
@@ -70,7 +70,7 @@ def test_every_program_is_proved(plan: Plan, data: st.DataObject) -> None:
         prove(plan, case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(1, 5), st.data())
 def test_also_with_several_stages_on_a_rank(
     ranks: list[int], count: int, data: st.DataObject

@@ -125,7 +125,7 @@ def assert_same(ours: tuple[list[Any], Any], theirs: tuple[list[Any], Any]) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
     st.lists(st.booleans(), min_size=1, max_size=3),

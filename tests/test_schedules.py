@@ -169,7 +169,7 @@ def test_warm_up_with_replicas() -> None:
     assert warmup("stash", 2, 1, (1, 3), extra=1) == (8, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_stash_with_replicas_keeps_balanced_stages_busy(replicas: list[int]) -> None:
     """With at least PipeDream's depth, and no less than its own: one microbatch a second is lost
@@ -184,7 +184,7 @@ def test_stash_with_replicas_keeps_balanced_stages_busy(replicas: list[int]) -> 
     assert forecast.bubble == pytest.approx(0.0, abs=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.integers(1, 12),
@@ -247,7 +247,7 @@ def test_steady_state_is_one_object(name: str) -> None:
     assert stream.step(count)[1] == stream
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans(), st.data())
 def test_a_flush_leads_back_to_the_beginning(plan: Plan, data: st.DataObject) -> None:
     stream, calls = make_stream(plan), data.draw(st.integers(0, 4))
@@ -377,7 +377,7 @@ def test_golden_programs(name: str) -> None:
     assert (GOLDEN / f"schedule_{name}.txt").read_text() == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans(max_stages=4, max_microbatches=4))
 def test_text_comes_back(plan: Plan) -> None:
     stream = make_stream(plan)

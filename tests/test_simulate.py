@@ -55,7 +55,7 @@ def test_replicas_run_at_full_speed(replicas: tuple[int, ...]) -> None:
     assert per_microbatch(plan) == pytest.approx(3.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 10))
 def test_bubble_of_1f1b_and_gpipe_in_closed_form(num_stages: int, count: int) -> None:
     """(p − 1) / (m + p − 1) of the time when nothing is sent."""
@@ -93,7 +93,7 @@ def flush_plans(draw: st.DrawFn) -> tuple[Plan, Timing]:
     return plan, timing
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(flush_plans())
 def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, Timing]) -> None:
     plan, timing = case

@@ -314,7 +314,7 @@ def test_parameters_come_after_what_earlier_stages_wait_for() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(st.sampled_from(sorted(Stage().parts())), min_size=2, max_size=6), st.integers(1, 4)
 )

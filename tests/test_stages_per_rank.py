@@ -49,7 +49,7 @@ def test_a_plan_of_two_stages_a_rank_is_proved(ranks: tuple[int, ...]) -> None:
         check_programs(plan, [program], plan.edges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(1, 6), st.data())
 def test_any_stages_on_any_ranks(ranks: list[int], count: int, data: st.DataObject) -> None:
     n = len(ranks)
@@ -125,7 +125,7 @@ def test_text_comes_back(ranks: tuple[int, ...]) -> None:
     assert ">1/3" in str(programs_of(shared(ALTERNATING))[0])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from([ADJACENT, ALTERNATING, FOLDED]), st.randoms(use_true_random=False))
 def test_what_is_missing_or_aimed_elsewhere_is_caught(
     ranks: tuple[int, ...], pick: random.Random

@@ -38,7 +38,7 @@ def _gets(chain: Chain, outcomes: tuple[bool, ...]) -> str:
     return "first"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chain=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=MAX_TRIED - 2))
 def test_a_gradient_is_conditional_if_any_mixture_of_outcomes_takes_it_away(chain: Chain) -> None:
     ops, values = _graph(chain)

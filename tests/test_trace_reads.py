@@ -166,7 +166,7 @@ def test_a_flag_that_a_result_needs_a_gradient() -> None:
     faithful(make(forward), torch.randn(4, 8))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_checks_before_a_call_hold_exactly_where_the_model_does_not_raise(
     rows: list[list[int]],

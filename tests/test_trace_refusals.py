@@ -175,11 +175,11 @@ def test_state_inside_a_list() -> None:
 def test_wrapped_and_unusable_models() -> None:
     plain = make(lambda self, x: self.lin(x))
     with pytest.raises(TraceError, match="OptimizedModule"):
-        captured(torch.compile(plain))
+        captured(torch.compile(plain, backend="eager"))
     with pytest.raises(TraceError, match="DataParallel"):
         captured(nn.DataParallel(plain))
     compiled = make(lambda self, x: self.lin(x))
-    compiled.compile()
+    compiled.compile(backend="eager")
     with pytest.raises(TraceError, match=r"module\.compile"):
         captured(compiled)
     lazy = make(lambda self, x: self.lazy(x), lazy=nn.LazyLinear(3))

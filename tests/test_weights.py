@@ -52,7 +52,7 @@ def test_every_layout_gives_what_was_saved(tmp_path: Path, layout: str) -> None:
 
 
 @given(chosen=st.sets(st.sampled_from(sorted(slots(Net())))))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_subset_is_read_alone(tmp_path_factory: Any, chosen: set[str]) -> None:
     eager = Net()
     source = open_source(sharded(tmp_path_factory.mktemp("w"), state_of(eager)))

@@ -80,7 +80,7 @@ def test_it_is_what_planning_anew_gives(
     st.sampled_from((0.0, 0.3)),
     st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_any_links_are_what_planning_anew_gives(
     schedule: str, rate: float, latency: float, hosts: int
 ) -> None:

@@ -117,7 +117,7 @@ def test_what_torch_adds_to_a_schedule_is_left_out(name: str, tmp_path: Path) ->
 FLUSH = [name for name, kind in KINDS.items() if not kind.stream]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(FLUSH), st.integers(1, 8), st.integers(1, 3), st.integers(1, 16))
 def test_a_schedule_of_ours_goes_out_and_comes_in(
     name: str, ranks: int, per_rank: int, microbatches: int

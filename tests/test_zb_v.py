@@ -67,7 +67,7 @@ def test_a_rank_never_idles_once_it_has_begun(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 16), st.integers(1, 64), st.sampled_from([None, 1.0]))
 def test_deep_ones(ranks: int, count: int, clip: float | None) -> None:
     plan = make_plan(NAME, 2 * ranks, count, per_rank=2, clip=clip, edges=chain(2 * ranks, 0))

@@ -34,7 +34,7 @@ NAME = "zb-h1"
 # -- the schedule ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 2), min_size=1, max_size=8),
     st.integers(1, 16),

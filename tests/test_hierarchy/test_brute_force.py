@@ -47,7 +47,7 @@ def draw(seed: int, size: int) -> HierarchyProblem:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_the_best_of_all_plans(seed: int, size: int) -> None:
     problem = draw(seed, size)
@@ -59,7 +59,7 @@ def test_the_best_of_all_plans(seed: int, size: int) -> None:
     assert answer.bound <= expected.objective * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.2, 6))
 def test_the_best_of_all_plans_that_fit(seed: int, size: int, share: float) -> None:
     plain = draw(seed, size)
@@ -88,7 +88,7 @@ def test_the_best_of_all_plans_that_fit(seed: int, size: int, share: float) -> N
         assert answer.objective == pytest.approx(expected.objective, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 7))
 def test_the_recursion_over_all_down_sets(seed: int, size: int) -> None:
     problem = draw(seed, size)
@@ -97,7 +97,7 @@ def test_the_recursion_over_all_down_sets(seed: int, size: int) -> None:
     assert answer.objective == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 8))
 def test_boundaries(seed: int, size: int) -> None:
     graph = random_graph(seed, size)
@@ -109,7 +109,7 @@ def test_boundaries(seed: int, size: int) -> None:
         assert dag.boundary(mask) == pytest.approx(boundary(graph, down_set), abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
 def test_fewest_workers_among_equal_objectives(seed: int, size: int, two: bool) -> None:
     levels = ((2, 9.0), (2, 2.0)) if two else ((4, 3.0),)

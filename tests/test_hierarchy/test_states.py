@@ -29,7 +29,7 @@ from tests.helpers.hierarchies import down_sets, random_graph, recursion
 LEVELS = [((4, 3.0),), ((3, 9.0), (2, 1.0))]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.booleans())
 def test_dominance_keeps_the_optimum(seed: int, size: int, memory: bool) -> None:
     graph = random_graph(seed, size, zeros=0.6)
@@ -58,7 +58,7 @@ def test_too_many_sets_are_none() -> None:
     assert lattice_of(dag_of(graph), len(down_sets(graph)) - 1, memory=False) is None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(2, 30))
 def test_the_relaxation_is_below_every_plan(seed: int, size: int, buckets: int) -> None:
     graph = random_graph(seed, size)
@@ -68,7 +68,7 @@ def test_the_relaxation_is_below_every_plan(seed: int, size: int, buckets: int) 
     assert bound <= recursion(problem, down_sets(graph)) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 8), st.data())
 def test_closures_bound_every_set(seed: int, size: int, data: st.DataObject) -> None:
     graph = random_graph(seed, size)

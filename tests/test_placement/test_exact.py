@@ -94,7 +94,7 @@ def test_each_prover_alone_agrees_with_brute_force(seed: int) -> None:
     assert agree(integer_program_alone(groups), best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_answers_hold_every_node_once_with_the_loads_they_name(seed: int) -> None:
     problem = random_problem(seed, SMALL)
@@ -117,7 +117,7 @@ def test_answers_hold_every_node_once_with_the_loads_they_name(seed: int) -> Non
     assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["status"] == answer.status
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_linear_orders_give_placements_that_are_no_better_than_the_best(seed: int) -> None:
     problem = random_problem(seed, SMALL)
@@ -141,7 +141,7 @@ def test_linear_orders_give_placements_that_are_no_better_than_the_best(seed: in
         assert search.upper <= value * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_a_known_placement_loses_nothing(seed: int) -> None:
     groups = grouped(random_problem(seed, SMALL))

@@ -20,7 +20,7 @@ def test_without_any_time_there_is_a_placement() -> None:
     assert answer.bound <= answer.objective < math.inf
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 60), st.integers(1, 80), st.integers(0, 2))
 def test_it_keeps_the_order_and_the_counts(family: str, ops: int, devices: int, cpus: int) -> None:
     groups = grouped(problem(FAMILIES[family](ops, ops), devices, cpus=cpus))

@@ -80,7 +80,7 @@ problems = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems, st.sampled_from([0, 1, 3, 1500]))
 def test_bound_optimum_and_objective_are_in_order(made: LoadProblem, most: int) -> None:
     exact = search.solve(made, budget=Budget(SLOW_ENOUGH))
@@ -93,7 +93,7 @@ def test_bound_optimum_and_objective_are_in_order(made: LoadProblem, most: int) 
         assert found.bound >= found.objective * (1 - 1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 100_000), st.sampled_from([0, 2, 1500]))
 def test_against_brute_force(seed: int, most: int) -> None:
     """Every feature of the problem: unlike devices, colours, tight memory, forbidden classes."""
@@ -109,7 +109,7 @@ def test_against_brute_force(seed: int, most: int) -> None:
             assert found.objective == pytest.approx(least, rel=2e-5, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_loads_of_a_linear_chain_are_true(made: LoadProblem) -> None:
     a = arrays(made)
@@ -125,7 +125,7 @@ def test_loads_of_a_linear_chain_are_true(made: LoadProblem) -> None:
                     assert chain.loads[c][begin, end - begin - 1] == pytest.approx(true)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_loads_of_all_cuts_are_true(made: LoadProblem) -> None:
     a = arrays(made)
@@ -150,7 +150,7 @@ def test_loads_of_all_cuts_are_true(made: LoadProblem) -> None:
             assert load == pytest.approx(true)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_all_cuts_are_all_down_closed_sets(made: LoadProblem) -> None:
     a = arrays(made)
@@ -165,7 +165,7 @@ def test_all_cuts_are_all_down_closed_sets(made: LoadProblem) -> None:
     assert sum(len(part.inside) for part in parts) == down_closed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_anchors_are_comparable_with_all(made: LoadProblem) -> None:
     n = len(made.sizes)
@@ -178,7 +178,7 @@ def test_anchors_are_comparable_with_all(made: LoadProblem) -> None:
     assert anchors(arrays(made)).tolist() == true
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems, st.booleans())
 def test_lines_lie_below_every_cut(made: LoadProblem, closed: bool) -> None:
     a = arrays(made)

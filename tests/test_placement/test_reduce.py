@@ -41,7 +41,7 @@ def optimum(groups: LoadProblem) -> float:
     return math.inf if chain.placement is None else objective(groups, chain.placement)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SEEDS)
 def test_joining_groups_that_cost_nothing_keeps_the_optimum(seed: int) -> None:
     groups = problem_with_devices(seed)
@@ -54,7 +54,7 @@ def test_joining_groups_that_cost_nothing_keeps_the_optimum(seed: int) -> None:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SEEDS, st.floats(1.0, 1.5))
 def test_joining_what_nothing_better_separates_keeps_the_optimum(seed: int, over: float) -> None:
     groups = problem_with_devices(seed)
@@ -63,7 +63,7 @@ def test_joining_what_nothing_better_separates_keeps_the_optimum(seed: int, over
     assert optimum(together(groups, best * over)) == pytest.approx(best, rel=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SEEDS, st.floats(1.0, 1.5))
 def test_ranges_hold_the_stages_of_all_placements_that_good(seed: int, over: float) -> None:
     groups = problem_with_devices(seed)
@@ -87,7 +87,7 @@ def test_ranges_hold_the_stages_of_all_placements_that_good(seed: int, over: flo
         assert high >= stage
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_simple_bounds_are_bounds_and_memory_is_a_problem_of_its_own(seed: int) -> None:
     groups = problem_with_devices(seed)

@@ -55,7 +55,7 @@ def make(**options: Any) -> Reference:
         ({"nonsense": 1}, "nonsense"),
         ({"model": 3}, "not an nn.Module"),
         ({"model": nn.DataParallel(mlp())}, "wrapped"),
-        ({"model": torch.compile(mlp())}, "wrapped"),
+        ({"model": torch.compile(mlp(), backend="eager")}, "wrapped"),
         ({"model": nn.Linear(2, 2, device="meta")}, "meta device"),
         ({"model": nn.LazyLinear(2)}, "no shape yet"),
     ],

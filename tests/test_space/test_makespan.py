@@ -46,7 +46,7 @@ def timed(draw: st.DrawFn, stream: bool) -> Plan:
     return replace(plan, stages=stages, edges=edges)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(timed(stream=False), st.sampled_from([1e9, 8.0, 2.0]), st.sampled_from([1e9, 4.0]))
 def test_makespan_is_that_of_the_simulator(plan: Plan, near: float, far: float) -> None:
     plan, cluster = on_cluster(plan, Level("host", 4, near, 1 / 8), Level("net", 5, far, 1 / 4))
@@ -68,7 +68,7 @@ def clocked(plan: Plan, cluster: Cluster) -> float:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(1, 6), st.data())
 def test_several_stages_on_a_rank_take_what_they_take_in_the_simulator(
     ranks: list[int], count: int, data: st.DataObject
@@ -100,7 +100,7 @@ def test_the_clock_follows_the_order_of_the_registry(
     assert found > clocked(all_first, cluster) or count < 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(timed(stream=True), st.sampled_from([1e9, 8.0]))
 def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
     plan, cluster = on_cluster(plan, Level("host", sum(s.replicas for s in plan.stages), rate))
