@@ -1,7 +1,8 @@
 """What holds for all tests: none reads or writes the user's cache of measured times.
 
 Processes that tests start inherit it.  A test of the cache itself names a folder of its own.
-Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples.
+Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples, and the
+fixture `fast` says so to tests that go through cases of their own.
 No example of a property has a deadline: other programs may have the cores.
 """
 
@@ -54,16 +55,26 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
+@pytest.fixture
+def fast(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests are left out, and with them most of many similar cases."""
+    return _is_fast(request.config)
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "not slow")
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: collections, and captures, need not look at it again."""
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.markexpr != "not slow":
-        return
-    for item in items:
+    for item in items if _is_fast(config) else ():
         test = getattr(item, "obj", None)
         given = getattr(test, _SETTINGS, None)
-        if given is not None and given.max_examples > FEW_EXAMPLES:
-            setattr(test, _SETTINGS, hypothesis.settings(given, max_examples=FEW_EXAMPLES))
+        if given is not None and not hasattr(test, "few"):
+            few = min(FEW_EXAMPLES, (given.max_examples + 1) // 2)
+            setattr(test, _SETTINGS, hypothesis.settings(given, max_examples=few))
+            test.few = few  # one function may be several items

@@ -16,6 +16,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
+from tests.helpers.cases import case
 from tests.helpers.changes import CHANGES, Change, Rich, batch
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
@@ -103,19 +104,28 @@ def test_a_module_that_was_frozen_by_its_mode_stays_so() -> None:
 CASES = [("1f1b", True), ("2bw", True), ("2bw", False)]
 
 
+#: of all changes in the fast tests, the others only of the first change of each kind
+FAST = ("1f1b-tied", "2bw in flight-untied")
+FIRST = {change.kind: change for change in reversed(CHANGES)}.values()
+
+
 @pytest.mark.parametrize(
-    ("schedule", "flush", "tied"),
+    ("schedule", "flush", "tied", "change"),
     [
-        pytest.param("1f1b", True, False, id="1f1b-untied", marks=pytest.mark.slow),
-        pytest.param("1f1b", True, True, id="1f1b-tied"),
-        pytest.param("2bw", True, False, id="2bw-untied"),
-        pytest.param("2bw", True, True, id="2bw-tied", marks=pytest.mark.slow),
-        pytest.param("2bw", False, False, id="2bw in flight-untied"),
-        pytest.param("2bw", False, True, id="2bw in flight-tied"),
+        case(place in FAST or change in FIRST, schedule, flush, tied, change,
+             id=f"{place}-{change.text}")
+        for schedule, flush, tied, place in (
+            ("1f1b", True, False, "1f1b-untied"),
+            ("1f1b", True, True, "1f1b-tied"),
+            ("2bw", True, False, "2bw-untied"),
+            ("2bw", True, True, "2bw-tied"),
+            ("2bw", False, False, "2bw in flight-untied"),
+            ("2bw", False, True, "2bw in flight-tied"),
+        )
+        for change in CHANGES
     ],
-)
-@pytest.mark.parametrize("change", CHANGES, ids=[change.text for change in CHANGES])
-def test_a_change_in_one_process(change: Change, schedule: str, flush: bool, tied: bool) -> None:
+)  # fmt: skip
+def test_a_change_in_one_process(schedule: str, flush: bool, tied: bool, change: Change) -> None:
     expected = change.outcome(in_flight=not flush, several_ranks=False, tied=tied)
     assert outcome(change, schedule, tied=tied, flush=flush) == expected
 

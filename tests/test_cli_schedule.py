@@ -15,7 +15,7 @@ import pytest
 from pdcompile.plan import Plan
 from pdcompile.schedule import files
 from pdcompile.schedule.registry import KINDS
-from tests.helpers.alike import Call
+from tests.helpers.alike import WORKLOAD, Call
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.stream])
@@ -44,19 +44,18 @@ def test_a_schedule_is_written_and_read_again(
 def test_an_edited_schedule_is_planned_and_run(tmp_path: Path, call: Call) -> None:
     """The plan carries it: the file may be gone, and comes out of the plan again."""
     mine, plan, again = (tmp_path / name for name in ("mine.csv", "plan.json", "again.json"))
-    target = "examples/gpt.py:build"
     assert call("schedule", "1f1b", "--stages", "2", "-o", str(mine))[0] == 0
     text = mine.read_text()
     assert text.startswith("0F0,0F1,,0B0,0F2,0B1,")
     mine.write_text(text.replace("0F0,0F1,,0B0,0F2", "0F0,0F1,0F2,0B0,"))  # another warm-up
     given = ["--schedule", str(mine), "--costs", "estimated", "-o", str(plan)]
-    code, _, err = call("plan", target, *given)
+    code, _, err = call("plan", WORKLOAD, *given)
     assert code == 0, err
     written = files.read(mine)
     mine.unlink()
     assert Plan.load(plan).training.schedule == str(written)
     assert Plan.load(plan).training.warmup == (2, 0)
-    code, _, err = call("run", target, "--plan", str(plan), "--steps", "2", "--json")
+    code, _, err = call("run", WORKLOAD, "--plan", str(plan), "--steps", "2", "--json")
     assert code == 0, err
     assert call("schedule", str(plan), "-o", str(again))[0] == 0
     assert files.read(again) == written

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from tests.helpers import models
+from tests.helpers.cases import case
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
@@ -93,11 +94,18 @@ def compare_training(
     assert_equal_states(state, expected.full_state_dict())
 
 
+FAST = {"gpipe": ("gpt-dropout", "convnet", "unet"), "1f1b": ("gpt", "mlp")}
+
+
 @pytest.mark.parametrize(
-    "stages", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    ("schedule", "stages", "name"),
+    [
+        case(stages == 3 and name in FAST[schedule], schedule, stages, name)
+        for schedule in FAST
+        for stages in (2, 3, 4)
+        for name in BUILDERS
+    ],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", list(BUILDERS))
 def test_flush_schedules_train_as_gradient_accumulation(
     name: str, schedule: str, stages: int
 ) -> None:
@@ -117,7 +125,7 @@ def test_2bw_trains_as_the_delayed_update(name: str, stages: int) -> None:
     compare_training(BUILDERS[name], "2bw", stages, sizes=[8] * 6)
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
+@pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(MOMENTUM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("flush_at", [None, 2])
 def test_2bw_with_clipping_flush_and_a_changing_learning_rate(

@@ -16,7 +16,7 @@ from pdcompile.options.configuration import chosen_schedule, machines
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS
 from tests.helpers import alike
-from tests.helpers.alike import COMMON, Call, run_verbs
+from tests.helpers.alike import COMMON, WORKLOAD, Call, run_verbs
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand
@@ -30,7 +30,8 @@ compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_
     "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    ("schedule", "per_rank"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
+    ("schedule", "per_rank"),
+    [("interleaved", 2), pytest.param("interleaved", 3, marks=pytest.mark.slow), ("zb-v", 2)],
 )
 @pytest.mark.parametrize("build", [mlp, unet, partial(gpt, tied=True), partial(gpt, dropout=0.2)],
                          ids=["mlp", "unet", "tied", "dropout"])  # fmt: skip
@@ -150,12 +151,12 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
-    target, plan = "examples/gpt.py:build", str(tmp_path / "plan.json")
+    plan = str(tmp_path / "plan.json")
     given = ["--cluster", "1x2", "--stages", "4", "--schedule", "interleaved"]
     said = run_verbs(
         call,
-        ["plan", target, *given, "--costs", "estimated", "--json", "-o", plan],
-        ["run", target, "--plan", plan, "--steps", "2", "--json"],
+        ["plan", WORKLOAD, *given, "--costs", "estimated", "--json", "-o", plan],
+        ["run", WORKLOAD, "--plan", plan, "--steps", "2", "--json"],
         ["explain", plan],
     )
     assert "interleaved: 4 stages on 2 ranks" in said

@@ -33,6 +33,8 @@ from tests.helpers.launch import processes
 from tests.helpers.llama import batch, llama
 from tests.helpers.pipelines import by_hand, states_equal
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
 
 class Branches(nn.Module):
     """A loss, and beside it values that are costly, random, or written to a buffer."""
@@ -214,6 +216,8 @@ class Output:
 
 class Layers(nn.Module):
     """Layers that return some of what each makes, and what is made of that for the caller alone."""
+
+    captured_once = True
 
     def __init__(self, count: int, returned: int) -> None:
         super().__init__()

@@ -93,14 +93,14 @@ RICH = {
 
 @pytest.mark.parametrize("chosen", RICH)
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, chosen: str) -> None:
+def test_a_message_that_is_dropped_or_doubled_is_caught(name: str, chosen: str, fast: bool) -> None:
     count, options = microbatches(name, 3), rich(name, RICH[chosen])
     plan = make_plan(name, 3, count, **(options or {}))
     for case in cases(plan, count):
         for rank, column in enumerate(case[0].columns):
-            for index, one in enumerate(column):
+            for index in range(rank % 2 if fast else 0, len(column), 2 if fast else 1):
                 for kept in (0, 2):
-                    changed = [*column[:index], *[one] * kept, *column[index + 1 :]]
+                    changed = [*column[:index], *[column[index]] * kept, *column[index + 1 :]]
                     with pytest.raises(ScheduleError):
                         prove(plan, case, mutated(case[0], rank, changed))
 

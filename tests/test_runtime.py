@@ -19,6 +19,7 @@ from pdcompile.problem.constraints import Pin
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
 from tests.helpers import models
+from tests.helpers.cases import case
 from tests.helpers.pipelines import by_hand, states_equal
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -66,8 +67,14 @@ def assert_same_training(pipe: Pipeline, eager: Reference, model: nn.Module, **h
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp", "convnet", "unet"])
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("gpipe", 3), ("2bw", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "name"),
+    [
+        case(name == "gpt" or schedule == "2bw", schedule, stages, name)
+        for schedule, stages in (("1f1b", 2), ("gpipe", 3), ("2bw", 4))
+        for name in ("gpt", "mlp", "convnet", "unet")
+    ],
+)
 def test_trains_like_the_reference(name: str, schedule: str, stages: int) -> None:
     assert_same_training(*pair(getattr(models, name)(), schedule, stages))
 

@@ -18,8 +18,9 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.split_backward import Rest, accumulate, first_part
 from pdcompile.runtime.stage import compute
 from tests.helpers import models
+from tests.helpers.cases import case
 from tests.helpers.launch import processes
-from tests.test_opaque import routed
+from tests.test_opaque import Once, routed
 from tests.test_recompute import assert_same, rows, trained
 from tests.test_runtime import assert_same_training, pair
 
@@ -210,8 +211,14 @@ class Shifted(nn.Module):
 # -- training ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp", "convnet", "unet"])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        case(stages == 3 or name == "mlp", name, stages)
+        for name in ("gpt", "mlp", "convnet", "unet")
+        for stages in (1, 2, 3)
+    ],
+)
 def test_trains_like_the_reference(name: str, stages: int) -> None:
     """GPT has tied weights, the U-Net skip connections."""
     assert_same_training(*pair(getattr(models, name)(), "zb-h1", stages))
@@ -264,7 +271,7 @@ def test_a_stage_with_an_opaque_module_is_not_split(monkeypatch: pytest.MonkeyPa
         return split[-1]
 
     monkeypatch.setattr(compute, "first_part", watched)
-    assert_same(trained(routed(), stages=3, **ZERO), trained(routed(), **ZERO))
+    assert_same(trained(routed(Once), stages=3, **ZERO), trained(routed(Once), **ZERO))
     assert 0 < len(split) < 3 * 3 * 4  # stages, steps, microbatches
 
 
@@ -273,7 +280,7 @@ def test_a_note_names_the_stages_that_are_not_split() -> None:
     def notes(**options: Any) -> list[str]:
         inputs, target = rows(0)
         pipe = pdcompile.compile(
-            routed(), inputs, example_target=target, loss_fn=nn.functional.mse_loss, stages=2,
+            routed(Once), inputs, example_target=target, loss_fn=nn.functional.mse_loss, stages=2,
             microbatches=4, costs="estimated", verify="off", progress=False, **options,
         )  # fmt: skip
         return [one for one in pipe.plan.notes if "does not split its backward" in one]

@@ -112,7 +112,9 @@ def fixture_planned() -> Plan:
     return compiled(TIED, stages=4).plan
 
 
-@pytest.mark.parametrize("ranks", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((0, 0, 1, 1), marks=pytest.mark.slow), (0, 1, 0, 1), (0, 1, 1, 0)]
+)
 def test_compile_takes_a_plan_of_several_stages_a_rank(
     planned: Plan, ranks: tuple[int, ...]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tests.helpers.models import batch_for, loss_for
 Call = Callable[..., tuple[int, str, str]]  # the fixture `call`: exit code, stdout, stderr
 Build = Callable[[], nn.Module]
 
+WORKLOAD = f"{Path(__file__).with_name('workload.py')}:build"  # the target of verbs
 CLOSE = {"rtol": 0.0, "atol": 2e-5}
 OPTIONS: dict[str, Any] = {
     "optimizer": partial(torch.optim.AdamW, lr=0.05), "max_grad_norm": 0.5,

@@ -142,11 +142,10 @@ def capture_once(
 ) -> Capture:
     """`capture`, shared by all calls with equal shapes of models that look alike.
 
-    Only for those of `models`, whose ops follow from their modules, numbers and shapes; any other
-    is captured each time.
+    Only for those whose ops follow from their modules, numbers and shapes: those of `models`, and
+    classes with `captured_once`.  Any other is captured each time.
     """
-    homes = {type(module).__module__ for module in model.modules()}
-    if any(home != models.__name__ and not home.startswith("torch.nn.") for home in homes):
+    if not all(_follows(type(module)) for module in model.modules()):
         return capture(model, flat, layout, loss_fn, **options)
     state = model.state_dict(keep_vars=True)
     ties = {id(tensor): name for name, tensor in state.items()}
@@ -160,6 +159,12 @@ def capture_once(
     if key not in _ONCE:
         _ONCE[key] = capture(model, flat, layout, loss_fn, **options), model
     return _ONCE[key][0]
+
+
+def _follows(kind: type) -> bool:
+    home = kind.__module__
+    known = home == models.__name__ or home.startswith("torch.nn.")
+    return known or "captured_once" in vars(kind)
 
 
 def _numbers(module: nn.Module) -> tuple[Any, ...]:

@@ -10,35 +10,15 @@ import pytest
 import pdcompile
 from pdcompile.plan import Plan
 from pdcompile.workload import load_target
-from tests.helpers.alike import Call
+from tests.helpers.alike import WORKLOAD, Call
 
-TARGET = """
-import torch
-from torch import nn
-from pdcompile import Workload
-from tests.helpers.alike import Call
-
-def build():
-    torch.manual_seed(0)
-    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())]
-    inputs, target = torch.randn(8, 64), torch.randn(8, 64)
-    batches = lambda: [(inputs, target)]
-    return Workload(nn.Sequential(*layers), inputs, nn.functional.mse_loss, batches)
-"""
 OPEN = ("--replicas", "any", "--recompute", "auto", "--schedule", "auto", "--max-staleness", "1")
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> str:
-    path = tmp_path / "model.py"
-    path.write_text(TARGET)
-    return f"{path}:build"
-
-
-def test_plan_simulate_and_run(target: str, tmp_path: Path, call: Call) -> None:
+def test_plan_simulate_and_run(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "plan.json"
     common = ("--cluster", "2x2", "--costs", "estimated", "-o", str(file))
-    code, out, err = call("plan", target, *OPEN, *common, "--json")
+    code, out, err = call("plan", WORKLOAD, *OPEN, *common, "--json")
     assert code == 0, err
     document = json.loads(out)
     assert document["status"] in ("optimal", "feasible")
@@ -49,23 +29,21 @@ def test_plan_simulate_and_run(target: str, tmp_path: Path, call: Call) -> None:
     assert code == 0, err
     assert json.loads(out)["forecast"]["step_seconds"] > 0
 
-    code, _, err = call("plan", target, "--replicas", "equal", "--stages", "1", *common, "--json")
+    code, _, err = call("plan", WORKLOAD, "--replicas", "equal", "--stages", "1", *common, "--json")
     assert code == 0, err
     assert Plan.from_json(file.read_text()).stages[0].replicas > 1
-    code, out, err = call("run", target, "--plan", str(file), "--steps", "1")
+    code, out, err = call("run", WORKLOAD, "--plan", str(file), "--steps", "1")
     assert code == 0, err
     assert "loss" in out
 
 
-def test_auto_means_the_same_to_compile_and_to_the_command_line(
-    target: str, tmp_path: Path, call: Call
-) -> None:
+def test_auto_means_the_same_to_compile_and_to_the_command_line(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "plan.json"
     flags = ("--cluster", "2", "--stages", "2", "--costs", "estimated", "-o", str(file))
     auto = ("--schedule", "auto", "--max-staleness", "1")
-    code, _, err = call("plan", target, *auto, *flags)
+    code, _, err = call("plan", WORKLOAD, *auto, *flags)
     assert code == 0, err
-    workload = load_target(target)
+    workload = load_target(WORKLOAD)
     with pdcompile.compile(
         workload.model,
         workload.example_inputs,
@@ -84,12 +62,10 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(
     assert [stage.ops for stage in ours.stages] == [stage.ops for stage in told.stages]
 
 
-def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
-    target: str, tmp_path: Path, call: Call
-) -> None:
+def test_a_plan_of_stages_that_recompute_runs_and_is_explained(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "plan.json"
     flags = ("--cluster", "local:2", "--costs", "estimated", "--recompute", "1,0")
-    code, _, err = call("plan", target, *flags, "-o", str(file))
+    code, _, err = call("plan", WORKLOAD, *flags, "-o", str(file))
     assert code == 0, err
     plan = Plan.from_json(file.read_text())
     assert [stage.recompute for stage in plan.stages] == [True, False]
@@ -99,14 +75,14 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
     assert "recomputes" in out
     losses = []
     for given in (("--plan", str(file)), (*flags[:4], "--recompute", "off")):
-        code, out, err = call("run", target, *given, "--steps", "2", "--every", "1", "--json")
+        code, out, err = call("run", WORKLOAD, *given, "--steps", "2", "--every", "1", "--json")
         assert code == 0, err
         losses.append(json.loads(out)["losses"])
     assert losses[0] == losses[1]
-    code, _, err = call("run", target, "--plan", str(file), "--recompute", "on")
+    code, _, err = call("run", WORKLOAD, "--plan", str(file), "--recompute", "on")
     assert code == 2
     assert "the plan has recompute=(True, False)" in " ".join(err.split())
-    code, _, err = call("run", target, *flags[:4], "--recompute", "1,0,1")
+    code, _, err = call("run", WORKLOAD, *flags[:4], "--recompute", "1,0,1")
     assert code == 2
     assert "recompute=(True, False, True) has 3" in " ".join(err.split())
 
@@ -122,9 +98,7 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(
         (("--max-staleness", "2"), "--max-staleness 2 is not a valid value"),
     ],
 )
-def test_wishes_that_cannot_be(
-    flags: tuple[str, ...], message: str, target: str, call: Call
-) -> None:
-    code, _, err = call("plan", target, "--cluster", "2", "--costs", "estimated", *flags)
+def test_wishes_that_cannot_be(flags: tuple[str, ...], message: str, call: Call) -> None:
+    code, _, err = call("plan", WORKLOAD, "--cluster", "2", "--costs", "estimated", *flags)
     assert code == 2
     assert message in " ".join(err.split())

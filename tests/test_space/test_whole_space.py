@@ -57,9 +57,9 @@ def claimed(seed: int) -> str:
 
 
 def test_nothing_that_is_claimed_is_wrong() -> None:
-    said = [claimed(seed) for seed in range(40)]
+    said = [claimed(seed) for seed in range(24)]
     assert set(said) == {"optimal", "feasible", "infeasible"}  # so small a space is exhausted
-    assert 8 < said.count("infeasible") < 20
+    assert 4 < said.count("infeasible") < 12
 
 
 @pytest.mark.slow
