@@ -61,7 +61,8 @@ Without parameters, buffers and received values.
   against the forecast.
 
 Measured on real tensors as untyped storages that ops returned and that are alive, each counted
-once; the stages are the generated ones, on a CPU.
+once; the stages are the generated ones, on a CPU.  On both sides a convolution has, while it runs,
+the copies of its operands that oneDNN makes.
 """
 
 
@@ -176,9 +177,11 @@ RANKS_HEADER = f"""## Whole ranks
 The total of a rank's ledger beside the most that the rank held: training on
 {whole_ranks.RANKS} processes, {whole_ranks.MICROBATCHES} microbatches, counted is every byte that
 torch's CPU allocator has given out since before the model was built, without the caller's inputs.
-Unlike above, that includes what kernels allocate for themselves (convolutions change layouts),
-which the forecast does not see.  `clip`: the gradient's norm is clipped.  `outputs`: which ranks
-get the outputs of training; the loop assigns each step's result, so that two are alive."""
+Unlike above, that includes all that kernels allocate for themselves, of which the forecast knows
+the copies that convolutions make in oneDNN's layout: devices whose kernels make none, or other
+ones, hold less or more than it says.
+`clip`: the gradient's norm is clipped.  `outputs`: which ranks get the outputs of training; the
+loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (
     "model", "optimizer", "schedule", "clip", "outputs", "rank", "forecast", "peak", "error",
 )  # fmt: skip

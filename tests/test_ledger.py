@@ -109,6 +109,29 @@ def test_values_in_flight_are_activations_and_not_sends() -> None:
     assert (second.activations_bytes, second.send_bytes) == (30, 20)  # gradients that are made anew
 
 
+def test_what_is_still_being_sent_outlives_the_first_part_of_a_backward() -> None:
+    """As far as only the send holds it: what the second part needs is counted with that."""
+    for freed, expected in ((0, 0), (10, 10), (4, 4)):
+        plan = make_plan(
+            "zb-h1", 2, 4, edges=chain(2, 10), saved_bytes=30, split_bytes=20,
+            split_freed_bytes=freed, split_workspace_bytes=100, workspace_bytes=1,
+        )  # fmt: skip
+        first = ledgers(plan)[0]
+        assert (first.workspace_bytes, first.send_bytes) == (100, expected)
+
+
+def test_a_value_for_another_stage_of_the_rank_is_held_once() -> None:
+    """It is an activation of the stage that made it; of one that recomputes the reader keeps it."""
+    edges = tuple(
+        replace(one, gradient=False, bytes=10 if one.source == 1 else 0) for one in chain(4)
+    )
+    for recompute, slots in ((False, 0), (True, 2)):
+        plan = make_plan("zb-v", 4, 4, edges=edges, per_rank=2, saved_bytes=30, recompute=recompute)
+        assert plan.stages[1].ranks == plan.stages[2].ranks == (1,)
+        one = ledgers(plan)[1]
+        assert (one.receive_bytes, one.send_bytes) == (10 * slots, 0)
+
+
 def test_a_stage_that_recomputes_holds_activations_only_while_it_runs() -> None:
     """Between forward and backward there are its inputs, and what is still being sent."""
     plan = make_plan(

@@ -95,6 +95,38 @@ def test_a_forecast_is_what_generated_stages_hold(name: str) -> None:
         assert peak == pytest.approx(truth.next_peak, rel=0.02)
 
 
+class Contained(nn.Module):
+    """Blocks that are containers, whose results go into an expression of their caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return x
+
+
+def test_results_of_containers_die_in_the_expression_that_reads_them() -> None:
+    """Generated code has no function for a container, so nothing names what it returns."""
+    x = torch.randn(64, 64)
+    ((predicted, truth),) = compared(Contained(), x, x, F.mse_loss, stages=1)
+    assert predicted.saved_bytes + predicted.workspace_bytes == truth.next_peak
+
+
+def test_a_convolution_works_on_copies_of_its_operands() -> None:
+    x, w = torch.randn(2, 8, 16, 16), torch.randn(4, 8, 3, 3, requires_grad=True)
+    with LiveStorages([x, w]) as live:
+        made = F.conv2d(x, w, padding=1)
+    assert (live.now_bytes, live.peak_bytes) == (made.nbytes, made.nbytes + x.nbytes)
+    with LiveStorages([x, w, made]) as live:
+        made.backward(torch.ones_like(made), inputs=[w])
+    assert live.peak_bytes >= x.nbytes + made.nbytes + w.nbytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral", "resnet_cifar"])
 def test_the_forecast_of_published_architectures(name: str) -> None:

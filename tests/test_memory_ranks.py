@@ -34,6 +34,10 @@ cases = [
     Case("residual, batch norm", "SGD", "2bw", recompute=True),
     Case("residual, batch norm", "SGD", "zb-h1"),
     Case("GPT, tied", "AdamW", "zb-h1", clip=True),
+    Case("GPT", "SGD", "zb-v"),
+    Case("residual, batch norm", "SGD", "zb-v"),
+    Case("residual, batch norm", "SGD", "interleaved"),
+    Case("residual, batch norm", "AdamW", "1f1b", replicas=2),
     Case("GPT", "AdamW", "1f1b", replicas=2),
     Case("GPT", "AdamW", "2bw", replicas=2),
 ]
@@ -49,7 +53,7 @@ def test_the_forecast_is_within_five_percent_of_what_two_processes_hold(tmp_path
     assert run.code == 0, run
     lines = [line for line in run.output.splitlines() if "ROW " in line]
     rows = [json.loads(line.partition("ROW ")[2]) for line in lines]
-    assert len(rows) == 26
+    assert len(rows) == 34
     for case, rank, forecast, peak in rows:
         assert forecast == pytest.approx(peak, rel=0.05), (case, rank)
 

@@ -119,7 +119,12 @@ def test_activations_are_held_until_the_second_part() -> None:
 
 def test_what_is_held_between_the_parts_is_another_number() -> None:
     """With the gradients that the second part needs, and without what only the first one did."""
-    sizes = {"saved_bytes": 10, "workspace_bytes": 20, "split_bytes": 25}
+    sizes = {
+        "saved_bytes": 10,
+        "workspace_bytes": 20,
+        "split_bytes": 25,
+        "split_workspace_bytes": 5,
+    }
     plan = make_plan(NAME, 2, 4, edges=chain(2, 0), **sizes)
     found = [(one.activations_bytes, one.workspace_bytes) for one in ledgers(plan)]
     # First stage: one runs backward and one has only gone forward; last: one is between its parts.

@@ -50,14 +50,6 @@ def relative(path: str, ancestor: str) -> str:
     return path if not ancestor else path[len(ancestor) + 1 :]
 
 
-def is_container(class_name: str) -> bool:
-    """Whether the class only holds modules, so that a forward of its own says nothing."""
-    return class_name in (
-        "torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict",
-        "torch.nn.ParameterList", "torch.nn.ParameterDict",
-    )  # fmt: skip
-
-
 def tensors_of(item: Item) -> tuple[str, ...]:
     """FQNs of the model's tensors that are arguments of the item."""
     return item.attributes if isinstance(item, Op) else item.tensors

@@ -19,13 +19,12 @@ from pdcompile.passes.codegen.block_calls import (
     below,
     call_tree,
     calls_below,
-    is_container,
     ops_of,
     relative,
     same_arity,
 )
 from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
-from pdcompile.passes.form.module_tree import Node, ancestors, skeleton
+from pdcompile.passes.form.module_tree import Node, ancestors, is_container, skeleton
 from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.stages.naming import scope_of
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk, written_buffers
-from pdcompile.passes.codegen.block_calls import BlockCall, Pair, below, is_container, relative
+from pdcompile.passes.codegen.block_calls import BlockCall, Pair, below, relative
 from pdcompile.passes.codegen.block_classes import name_below
 from pdcompile.passes.codegen.header import FileContext, gathered
 from pdcompile.passes.codegen.pieces import (
@@ -38,7 +38,7 @@ from pdcompile.passes.form.expressions import (
     subscript,
 )
 from pdcompile.passes.form.lifetimes import Statement, draws, nameless, operands, spans
-from pdcompile.passes.form.module_tree import module_expression, tensor_expression
+from pdcompile.passes.form.module_tree import is_container, module_expression, tensor_expression
 from pdcompile.passes.stages.naming import identifier, scope_of
 
 

@@ -17,9 +17,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the untyped storages that ops return while it is on, each once, until they die.
 
     `now_bytes` is what is alive, also after the mode has been left; `peak_bytes` the most that
-    was alive when an op had just returned.  What a kernel allocates and frees inside is not
-    seen.  Storages of the tensors in `given` are never counted.  Works on real tensors of any
-    device and on fake ones, which have sizes but no memory.
+    was alive when an op had just returned.  What a kernel allocates and frees inside is not seen,
+    except that of convolutions, which is known (`_copies`).  Storages of the tensors in `given`
+    are never counted.  Works on real tensors of any device and on fake ones, which have sizes but
+    no memory.
     """
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
@@ -47,7 +48,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(result):
             if tensor.layout == torch.strided:
                 self._see(tensor.untyped_storage(), func, args)
+        inside = _copies(func, args, result)
+        self.now_bytes += inside
         self.sample()
+        self.now_bytes -= inside
         return result
 
     def sample(self) -> None:
@@ -70,6 +74,18 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._alive[key] = weakref.ref(storage, died)
         self.now_bytes += size
+
+
+def _copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes of the copies in a layout of its own that oneDNN's convolution works on, beside its
+    results: of its input or its output, one after the other; in the backward of the input and the
+    gradient of the output, together, for the gradient of the weights."""
+    if func is torch.ops.aten.convolution.default and args[0].dtype == torch.float32:
+        return max(int(args[0].nbytes), int(result.nbytes))
+    if func is torch.ops.aten.convolution_backward.default and args[1].dtype == torch.float32:
+        sizes = int(args[0].nbytes), int(args[1].nbytes)
+        return sum(sizes) if args[-1][1] else max(sizes)
+    return 0
 
 
 @contextmanager

@@ -184,8 +184,7 @@ class Stage:
             results = self._forward(arguments, entered)
         resident = self.meter.now_bytes
         if splits and not any(step.op.kind == "opaque" for step in self.steps):
-            between, workspace = self._two_parts(entered, results, resident)
-            return Resident(resident, workspace, rehearsed=True, split_bytes=between)
+            return self._two_parts(entered, results, resident)
         roots = self._roots(entered, results)
         for fqn, tensor in self.fakes.tensors.items():
             if tensor.requires_grad and fqn not in self.ports.passed:
@@ -201,8 +200,8 @@ class Stage:
 
     def _two_parts(
         self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
-    ) -> tuple[int, int]:
-        """What is alive between the parts, and how far they exceed what the forward left."""
+    ) -> Resident:
+        """Backward in two parts: what is alive between them, and how far they exceed what was."""
         passed = [self.fakes.tensor(fqn) for fqn in self.ports.passed]
         roots = self._roots(entered, results)
         came = {one.untyped_storage()._cdata for _, one in roots if one is not None}
@@ -213,16 +212,21 @@ class Stage:
             one.take()  # and send it
         for tensor in passed:
             tensor.grad = None
-        for held in (entered, results, roots):
-            held.clear()
+        entered.clear()
+        roots.clear()
+        with_results = self.meter.now_bytes
+        results.clear()
+        freed = with_results - self.meter.now_bytes
         kept = {one.untyped_storage()._cdata: one for one in rest.gradients}
         received = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at in came)
         kept.clear()
         alive = self.meter.now_bytes + received  # which is no receive slot any more
+        self.meter.now_bytes = alive
         self.meter.reset_peak()
         with self.meter:
             rest.run()
-        return alive, max(0, ahead, self.meter.peak_bytes - resident)
+        behind = self.meter.peak_bytes - alive
+        return Resident(resident, max(0, ahead), None, True, alive, behind, freed)
 
     def _forward(
         self, arguments: Mapping[str, Tensor], entered: Mapping[str, Entrance]

@@ -20,6 +20,8 @@ class Resident:
     both together for a minibatch's first microbatch, gradients of parameters among it; known of a
     stage that was `rehearsed` with a whole backward.  `split_bytes`: alive between the two parts
     of a split backward, with the gradients that the second part needs; 0 where that is not known.
+    `split_workspace_bytes`: how far the second part exceeds that; then `workspace_bytes` is that
+    of the first.  `split_freed_bytes`: results that are alive there only for somebody else.
     """
 
     saved_bytes: int
@@ -27,6 +29,8 @@ class Resident:
     first_peak_bytes: int | None = None
     rehearsed: bool = False
     split_bytes: int = 0
+    split_workspace_bytes: int = 0
+    split_freed_bytes: int = 0
 
     @property
     def first_workspace_bytes(self) -> int:

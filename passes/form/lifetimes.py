@@ -17,6 +17,7 @@ from pdcompile.passes.form.expressions import IN_PLACE, Scope, rough
 from pdcompile.passes.form.module_tree import (
     Node,
     ancestors,
+    is_container,
     module_expression,
     skeleton,
     tensor_expression,
@@ -192,15 +193,17 @@ class Lifetimes:
     """Decides when the values of any stage of one training graph die; made once a graph.
 
     A module whose ops all lie on the stage is a function of its own, whose variables die when it
-    returns; those of modules that are cut lie in the stage's own forward.
+    returns; those of modules that are cut, and of containers, lie in the caller's forward.
 
     `wished`: the name that each value gets, and whether it may be bound again; `calls`: how many
-    ops run inside each module; `tensors`: parameters and buffers by every name.
+    ops run inside each module; `tensors`: parameters and buffers by every name; `containers`: paths
+    of modules that only hold others, which generated code has no function for.
     """
 
     wished: Mapping[str, tuple[str, bool]]
     calls: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
+    containers: Collection[str] = ()
 
     @classmethod
     def of(cls, graph: OpGraph) -> Lifetimes:
@@ -209,12 +212,15 @@ class Lifetimes:
             wishes(graph),
             Counter(path for op in graph.ops for path in _modules(op)),
             {name: info for info in infos for name in (info.fqn, *info.aliases)},
+            {path for path, (name, _) in graph.classes.items() if is_container(name)},
         )
 
     def steps(self, ops: Sequence[Op], kept: Collection[str]) -> tuple[Step, ...]:
         """The ops of one stage, in order, with the ends of values; `kept` ones leave the stage."""
         here = Counter(path for op in ops for path in _modules(op))
-        scopes = [tuple(p for p in _modules(op) if here[p] == self.calls[p]) for op in ops]
+        whole = {path for path, count in here.items() if count == self.calls[path]}
+        whole.difference_update(self.containers)
+        scopes = [tuple(path for path in _modules(op) if path in whole) for op in ops]
         ends = _ends(scopes)
         last = {name: i for i, op in enumerate(ops) for name in op.inputs}
         passed = self._nameless(ops, scopes, kept)

@@ -29,8 +29,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     is held, and the gradients that the second part needs.
     Receive: slots of values, which are kept for the next ones, and the memory of other messages
     from their post to their use.  Send: gradients until they are out, and values where that is
-    later than their microbatch's backward (until then they are activations, unless their stage
-    recomputes).  Workspace is held
+    later than their microbatch's backward, or than the part of it that needs them (until then they
+    are activations, unless their stage recomputes).  Workspace is held
     during a backward, temporaries during the optimizer's step: never both.  Inputs: copies of a
     minibatch's, where the next one begins before its last backward.  Outputs: those of the
     minibatch so far and of the one before, which a loop holds that assigns the result.
@@ -76,11 +76,12 @@ class _StageLedger:
     arriving: Counter[_Microbatch] = field(default_factory=Counter)  # bytes of their gradients
     received: int = 0  # bytes of gradients and new weights that have memory
     slots: dict[_Microbatch, list[int]] = field(default_factory=dict)  # edges that came in
+    borrowed: dict[_Microbatch, list[tuple[_StageLedger, int]]] = field(default_factory=dict)
     taken: Counter[int] = field(default_factory=Counter)  # slots of each edge, now
     made: Counter[int] = field(default_factory=Counter)  # the most of them so far
     pool: int = 0  # bytes of those
     leaving: Counter[tuple[_Microbatch, int]] = field(default_factory=Counter)  # peers of values
-    over: set[_Microbatch] = field(default_factory=set)  # freed, and not all of it sent
+    over: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)  # bytes, see _leave
     sending: int = 0  # bytes that only a send still needs
     inputs: Counter[int] = field(default_factory=Counter)  # microbatches to come, by minibatch
     outputs: Counter[int] = field(default_factory=Counter)  # microbatches made, by minibatch
@@ -148,9 +149,14 @@ class _StageLedger:
             to_come = max(0, self.owned - all_of_it)
             workspace = max(0, all_of_it - self.owned)
         self.buffers.add(update)
-        if second and self.stage.split_bytes:  # workspace is what comes on top of what is saved
-            workspace = max(0, self.stage.saved_bytes + workspace - self.stage.split_bytes)
+        if second and self.stage.split_bytes:
+            workspace = self.stage.split_workspace_bytes
+        elif action is Action.BACKWARD:  # whole, though the stage was rehearsed in two parts
+            between = self.stage.split_bytes + self.stage.split_workspace_bytes
+            workspace = max(workspace, between - self.stage.saved_bytes)
         self._note(workspace=workspace, to_come=to_come, running=not second)
+        if action is Action.BACKWARD_INPUT:
+            self._leave(at, self.stage.split_freed_bytes)
         if action in TO_INPUTS:
             self.received -= self.arriving.pop(at, 0)
             self.inputs[at[0]] -= 1
@@ -159,14 +165,17 @@ class _StageLedger:
         self.in_flight -= action in TO_WEIGHTS
 
     def _hand_over(self, one: Instruction, at: _Microbatch) -> None:
-        """Another stage of the rank keeps a value, or a gradient until its backward."""
+        """Another stage of the rank has a value until it frees it, gradients until a backward."""
         if one.action.phase is not Phase.SEND or one.action.kind is Kind.WEIGHT:
             return
         receiver = self.held[one.target]
-        if one.action.kind is Kind.VALUE:
-            receiver._value(Phase.POST_RECV, one.edge, at)
-        else:
+        if one.action.kind is not Kind.VALUE:
             receiver._message(POST_RECV[one.action.kind], one.edge, at)
+        elif self.stage.recompute:
+            receiver._value(Phase.POST_RECV, one.edge, at)
+        else:  # it is an activation here, and no copy is made: as if it were out when it is freed
+            self._value(Phase.SEND, one.edge, at)
+            receiver.borrowed.setdefault(at, []).append((self, one.edge))
 
     def _value(self, phase: Phase, edge: int, at: _Microbatch) -> None:
         """A value comes into a slot, or leaves from where the forward has made it."""
@@ -184,14 +193,27 @@ class _StageLedger:
             self.leaving[at, edge] -= 1
             if not self.leaving[at, edge]:
                 del self.leaving[at, edge]
-                self.sending -= size if self.stage.recompute or at in self.over else 0
+                if self.stage.recompute:
+                    self.sending -= size
+                elif at in self.over:
+                    self._leave(at, self.over[at][0])
 
     def _free(self, at: _Microbatch) -> None:
         self.taken.subtract(self.slots.pop(at, ()))
+        for owner, edge in self.borrowed.pop(at, ()):
+            owner._value(Phase.WAIT_SEND, edge, at)
+        self._leave(at, sum(self.plan.edges[edge].bytes for edge in self.outgoing))
+
+    def _leave(self, at: _Microbatch, most: int) -> None:
+        """Of the values of a microbatch that are not out, at most so many bytes are held for that
+        alone: `over` has these numbers."""
+        if self.stage.recompute:
+            return  # counted from the send on
         left = [edge for edge in self.outgoing if (at, edge) in self.leaving]
-        if left and not self.stage.recompute:
-            self.over.add(at)
-            self.sending += sum(self.plan.edges[edge].bytes for edge in left)
+        held = min(most, sum(self.plan.edges[edge].bytes for edge in left))
+        self.sending += held - self.over.pop(at, (0, 0))[1]
+        if left:
+            self.over[at] = most, held
 
     def _message(self, action: Action, edge: int, at: _Microbatch) -> None:
         """Gradients are used by a backward, new weights when they have come."""

@@ -222,6 +222,8 @@ def _stage(
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         split_bytes=resident.split_bytes,
+        split_workspace_bytes=resident.split_workspace_bytes,
+        split_freed_bytes=resident.split_freed_bytes,
     )
 
 
@@ -245,7 +247,7 @@ def _caller_bytes(graph: OpGraph, ops: Sequence[Op], training: Training, b: int)
 
 
 _OWN_BYTES = ("saved_bytes", "workspace_bytes", "input_bytes", "output_bytes", "split_bytes",
-              "largest_gradient_bytes")  # fmt: skip
+              "split_workspace_bytes", "split_freed_bytes", "largest_gradient_bytes")  # fmt: skip
 
 
 def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
@@ -270,6 +272,8 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             input_bytes=read,
             output_bytes=made,
             split_bytes=held.split_bytes,
+            split_workspace_bytes=held.split_workspace_bytes,
+            split_freed_bytes=held.split_freed_bytes,
             largest_gradient_bytes=_largest_gradient(graph, ops),
         )
         for name in _OWN_BYTES:

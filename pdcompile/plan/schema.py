@@ -85,6 +85,8 @@ class StagePlan:
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
     split_bytes: int = 0  # kept between the parts of a split backward; 0: as many as saved
+    split_workspace_bytes: int = 0  # of its second part, beside those
+    split_freed_bytes: int = 0  # results that its first part no longer needs
 
     @property
     def backward_pass_seconds(self) -> float:
