@@ -248,7 +248,9 @@ def compile(
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.
         time_limit: seconds for the planner's search.
-        plan: a Plan or plan.json to use instead of planning.
+        plan: a Plan or plan.json to use instead of planning.  Stages and microbatches are then the
+            plan's where nothing is said; schedule, seed, max_grad_norm and the like have to be
+            given as for planning, as the loss and the optimizer.
         sources: a folder that `dump` wrote; with allow_edited, also one that was edited since.
         weights: for a model on the meta device, where its values come from: a .safetensors file,
             a folder (Hugging Face layout) or a list of files; a function (name, tensor) that

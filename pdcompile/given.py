@@ -98,7 +98,7 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
             raise PlanError(
                 f"the plan has {name}={stated!r}, but the options ask for {asked!r}{differs}",
                 where="plan",
-                remedy="plan again with these options, or give the options of the plan",
+                remedy=_remedy(compared),
             )
     needed = planned(graph, plan.training)
     if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
@@ -111,6 +111,21 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
+
+
+def _remedy(compared: list[tuple[str, object, object]]) -> str:
+    """What to say with the plan, of all that differs."""
+    differing = {name: stated for name, stated, asked in compared if stated != asked}
+    if "schedule" in differing:
+        differing["schedule"] = name_of(str(differing["schedule"]))
+    # What is no option by this name, or a file that only who wrote it knows.
+    loose = {"batch size", "loss_reduction"} & set(differing) or ":" in str(
+        [stated for name, stated, _ in compared if name == "schedule"]
+    )
+    if loose:
+        return "plan again with these options, or give the options of the plan"
+    said = ", ".join(f"{name}={stated!r}" for name, stated in differing.items())
+    return f"give {said} with the plan, as it was made with; or plan again with these options"
 
 
 def _replicas(options: Options, planned: tuple[int, ...]) -> object:

@@ -187,6 +187,16 @@ def test_all_lines_of_memory_fit_into_a_hundred_columns() -> None:
     (row,) = [line for line in lines if line.startswith("rank 0 ")]
     assert row.split()[2:] == [*["17.4MB"] * len(plan_table.LEDGER_LINES), "174MB", "4.00MB"]
     assert max(map(len, lines)) <= 100
+    headings = " ".join(lines).split()
+    assert {"opti-", "mizer", "activa-", "tions", "weights"} <= set(headings)  # not "optimize r"
+
+
+def test_traffic_says_that_it_is_without_sums_over_replicas() -> None:
+    alone = plan()
+    assert "sums of gradients" not in plan_table.explain(alone)
+    both = dataclasses.replace(alone.stages[0], ranks=(0, 1), replicas=2)
+    shared = dataclasses.replace(alone, stages=(both, *alone.stages[1:]))
+    assert "besides the sums of gradients over replicas" in plan_table.forecast_line(shared).plain
 
 
 def test_html_is_complete_escaped_and_loads_nothing() -> None:

@@ -145,6 +145,22 @@ def test_a_plan_of_another_schedule_is_refused() -> None:
             compiled(mlp, schedule=schedule, plan=plan)
 
 
+def test_what_differs_from_a_plan_is_said_as_options() -> None:
+    plan = compiled(mlp, seed=3, schedule="2bw").plan
+    with pytest.raises(PlanError, match="the plan has schedule='2bw', but") as caught:
+        compiled(mlp, plan=plan, schedule="1f1b")
+    assert "give schedule='2bw', seed=3 with the plan" in str(caught.value.remedy)
+
+
+def test_the_option_that_asks_for_other_processes_is_named() -> None:
+    for options, named in (
+        ({"replicas": (2, 1)}, "replicas"), ({"stages": 4}, "stages"),
+        ({"replicas": 3, "stages": 1}, "stages and replicas"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=f", or leave {named} out"):
+            machines(Options(**options), 2)
+
+
 def test_its_stages_fit_into_memory() -> None:
     """Less than the fastest plan needs: another cut, or stages that recompute."""
     cluster = Cluster.local(2)

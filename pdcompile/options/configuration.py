@@ -185,10 +185,19 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         raise LaunchError(
             f"{shown}, but WORLD_SIZE is {num_ranks}",
             remedy=f"launch with torchrun --nproc-per-node={ranks}"
-            + ("" if kind_of(chosen_schedule(options)).written else ", or leave stages out")
+            + _or_leave_out(options)
             + (_several(stages, num_ranks) if ranks == stages else ""),
         )
     return stages, ranks
+
+
+def _or_leave_out(options: Options) -> str:
+    """The end of a remedy: without which options any number of processes will do."""
+    if kind_of(chosen_schedule(options)).written:
+        return ""
+    named = ["stages"] if options.stages is not None else []
+    named += ["replicas"] if options.replicas not in (1, *SEARCHED) else []
+    return f", or leave {' and '.join(named or ['stages'])} out"
 
 
 def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int, int] | None:

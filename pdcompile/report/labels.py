@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 
 def modules(parameters: Sequence[str], ops: Sequence[str] = ()) -> str:
@@ -64,6 +67,21 @@ def change(after: float, before: float) -> str:
         return f"x {after / before:,.0f}"
     percent = 100 * (after / before - 1)
     return f"{percent:+.2g} %" if abs(percent) < 10 else f"{percent:+.0f} %"
+
+
+class Heading:
+    """A word that is divided, with hyphens, where the column has no room for the whole."""
+
+    def __init__(self, *parts: str) -> None:
+        self._word = "".join(parts)
+        self._divided = [*(part + "-" for part in parts[:-1]), parts[-1]]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._divided)), len(self._word))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = len(self._word) <= options.max_width
+        yield Text(self._word if whole else "\n".join(self._divided), justify="right")
 
 
 def table(*columns: str) -> Table:

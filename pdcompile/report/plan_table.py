@@ -19,6 +19,11 @@ LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
 )
 
+HYPHENATED = {
+    "gradients": ("gradi", "ents"), "optimizer": ("opti", "mizer"),
+    "activations": ("activa", "tions"), "workspace": ("work", "space"),
+    "temporaries": ("tempo", "raries"),
+}  # fmt: skip
 NUMBER = len("17.4 MB")
 MOST_LINES = 9  # with more, numbers are written without a space
 NOTICED = 1.02  # times what is certified
@@ -121,7 +126,7 @@ def limits(plan: Plan) -> dict[int, int | None]:
 def memory_table(plan: Plan) -> Table:
     """The memory of each rank at its peak, line by line, against its limit.
 
-    Headings fold where there are many lines, numbers do not.
+    Headings are divided where there are many lines, numbers are not.
     """
     assert plan.forecast is not None
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
@@ -138,7 +143,8 @@ def memory_table(plan: Plan) -> Table:
 
     least = NUMBER - (len(used) > MOST_LINES)
     for _, label in used:
-        table.add_column(label, justify="right", min_width=least, overflow="fold")
+        heading = labels.Heading(*HYPHENATED.get(label, (label,)))
+        table.add_column(heading, justify="right", min_width=least)
     table.add_column("total", justify="right", style="bold", min_width=least)
     table.add_column("limit", justify="right", min_width=least)
     limit_of = limits(plan)
@@ -160,10 +166,12 @@ def forecast_line(plan: Plan) -> Text:
     sent = " + ".join(format_bytes(count) for count in forecast.sent_bytes)
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
+    replicated = any(stage.replicas > 1 for stage in plan.stages)
+    summed = ", besides the sums of gradients over replicas" if replicated else ""
     return Text(
         f"forecast: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
-        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}"
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{summed}"
     )
 
 
