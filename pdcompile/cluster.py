@@ -345,9 +345,15 @@ def _read(data: Any, where: str) -> Cluster:
         )
     if not levels and len(devices) == 1:
         levels = (Level("host", 1, math.inf),)
+    if not levels:
+        raise ClusterError(
+            f"{len(devices)} devices, and nothing of the links between them",
+            where=where,
+            remedy=f"add a [[levels]] table with name, size = {len(devices)} and bandwidth",
+        )
     product = math.prod(level.size for level in levels)
     if product != len(devices):
-        sizes = " x ".join(str(level.size) for level in levels) or "none"
+        sizes = " x ".join(str(level.size) for level in levels)
         raise ClusterError(
             f"level sizes {sizes} multiply to {product}, but there are {len(devices)} devices",
             where=f"{where}: levels",

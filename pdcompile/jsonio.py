@@ -216,16 +216,17 @@ def _decode(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> An
 def _decode_dataclass(kind: Any, data: Any, where: str, error: type[PdcompileError]) -> Any:
     if not isinstance(data, dict):
         raise _mismatch(data, "an object", where, error)
+    place = where.removesuffix(":")
     hints = _hints(kind)
     known = {field.name: field for field in fields(kind)}
     for key in data:
         if key not in known:
             remedy = f"remove it; known keys are {', '.join(known)}"
-            raise error(f"unknown key {_short(key)}", where=where, remedy=remedy)
+            raise error(f"unknown key {_short(key)}", where=place, remedy=remedy)
     for name, field in known.items():
         optional = field.default is not MISSING or field.default_factory is not MISSING
         if name not in data and not optional:
-            raise error(f"key {name!r} is missing", where=where, remedy=f"add {name!r}")
+            raise error(f"key {name!r} is missing", where=place, remedy=f"add {name!r}")
     parts = {key: _decode(hints[key], data[key], _below(where, key), error) for key in data}
     return kind(**parts)
 
@@ -235,7 +236,8 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def _mismatch(data: Any, expected: str, where: str, error: type[PdcompileError]) -> PdcompileError:
-    return error(f"{_short(data)} is not {expected}", where=where, remedy=f"write {expected}")
+    place = where.removesuffix(":")
+    return error(f"{_short(data)} is not {expected}", where=place, remedy=f"write {expected}")
 
 
 def _below(where: str, key: str) -> str:

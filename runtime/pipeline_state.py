@@ -82,7 +82,7 @@ class PipelineState(ModuleHints):
     def _running(self) -> Session:
         if self._session is None:
             if self._closed:
-                raise ClosedError("this pipeline was closed", remedy="make a new one")
+                raise ClosedError("this pipeline was closed", remedy="make a new pipeline")
             raise NotPrepared(
                 "there is no plan yet: the model is captured with the first minibatch",
                 remedy="call pipe.step(...) or pipe.prepare(inputs) first, or give "
@@ -171,7 +171,7 @@ class PipelineState(ModuleHints):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this pipeline was closed", remedy="make a new one")
+            raise ClosedError("this pipeline was closed", remedy="make a new pipeline")
 
     def flush(self) -> None:
         """Drain what is in flight, which changes no result, and bring together the buffers that

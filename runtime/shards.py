@@ -62,14 +62,14 @@ def shards(
 
     Raises ConfigError, before anything is read, for what cannot be shared out.
     """
-    _check(session, dataset, options)
+    _check(session, dataset, batches, options)
     # What a DataLoader draws on iteration, on ranks without one too: samplers draw after it.
     seed = int(torch.empty((), dtype=torch.int64).random_())
     options = {"generator": torch.Generator().manual_seed(seed), **options}
     return _read(session, dataset, batches, options, first)
 
 
-def _check(session: Session, dataset: Any, options: dict[str, Any]) -> None:
+def _check(session: Session, dataset: Any, batches: Any, options: dict[str, Any]) -> None:
     ours = [name for name in _OURS if name in options]
     if ours:
         raise ConfigError(
@@ -83,6 +83,12 @@ def _check(session: Session, dataset: Any, options: dict[str, Any]) -> None:
             f"a {type(dataset).__name__} is not read by index, and a shard is of certain samples",
             remedy="a map-style dataset (with __getitem__), or give step the same minibatches on "
             "every rank",
+        )
+    if isinstance(batches, DataLoader):
+        raise ConfigError(
+            "a DataLoader reads whole minibatches, and a shard is of certain samples: the second "
+            "argument says which samples each minibatch has",
+            remedy="pipe.shard(dataset, loader.batch_sampler)",
         )
     replicas = len(session.spec.ranks[-1])
     alone = session.world is None
@@ -104,6 +110,13 @@ def _read(
 
     def drawn() -> Iterator[list[Any]]:
         for batch, turn in zip(batches, turns, strict=False):
+            if not isinstance(batch, Iterable):
+                raise InputError(
+                    f"a minibatch is {batch!r}, and not the indices of its samples",
+                    where="the batches of pipe.shard",
+                    remedy="torch.utils.data.BatchSampler(sampler, batch_size, drop_last), or a "
+                    "list of indices for each minibatch",
+                )
             indices = list(batch)
             if not indices:
                 raise InputError("a minibatch without samples", where="the batches of pipe.shard")

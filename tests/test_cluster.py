@@ -120,6 +120,13 @@ def test_wrong_files_name_file_and_key(old: str, new: str, key: str, message: st
     assert "cluster.toml" in str(caught.value.where)
     assert key in str(caught.value.where)
     assert message in caught.value.message
+    assert not str(caught.value.where).endswith(":")
+
+
+def test_devices_without_links_are_told_what_to_add() -> None:
+    with pytest.raises(ClusterError, match="4 devices, and nothing of the links") as caught:
+        Cluster.from_toml("[[devices]]\ncount = 4\n")
+    assert "add a [[levels]] table with name, size = 4" in str(caught.value)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -84,3 +84,25 @@ def test_an_edit_that_cannot_run(folder: Path) -> None:
     file.write_text(file.read_text().replace("F.gelu", "F.gelou"))
     with pytest.raises(pdcompile.PdcompileError, match="gelou"):
         compiled(sources=folder, allow_edited=True)
+
+
+@pytest.mark.parametrize("verify", ["auto", "off"])
+def test_a_result_too_few(folder: Path, verify: str) -> None:
+    """Refused with the names of what the plan has, also where nothing was verified."""
+    file = folder / "stage_0.py"
+    *head, last = file.read_text().rstrip().rsplit("return (", 1)
+    names = last.rstrip("),")
+    file.write_text("return (".join([*head, ")\n"]))
+    with pytest.raises(SourceError, match="returns 0 results, and the plan has a tuple") as caught:
+        losses(compiled(sources=folder, allow_edited=True, verify=verify), steps=1)
+    assert caught.value.where == "stage_0.py"
+    assert names in str(caught.value.remedy)
+
+
+def test_what_python_cannot_read_is_named_with_its_line(folder: Path) -> None:
+    file = folder / "stage_0.py"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, "def broken(:", ""]))
+    with pytest.raises(SourceError, match="SyntaxError: invalid syntax\n") as caught:
+        compiled(sources=folder, allow_edited=True)
+    assert caught.value.where == f"stage_0.py:{len(lines) + 1}"

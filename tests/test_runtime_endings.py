@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdcompile.errors import InputError
 from pdcompile.runtime.failure import endings
 from pdcompile.runtime.failure.endings import Ending
 from pdcompile.runtime.failure.fate import fate, identity
@@ -171,6 +172,9 @@ def test_a_forked_process_says_nothing() -> None:
 
 def test_an_error_without_a_line_of_the_programs() -> None:
     assert describe(2, KeyboardInterrupt(), None, 0) == "rank 2: KeyboardInterrupt"
+    refused = InputError("too wide", where="img", remedy="pad it")
+    told = describe(0, refused, None, 0, ", after step (minibatch 2)")
+    assert told == "rank 0: InputError: too wide, after step (minibatch 2)\n  where: img"
 
 
 def ended(how: str) -> str:

@@ -195,6 +195,11 @@ def test_shards_that_do_not_fit() -> None:
     samples = Samples()
     with pytest.raises(NotPrepared):
         pipeline(prepared=False).shard(samples, [[0, 1]])
+    with pytest.raises(InputError, match="a minibatch is 0, and not the indices"):
+        list(pipe.shard(samples, [0, 1]))  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="a DataLoader reads whole minibatches") as caught:
+        pipe.shard(samples, torch.utils.data.DataLoader(samples, batch_size=2))  # type: ignore[arg-type]
+    assert "loader.batch_sampler" in str(caught.value)
     with pytest.raises(InputError, match="without samples"):
         list(pipe.shard(samples, [[]]))
     (shard,) = pipe.shard(samples, [[0, 1, 2]], collate_fn=lambda one: torch.stack([one[0][0]]))

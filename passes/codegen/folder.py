@@ -89,9 +89,11 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
     try:
         exec(compile(text, filename, "exec"), vars(module))
     except Exception as error:
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        said = str(error) if line is None else error.args[0]
         raise SourceError(
-            f"{file} cannot be loaded: {type(error).__name__}: {error}",
-            where=file,
+            f"{file} cannot be loaded: {type(error).__name__}: {said}",
+            where=file if line is None else f"{file}:{line}",
             remedy=_remedy(file in sources.edited, error),
         ) from error
     finally:

@@ -20,7 +20,7 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import DrawScope, reseed, seed_of
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
-from pdcompile.ir.stage_interface import Signature, Sources, StageInterface
+from pdcompile.ir.stage_interface import Signature, Sources, StageInterface, named_results
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
 from pdcompile.plan import Edge, TiedParameter
 
@@ -64,8 +64,7 @@ class LocalStage:
                 value = entrance.value
             arguments.append(value.clone() if port.mutated else value)
         results = self.module(*arguments)
-        ports = self.signature.outputs
-        self.left = {port.value: one for port, one in zip(ports, results, strict=True)}
+        self.left = named_results(self.interface.index, self.signature.outputs, results)
         self.loss = self.left.get(self.signature.loss or "")
         if self.signature.loss_inputs:
             arguments = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from pdcompile.errors import SourceError
 from pdcompile.ir.graph import Size
 
 #: attribute of a stage class that was loaded from text: its module, which sys.modules has not
@@ -92,6 +94,24 @@ class StageInterface:
     def opaque(self) -> tuple[str, ...]:
         """Paths of the opaque modules, the model's own, that this stage runs."""
         return tuple(dict.fromkeys((*self.train.opaque_calls, *self.eval.opaque_calls)))
+
+
+def named_results(stage: int, ports: Sequence[Port], results: Any) -> dict[str, Any]:
+    """What a stage's forward returned, by value.
+
+    Raises SourceError when it is not one result for each port: the file was edited.
+    """
+    if isinstance(results, tuple) and len(results) == len(ports):
+        return {port.value: one for port, one in zip(ports, results, strict=True)}
+    many = isinstance(results, tuple)
+    found = f"{len(results)} results" if many else f"a {type(results).__name__}"
+    names = ", ".join(port.name for port in ports)
+    raise SourceError(
+        f"forward of stage {stage} returns {found}, and the plan has a tuple of {len(ports)}: "
+        f"{names}",
+        where=f"stage_{stage}.py",
+        remedy=f"return ({names}{',' if len(ports) == 1 else ''})",
+    )
 
 
 @dataclass(frozen=True, slots=True)

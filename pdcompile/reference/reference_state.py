@@ -119,4 +119,4 @@ class ReferenceState:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this pipeline was closed", remedy="make a new one")
+            raise ClosedError("this pipeline was closed", remedy="make a new pipeline")

@@ -63,7 +63,7 @@ class Ending:
     def failed(self, error: BaseException) -> None:
         """An error that nobody caught, in this thread; peers read it once connections break."""
         if self.here and threading.get_ident() == self._thread:
-            self.raised = f"{describe(self.rank, error, None, 0)}, {self._last}"
+            self.raised = describe(self.rank, error, None, 0, f", {self._last}")
             self._tell("raised", self.raised)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import pdcompile
-from pdcompile.errors import RankError
+from pdcompile.errors import PdcompileError, RankError
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.value_checks import failed_check
 from pdcompile.runtime.failure.fate import fate
@@ -35,10 +35,20 @@ _LIBRARIES = tuple(  # what is below is not the program's own
 _WAIT_FOR_PEERS_SECONDS = 3.0  # the store may live in the process that is about to end
 
 
-def describe(rank: int, error: BaseException, ins: Instruction | None, base: int) -> str:
-    """One line: rank, stage, microbatch, line of the stage's source, error, line of the user's."""
-    text = f"{place(rank, error, ins, base)}: {type(error).__name__}: {error}".rstrip(": ")
-    return text if ins is not None else text + _line_of(error)
+def describe(
+    rank: int, error: BaseException, ins: Instruction | None, base: int, after: str = ""
+) -> str:
+    """Rank, stage, microbatch, line of the stage's source, error, line of the user's.
+
+    `after`: what came before it.  All on the first line; further lines of the error follow, but
+    for its remedy, which is said on the rank that has it.
+    """
+    said = str(error)
+    if isinstance(error, PdcompileError):
+        said = error.message + (f"\n  where: {error.where}" if error.where else "")
+    text = f"{place(rank, error, ins, base)}: {type(error).__name__}: {said}".rstrip(": ")
+    first, *more = text.split("\n")
+    return "\n".join([first + ("" if ins is not None else _line_of(error)) + after, *more])
 
 
 def _line_of(error: BaseException) -> str:

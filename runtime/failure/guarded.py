@@ -36,7 +36,7 @@ class Guarded:
         """Raise ClosedError, with the cause, once an error has ended the pipeline."""
         if self.failed is not None:
             raise ClosedError(
-                f"the pipeline ended with an error: {self.failed}", remedy="make a new one"
+                f"the pipeline ended with an error: {self.failed}", remedy="make a new pipeline"
             )
 
     @contextmanager

@@ -23,6 +23,7 @@ from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.eager.split_backward import Rest, Root, accumulate, first_part
+from pdcompile.ir.stage_interface import named_results
 from pdcompile.plan import TiedParameter
 from pdcompile.runtime.stage.random_streams import Streams
 from pdcompile.runtime.stage.second_run import Kept, SecondRun
@@ -133,9 +134,7 @@ class Compute:
         self._streams.begin(feed.minibatch, microbatch)
         with torch.set_grad_enabled(wiring.training), self._autocast():
             results = module(*arguments)
-            values = {
-                port.value: one for (port, _), one in zip(wiring.outputs, results, strict=True)
-            }
+            values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
             if wiring.is_last and feed.with_loss:
                 loss = self._loss(module, wiring, values, leaves)
                 flight.loss = scaled_loss(loss, feed.weights[microbatch])
