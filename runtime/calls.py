@@ -71,13 +71,17 @@ def begin_call(
     feeds = []
     for worker in session.workers:
         wiring = session.wirings[worker.stage, training]
-        here = _takes_part(session, worker, turn, count)
+        taken = _microbatches_of(session, worker, turn, count)
+        here = bool(taken) or session.spec.group(worker.stage) == 1
         held = flat.leaves if part == () else wiring.paths(with_loss) if here else ()
         leaves = {path: flat.leaves[path] for path in held}
         if training and compiled.overlaps:
             # Backward comes in a later call, when the caller may have filled its buffers anew.
             leaves = {p: x.clone() if isinstance(x, Tensor) else x for p, x in leaves.items()}
-        feed = Feed(number, split(leaves, layout, count, part), sizes, [], wiring, with_loss)
+        found = split(leaves, layout, count, part)
+        # What other replicas take would keep the whole copy until this feed is dropped.
+        own = [one if i in taken else {} for i, one in enumerate(found)]
+        feed = Feed(number, own, sizes, [], wiring, with_loss)
         if wiring.is_last:
             feed.keep_outputs = bool(session.output_ranks(training=training))
             feed.weights = scales
@@ -124,11 +128,11 @@ def rows_here(session: Session, size: int, turn: int) -> list[int]:
     return [row for i in part for row in range(ends[i] - sizes[i], ends[i])]
 
 
-def _takes_part(session: Session, worker: Worker, number: int, count: int) -> bool:
-    """Whether a microbatch comes here: replicas may take whole minibatches in turn."""
+def _microbatches_of(session: Session, worker: Worker, number: int, count: int) -> range:
+    """Those that come here: replicas take every so-many-th, or whole minibatches in turn."""
     spec, stage = session.spec, worker.stage
     replica = spec.ranks[stage].index(worker.transport.rank)
-    return spec.group(stage) == 1 or bool(spec.share(stage, replica, count, number))
+    return spec.share(stage, replica, count, number)
 
 
 def needed_paths(session: Session, *, training: bool, with_loss: bool) -> tuple[str, ...]:

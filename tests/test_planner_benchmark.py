@@ -12,6 +12,12 @@ from typing import Any
 import pytest
 
 from pdcompile.passes.published import pipedream_model as profiles
+from pdcompile.passes.published.piper_model import (
+    MenuEdge,
+    MenuNode,
+    MenuProblem,
+    NodeVariant,
+)
 from pdcompile.passes.published.placement_model import (
     DeviceClass,
     PlacementEdge,
@@ -27,12 +33,12 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def planning() -> Iterator[SimpleNamespace]:
     """The benchmark's modules, which are a package only for their own scripts."""
     sys.path.insert(0, str(BENCHMARKS))
-    from planning import page, papers, pipedream, published, tables
+    from planning import page, papers, pipedream, published, tables, two_bw
     from random_problems import placement
 
     yield SimpleNamespace(
         page=page, papers=papers, pipedream=pipedream, published=published, tables=tables,
-        placement=placement,
+        placement=placement, two_bw=two_bw,
     )  # fmt: skip
     sys.path.remove(str(BENCHMARKS))
 
@@ -103,6 +109,31 @@ def test_the_page_quotes_tables_and_their_figures(
     )
     with pytest.raises(KeyError):
         planning.page.render([])
+
+
+def test_two_equal_layers_under_three_schedules(planning: Any) -> None:
+    """F 1, B 2, weights 4, activations 10; two stages, two microbatches, a byte between them.
+
+    A flush takes (2 + 1)·3, a stream 2·3; again, each forward counts twice.  The first stage holds
+    weights, gradient, Adam's two (and a second version) and two microbatches, besides two
+    gradients of a byte; running forward again one set of activations, and what it still sends.
+    """
+
+    def layer(name: str) -> MenuNode:
+        kept, again = NodeVariant("kept", 3.0, 4, 10), NodeVariant("again", 4.0, 4, 1)
+        return MenuNode(name, {1: (kept, again)}, "Layer")
+
+    nodes = (MenuNode("mask", {1: (NodeVariant("", 0.0),) * 2}, "tensor"), layer("a"), layer("b"))
+    edges = (MenuEdge(0, 1, 9.0), MenuEdge(1, 2, 1.0))
+    stages = planning.two_bw.cut(MenuProblem(nodes, edges, 2, math.inf, 1, 1e9), 2)
+    assert list(stages.stage_of) == [0, 1]
+    expected = {"gpipe": (9, 12, 38, 30), "1f1b": (9, 12, 38, 30), "2bw": (6, 8, 42, 34)}
+    for name, (seconds, twice, held, less) in expected.items():
+        kept, again = planning.two_bw.outcomes(planning.two_bw.planned(name, stages, 2))
+        assert (kept.seconds, again.seconds) == pytest.approx((seconds, twice), rel=1e-6)
+        assert (kept.peak_bytes, again.peak_bytes) == (held, less)
+        assert kept.fits
+        assert planning.two_bw.chosen(name, (kept, again)) is (again if name == "gpipe" else kept)
 
 
 def test_brute_force_on_a_problem_solved_by_hand(planning: Any) -> None:

@@ -11,7 +11,7 @@ import re
 
 from pdcompile.passes.published import pipedream_model as profiles
 from pdcompile.passes.published.pipedream_model import ProfileGraph
-from planning import fresh
+from planning import fresh, two_bw
 from planning.pipedream import arguments, configuration
 from planning.published import REFERENCE, SOSP, optimizer
 from planning.tables import Table, percent
@@ -86,7 +86,7 @@ def solved(network: str, levels: Levels, **more: bool) -> dict[str, object]:
 
 
 def run() -> list[Table]:
-    return [_profiles(), _table(), _straight(), _bandwidths()]
+    return [_profiles(), _table(), _straight(), _bandwidths(), two_bw.table()]
 
 
 def _profiles() -> Table:
