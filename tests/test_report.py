@@ -196,7 +196,7 @@ def test_traffic_says_that_it_is_without_sums_over_replicas() -> None:
     assert "sums of gradients" not in plan_table.explain(alone)
     both = dataclasses.replace(alone.stages[0], ranks=(0, 1), replicas=2)
     shared = dataclasses.replace(alone, stages=(both, *alone.stages[1:]))
-    assert "besides the sums of gradients over replicas" in plan_table.forecast_line(shared).plain
+    assert "sums of gradients over replicas among it" in plan_table.forecast_line(shared).plain
 
 
 def test_html_is_complete_escaped_and_loads_nothing() -> None:

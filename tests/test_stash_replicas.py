@@ -300,6 +300,7 @@ ON_RANKS = """
     from functools import partial
     import torch
     import pdcompile
+    from pdcompile.cluster import Cluster, Device, Level
     from tests.helpers import models
 
     model = models.mlp()
@@ -315,9 +316,12 @@ ON_RANKS = """
         losses += [pipe.step(x, target=y).loss for x, y in batches[5:]]
         return [float(loss) for loss in losses]
 
+    count = sum(REPLICAS)
+    cluster = Cluster((Device(),) * count, (Level("host", count, 1e15),))
     pipe = pdcompile.compile(model, costs="estimated", progress=False, replicas=REPLICAS,
-                             outputs="all", **common)
+                             outputs="all", cluster=cluster, **common)
     losses, plan, rank = train(pipe), pipe.plan, pipe.ranks[0]
+    assert all(stage.parameters for stage in plan.stages)
     state = pipe.full_state_dict()
     expected = pdcompile.reference(twin, plan=plan, **common)
     wanted = train(expected)

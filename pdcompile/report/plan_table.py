@@ -167,7 +167,7 @@ def forecast_line(plan: Plan) -> Text:
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
     replicated = any(stage.replicas > 1 for stage in plan.stages)
-    summed = ", besides the sums of gradients over replicas" if replicated else ""
+    summed = ", sums of gradients over replicas among it" if replicated else ""
     return Text(
         f"forecast: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
