@@ -181,6 +181,8 @@ Unlike above, that includes all that kernels allocate for themselves, of which t
 the copies that convolutions make in oneDNN's layout: devices whose kernels make none, or other
 ones, hold less or more than it says.  Results of a stage count as held until its backward ends,
 also where autograd lets them go before: in the small network with batch norm that recomputes, 6 %.
+Of schedules in files, torch's DualPipeV comes out up to 9 % above what ranks hold of that network,
+and 4 % of the others.
 `clip`: the gradient's norm is clipped.  `outputs`: which ranks get the outputs of training; the
 loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (
