@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import linecache
 import os
 import runpy
 import subprocess
 import sys
 import traceback
-import weakref
 from functools import cache
 
 import pytest
@@ -134,18 +131,6 @@ def test_every_load_has_a_namespace_of_its_own():
         )
     assert [index for _, index in calls] == [0, 1]
     assert module_of(first[1]) is not module_of(second[1])
-
-
-def test_stages_that_nobody_uses_any_more_leave_nothing():
-    gc.collect()
-    before = linecache.cache.keys() | sys.modules.keys()
-    classes = stage_classes(sources())
-    assert len(linecache.cache.keys() - before) == len(classes)
-    gone = [weakref.ref(cls) for cls in classes]
-    del classes
-    gc.collect()
-    assert [one() for one in gone] == [None] * len(gone)
-    assert linecache.cache.keys() | sys.modules.keys() <= before
 
 
 def test_tracebacks_show_the_source():

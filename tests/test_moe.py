@@ -98,7 +98,9 @@ def tokens(count: int = 8, seed: int = 0) -> dict[str, Tensor]:
 def test_losses_of_every_layer_reach_the_objective(kept: bool, autocast: Any) -> None:
     ours, theirs = model_of(Model, kept=kept), model_of(Model, kept=kept)
     options: dict[str, Any] = {"optimizer": None, "microbatches": 2, "autocast": autocast}
-    pipe = pdcompile.compile(ours, tokens(), stages=3, costs="estimated", **options)
+    pipe = pdcompile.compile(
+        ours, tokens(), stages=3, costs="estimated", outputs="everything", **options
+    )
     reference = pdcompile.reference(theirs, **options)
     stages = pipe.plan.stages
     assert len(stages) == 3

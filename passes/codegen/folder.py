@@ -11,7 +11,6 @@ import itertools
 import linecache
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -82,13 +81,12 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
     module.__file__ = filename
     lines = text.splitlines(keepends=True)
     linecache.cache[filename] = (len(text), None, lines, filename)
-    # Named among the modules while it runs, and no longer: classes and lines of stages that nobody
-    # uses any more would stay, and each of many compilations leave some.
+    # It stays among the modules: rank 0 sends the others what refers to its class by name.
     sys.modules[module_name] = module
-    weakref.finalize(module, linecache.cache.pop, filename, None)
     try:
         exec(compile(text, filename, "exec"), vars(module))
     except Exception as error:
+        del sys.modules[module_name]
         line = error.lineno if isinstance(error, SyntaxError) else None
         said = str(error) if line is None else error.args[0]
         raise SourceError(
@@ -96,8 +94,6 @@ def _stage_class(file: str, name: str, sources: Sources) -> type[nn.Module]:
             where=file if line is None else f"{file}:{line}",
             remedy=_remedy(file in sources.edited, error),
         ) from error
-    finally:
-        del sys.modules[module_name]
     cls = vars(module).get(name)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise SourceError(
