@@ -140,7 +140,7 @@ def test_broken_text(text: str | bytes, message: str) -> None:
     ("path", "value", "where", "message"),
     [
         ("schema", "pdcompile.plan/9", "schema", "pdcompile.plan/9"),
-        ("surprise", 1, "plan.json:", "unknown key"),
+        ("surprise", 1, "plan.json", "unknown key"),
         ("stages.1.opps", [], "stages[1]", "unknown key"),
         ("stages", [], "stages", "no stages"),
         ("stages", {}, "stages", "not a list"),

@@ -17,6 +17,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
+from pdcompile.ir.records import OpCost
 from pdcompile.plan import claims, rivals
 from pdcompile.plan.claims import AGAIN
 from pdcompile.plan.embedded import Finding
@@ -265,41 +266,50 @@ def _stages(
 
 
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
-    """The closed formula, with what the plan says that a stage saves and with what its ops do."""
-    training = plan.training
-    kind, warmup, m = kind_of(training.schedule), _warmup(plan), training.num_microbatches
-    costs = {op.name: op.cost for op in graph.ops}
-    ranks = ranks_of(plan.stages)
+    """The closed formula, with what the plan says that a stage saves and with what its ops do.
+
+    Beside a rank's other stages: what stages hold for microbatches is not at its most in all of
+    them at once, so of the others only what they hold always counts.
+    """
+    costs, ranks = {op.name: op.cost for op in graph.ops}, ranks_of(plan.stages)
+    holding = [_holding(plan, s, costs) for s in range(len(plan.stages))]
     on_rank: Counter[int] = Counter()
-    for s, stage in enumerate(plan.stages):
+    for s, (always, _) in enumerate(holding):
+        on_rank.update(dict.fromkeys(ranks[s], always))
+    for s, (always, most) in enumerate(holding):
         limits = [cluster.devices[rank].memory_bytes for rank in ranks[s]]
         limit = min((one for one in limits if one is not None), default=None)
         if limit is None:
             continue
-        known = [cost for name in stage.ops if (cost := costs[name]) is not None]
-        copied = sum(tied.bytes for tied in plan.tied if s in tied.stages[1:])
-        added = sum(cost.saved_bytes for cost in known)
-        largest = max((cost.workspace_bytes for cost in known), default=0)
-        received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
-        depth, share = kind.depth_held(warmup[s], warmup[0]), -(-m // stage.replicas)
-        count = kind.in_flight(depth, share)
-        sets = 1 if stage.recompute else count
-        owned = stage.trainable_bytes - copied
-        first = stage.first_workspace_bytes or owned + stage.workspace_bytes
-        needed = (
-            stage.parameter_bytes
-            + stage.trainable_bytes * (kind.versions(warmup[s], warmup[0]) - 1)
-            + math.floor(owned * training.optimizer_factor)
-            + count * received
-            + max(sets * stage.saved_bytes + first, sets * added + owned + largest)
-        )
-        before = max(on_rank[rank] for rank in ranks[s])  # what the rank's other stages need
-        on_rank.update(dict.fromkeys(ranks[s], needed))
-        if needed + before > limit:
-            message = f"stage {s} needs {needed} bytes of memory, its device has {limit - before}"
-            message += " left beside its other stages" if before else ""
+        needed = always + most
+        others = max(on_rank[rank] for rank in ranks[s]) - always
+        if needed + others > limit:
+            message = f"stage {s} needs {needed} bytes of memory, its device has {limit - others}"
+            message += " left beside its other stages" if others else ""
             remedy = "move ops away, raise memory, or use more stages"
             yield f"stages[{s}]", message, remedy
+
+
+def _holding(plan: Plan, s: int, costs: Mapping[str, OpCost | None]) -> tuple[int, int]:
+    """Bytes of a rank of the stage: what it holds always, and at most for microbatches."""
+    stage, training, warmup = plan.stages[s], plan.training, _warmup(plan)
+    kind = kind_of(training.schedule)
+    known = [cost for name in stage.ops if (cost := costs[name]) is not None]
+    added = sum(cost.saved_bytes for cost in known)
+    largest = max((cost.workspace_bytes for cost in known), default=0)
+    received = sum(edge.bytes for edge in plan.edges if s in edge.targets)
+    share = -(-training.num_microbatches // stage.replicas)
+    count = kind.in_flight(kind.depth_held(warmup[s], warmup[0]), share)
+    sets = 1 if stage.recompute else count
+    owned = stage.trainable_bytes - sum(tied.bytes for tied in plan.tied if s in tied.stages[1:])
+    first = stage.first_workspace_bytes or owned + stage.workspace_bytes
+    always = (
+        stage.parameter_bytes
+        + stage.trainable_bytes * (kind.versions(warmup[s], warmup[0]) - 1)
+        + math.floor(owned * training.optimizer_factor)
+    )
+    most = max(sets * stage.saved_bytes + first, sets * added + owned + largest)
+    return always, count * received + most
 
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:

@@ -193,25 +193,33 @@ class Evaluation:
         for a moment; but that gradients come one by one, in a minibatch's first backward, only
         the ledger knows.
         """
+        return sum(self._bytes(s))
+
+    def needed(self, s: int) -> int:
+        """Bytes of one rank of the stage, with the other stages that it holds.
+
+        A lower bound as well: what stages hold for microbatches is not at its most in all of
+        them at once.
+        """
+        ranks = self.deployment.ranks
+        held = [self._bytes(t) for t in self.stages if ranks[t] == ranks[s]]
+        gradients = sum(one[1] for one in held)
+        return sum(one[0] for one in held) + max(gradients, *(one[1] + one[2] for one in held))
+
+    def _bytes(self, s: int) -> tuple[int, int, int]:
+        """Of one rank: what it holds always, gradients, and what it holds for microbatches."""
         trainable, copied, frozen, saved, received, returned, workspace = (
             row[s] for row in self._held
         )
         holding, owned = self.deployment.holdings[s], trainable - copied
         return (
-            trainable * holding.versions
-            + owned * holding.gradient_buffers
-            + math.floor(owned * holding.optimizer_factor)
-            + frozen
-            + holding.saved * saved
+            trainable * holding.versions + math.floor(owned * holding.optimizer_factor) + frozen,
+            owned * holding.gradient_buffers,
+            holding.saved * saved
             + holding.received * received
             + holding.returned * returned
-            + workspace
+            + workspace,
         )
-
-    def needed(self, s: int) -> int:
-        """Bytes of one rank of the stage, with the other stages that it holds."""
-        ranks = self.deployment.ranks
-        return sum(self.memory(t) for t in self.stages if ranks[t] == ranks[s])
 
     @cached_property
     def _held(self) -> tuple[list[int], ...]:

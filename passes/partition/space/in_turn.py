@@ -25,7 +25,7 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
 SECONDS = 1.0  # for one search
-MARGINS = (0.0, 0.05)  # of the memory, for what ops hold and items do not say
+MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
 MAX_CUTS = 500  # that are all tried
 SOME = "of ranks that hold several stages only likely cuts were tried"

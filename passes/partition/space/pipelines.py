@@ -193,12 +193,23 @@ class Pipelines:
 
 
 def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Candidate:
-    """The candidate with recomputation also where it lacks memory without."""
-    measured, options = evaluation(problem, cluster, candidate), list(candidate.options)
-    for s, ranks in enumerate(candidate.ranks):
-        limits = [cluster.devices[rank].memory_bytes for rank in ranks]
-        limit = min((one for one in limits if one is not None), default=None)
-        if limit is not None and measured.needed(s) > limit:
+    """The candidate with recomputation also where it lacks memory without.
+
+    By the formula; where ranks hold several stages by the ledger, which alone knows what these
+    hold together, and the stage that gives most for it first.
+    """
+    found, options = evaluation(problem, cluster, candidate), list(candidate.options)
+    several = len(set(candidate.ranks)) < len(candidate.ranks)
+    for s in sorted(found.stages, key=found.memory, reverse=several):
+        limit = found.deployment.limits[s]
+        if limit is None or options[s].recompute:
+            continue
+        needed = found.needed(s)
+        if several:
+            now = replace(candidate, options=tuple(options))
+            ledgers = simulated(evaluation(problem, cluster, now), now, cluster).ledgers
+            needed = max(ledgers[rank].total_bytes for rank in candidate.ranks[s])
+        if needed > limit:
             options[s] = replace(options[s], recompute=True)
     return replace(candidate, options=tuple(options))
 
