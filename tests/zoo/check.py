@@ -152,6 +152,7 @@ def _check_case(
         optimizer=None,
         microbatches=MICROBATCHES,
         costs="estimated",
+        outputs="all",
         time_limit=0,  # the best cut that is found at once; its proof is of no interest here
         batch_dims=case.batch_dims,
         keep_model=True,
