@@ -260,6 +260,8 @@ for n in range(10):
     assert float(first.wait()[0]) == float(second.wait()[0]) == 2.0
     b.settle()
 print("fine")
+del a, b, sums, posted, first, second
+made.clear()  # while Python runs: threads of a group that ends with it may abort the process
 """
 
 

@@ -51,7 +51,12 @@ def random_case(seed: int) -> tuple[PartitionProblem, Cluster, SearchSpace, Sett
         r.choice(((False,), (True,), (False, True))),
         stages=r.choice((None, None, 2)),
     )
-    return problem, Cluster(devices, levels[: 1 if outer == 1 else 2]), space, setting
+    return (
+        replace(problem, num_microbatches=setting.num_microbatches),
+        Cluster(devices, levels[: 1 if outer == 1 else 2]),
+        space,
+        setting,
+    )
 
 
 def harsh_case(seed: int) -> tuple[PartitionProblem, Cluster, SearchSpace, Setting]:
