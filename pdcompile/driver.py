@@ -18,6 +18,7 @@ from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.given import (
     check_given,
     check_memory,
+    check_minibatch,
     given_plan,
     given_sources,
     with_given_plan,
@@ -40,7 +41,6 @@ from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
-from pdcompile.schedule.registry import DEFAULT
 from pdcompile.steps import Steps
 from pdcompile.warn import each_once
 
@@ -69,6 +69,7 @@ def run_passes(
     apply_overrides(model)
     check_refine(options)
     layout = resolve_batch(flat, options.batch_dims)
+    check_minibatch(options, layout)
     chosen = configure(
         options,
         batch_size=layout.size,
@@ -86,7 +87,7 @@ def run_passes(
     proof = step("proof", lambda: check(plan))
     forecast = step("forecast", lambda: plan.forecast or simulate(plan).forecast)
     plan = _noted(replace(plan, forecast=forecast), model, captured, options)
-    check_memory(options, plan)
+    check_memory(chosen.cluster, plan)
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = given_sources(options, sources)
@@ -156,23 +157,23 @@ def compile(
     optimizer: Callable[..., Any] | None = default_optimizer,
     cluster: Any = "auto",
     stages: int | None = None,
-    schedule: str | PathLike[str] = DEFAULT,
-    replicas: int | tuple[int, ...] | Literal["equal", "any"] = 1,
-    recompute: bool | Literal["auto"] | Sequence[bool] = False,
+    schedule: str | PathLike[str] | None = None,
+    replicas: int | tuple[int, ...] | Literal["equal", "any"] | None = None,
+    recompute: bool | Literal["auto"] | Sequence[bool] | None = None,
     microbatches: int | Literal["auto"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
     batch_dims: Any = 0,
-    loss_reduction: Literal["mean", "sum"] | Callable[..., Any] = "mean",
+    loss_reduction: Literal["mean", "sum"] | Callable[..., Any] | None = None,
     autocast: Any = None,
     grad_scaler: Any = None,
     max_grad_norm: float | None = None,
-    linear_lr_scaling: bool = False,
-    seed: int = 0,
+    linear_lr_scaling: bool | None = None,
+    seed: int | None = None,
     costs: Any = "measured",
     refine: bool | Literal["auto"] = "auto",
     verify: Literal["auto", "full", "blocks", "off"] = "auto",
-    outputs: Literal["none", "last", "everything", "all"] = "last",
+    outputs: Literal["none", "last", "everything", "all"] | None = None,
     keep_model: bool = False,
     max_staleness: int | Literal["any"] = 0,
     time_limit: float | None = None,
@@ -188,6 +189,7 @@ def compile(
     Returns at once: the model is captured, planned and verified with the first minibatch
     (`step` or `prepare`), or now when `example_inputs` (and, for a loss_fn, `example_target`)
     are given.  In a plain process all stages run in this process; under torchrun one a rank.
+    With a `plan`, what is left out is as it was made with.
 
     Args:
         model: any nn.Module.  In one process it is trained in place, as after torch.compile;
@@ -205,35 +207,36 @@ def compile(
             "gpipe" a multiple of the devices too, which then take turns: stage s is on device s
             mod R of R; under "zb-v" twice as many, out over the devices and back.  In one process
             without a cluster these have two on a device.
-        schedule: "1f1b", "gpipe", "interleaved" (1F1B with several stages on each device, which
-            idle less), "zb-h1" and "zb-v" (a backward in two parts, to idle less still) update as
-            eager gradient accumulation does; "2bw" never drains and uses gradients of weights one
-            minibatch old; "stash" and "vsync" update after every microbatch, with gradients of
-            weights as old as the warm-up is deep; "auto": the planner decides schedule (gpipe,
-            1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.  Or the path of a .csv
-            or .json file with one of your own: stages, ranks and microbatches are then what it says
-            (``pdcompile schedule --help``).
-        replicas: devices of a stage, which take microbatches in turn ("stash": minibatches, and
-            the stage updates after one of each) and sum their gradients: a
+        schedule: "1f1b" (the default), "gpipe", "interleaved" (1F1B with several stages on each
+            device, which idle less), "zb-h1" and "zb-v" (a backward in two parts, to idle less
+            still) update as eager gradient accumulation does; "2bw" never drains and uses gradients
+            of weights one minibatch old; "stash" and "vsync" update after every microbatch, with
+            gradients of weights as old as the warm-up is deep; "auto": the planner decides schedule
+            (gpipe, 1f1b, 2bw), microbatches and warm-up, as ``pdcompile plan`` does.  Or the path
+            of a .csv or .json file with one of your own: stages, ranks and microbatches are then
+            what it says (``pdcompile schedule --help``).
+        replicas: devices of a stage (default 1), which take microbatches in turn ("stash":
+            minibatches, and the stage updates after one of each) and sum their gradients: a
             number for every stage, one for each ((3, 1)), "equal" or "any": the planner decides,
             and the number of stages too where `stages` is None.  One stage with replicas is data
             parallelism.  Where a device holds several stages, all have equally many.
         recompute: stages that keep nothing of a microbatch but their inputs, and run forward
             again just before its backward: less memory for more time, and the same results to
-            the last bit.  True: all; a bool for each stage; "auto": the planner decides, and
-            lets those recompute that would not fit into their memory.
+            the last bit.  False: none, the default; True: all; a bool for each stage; "auto": the
+            planner decides, and lets those recompute that would not fit into their memory.
         microbatches: pieces that a minibatch is split into (stash, vsync: 1).
         memory: limit of every device in bytes, or as "16 GB".
         constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
-        loss_reduction: "mean" (over samples), "sum", or (args, kwargs, target) -> items.
+        loss_reduction: "mean" (over samples, the default), "sum", or (args, kwargs, target) ->
+            items.
         autocast: a dtype ("bfloat16", torch.bfloat16) or a torch.autocast(…): model and loss_fn
             run in that region, as in ``with torch.autocast(…): loss = loss_fn(model(x), y)``.
-        max_grad_norm: clip by the global norm over all stages.
+        max_grad_norm: clip by the global norm over all stages; None: no clipping.
         linear_lr_scaling: under "stash", where a stage of r replicas averages r minibatches in an
             update: learning rates in proportion, r times that of the optimizer divided by the
             replicas of the first stage, as PipeDream has it (Narayanan et al., SOSP 2019).
-        seed: of dropout and all other random ops, and of the search.
+        seed: of dropout and all other random ops, and of the search; default 0.
         costs: "measured" (kept in ~/.cache/pdcompile; PDCOMPILE_CACHE says where, or "off"),
             "estimated", or a saved profile.
         refine: time the planned stages, rescale the costs of their ops and plan again, at most
@@ -241,16 +244,17 @@ def compile(
         verify: "auto" compares the stages with eager before the first step; "full" also the
             captured graph, and what a full batch gives; "blocks" each distinct block apart; "off".
         outputs: what `result.outputs` of a training step has.  "none": nothing; what only other
-            outputs need is not even computed.  "last": what the last stage makes, on its rank; of
-            a decoder's caches or hidden states those of earlier stages are marks (`NotKept`), and
-            a note of the plan names them.  "everything": these too, sent to the last stage.
-            "all": everything, on all ranks.  Evaluation gives everything.
+            outputs need is not even computed.  "last", the default: what the last stage makes, on
+            its rank; of a decoder's caches or hidden states those of earlier stages are marks
+            (`NotKept`), and a note of the plan names them.  "everything": these too, sent to the
+            last stage.  "all": everything, on all ranks.  Evaluation gives everything.
         keep_model: train a copy and leave `model` as it is.
         max_staleness: with schedule="auto", 1 or "any" allows 2bw.
         time_limit: seconds for the planner's search.
-        plan: a Plan or plan.json to use instead of planning.  Stages and microbatches are then the
-            plan's where nothing is said; schedule, seed, max_grad_norm and the like have to be
-            given as for planning, as the loss and the optimizer.
+        plan: a Plan or plan.json to use instead of planning.  Options that it records are then
+            the plan's where they are left out (schedule, stages, microbatches, replicas, recompute,
+            seed, max_grad_norm, autocast, …), and refused where they say something else.  Loss and
+            optimizer it does not hold, nor a function as loss_reduction.
         sources: a folder that `dump` wrote; with allow_edited, also one that was edited since.
         weights: for a model on the meta device, where its values come from: a .safetensors file,
             a folder (Hugging Face layout) or a list of files; a function (name, tensor) that
@@ -266,7 +270,7 @@ def compile(
     """
     given = dict(locals())
     del given["model"], given["example_inputs"], given["example_target"]
-    return pipeline(model, Options(**given), example_inputs, example_target)
+    return pipeline(model, Options.given(given), example_inputs, example_target)
 
 
 def pipeline(

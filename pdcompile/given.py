@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from pdcompile import weights
+from pdcompile.batch import BatchLayout
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, PlanError, SourceError
 from pdcompile.ir.graph import LeftOut, OpGraph, fingerprint, walk
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.options import Options
-from pdcompile.options.configuration import Configuration, machines, recomputation
+from pdcompile.options.configuration import Configuration, machines
+from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.passes import codegen
+from pdcompile.passes.planning.optimizer_state import optimizer_memory
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
 from pdcompile.runtime.transport.launch import is_distributed
-from pdcompile.schedule.registry import name_of
-from pdcompile.units import format_bytes, parse_bytes
-
-# Fields of `Training` in which a given plan has to be what the options ask for.
-COMPARED = (
-    ("schedule", "schedule"), ("num_microbatches", "microbatches"), ("batch_size", "batch size"),
-    ("max_grad_norm", "max_grad_norm"), ("loss_reduction", "loss_reduction"),
-    ("autocast", "autocast"), ("seed", "seed"), ("linear_lr_scaling", "linear_lr_scaling"),
-)  # fmt: skip
+from pdcompile.units import format_bytes
 
 
 def check_given(model: nn.Module, options: Options) -> None:
@@ -47,59 +44,58 @@ def check_given(model: nn.Module, options: Options) -> None:
 
 
 def with_given_plan(options: Options) -> Options:
-    """The options, with stages and microbatches of a given plan where they leave these open.
+    """The options as a given plan completes them.
 
     Raises:
         PlanError: the plan cannot be read.
-        ConfigError: options that a given plan would leave without effect.
+        ConfigError: options that contradict the plan, or that it would leave without effect.
     """
     plan = _plan_of(options)
     if plan is None:
         return options
-    for name in ("constraints", "time_limit"):
-        if getattr(options, name) not in (None, (), []):
+    for name in ("constraints", "time_limit", "max_staleness"):
+        if getattr(options, name) not in (None, (), [], 0):
             raise ConfigError(
                 f"{name} would have no effect: it is an option of the search, and a plan is given",
                 remedy=f"leave {name} out, or plan again with it",
             )
-    if options.microbatches == "auto":
-        options = replace(options, microbatches=plan.training.num_microbatches)
-    if options.stages is None:
-        options = replace(options, stages=len(plan.stages))
-    return replace(options, plan=plan)
+    refuse_others(options, plan)
+    return replace(completed(options, plan), plan=plan)
+
+
+def check_minibatch(options: Options, layout: BatchLayout) -> None:
+    """Raise PlanError where a given plan is for other minibatches; after `with_given_plan`."""
+    if options.plan is None:
+        return
+    training: Training = options.plan.training
+    if layout.splits and layout.size != training.batch_size:
+        raise PlanError(
+            f"the plan is for minibatches of {training.batch_size} samples, and this one has "
+            f"{layout.size}",
+            where="plan: training.batch_size",
+            remedy=f"prepare with {training.batch_size} samples, or plan again for {layout.size}",
+        )
+    if not layout.splits and training.num_microbatches > 1:
+        raise PlanError(
+            f"the plan splits minibatches into {training.num_microbatches}, and no input of this "
+            "one has a dimension that counts samples",
+            where="plan: training.num_microbatches",
+            remedy="give batch_dims as it was planned with, or plan again",
+        )
 
 
 def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan | None:
-    """The plan that the user gives (a `Plan` or the path of plan.json), None without one.
+    """The plan that the user gives, None without one; after `with_given_plan`.
 
     A folder of sources brings its own plan: its stages are cut as that plan says.
 
     Raises:
-        PlanError: it cannot be read, is of another model, or contradicts the other options.
+        PlanError: it is of another model.
+        ConfigError: it does not send the outputs that are asked for.
     """
     plan = _plan_of(options)
     if plan is None:
         return None
-    compared: list[tuple[str, object, object]] = [("stages", len(plan.stages), chosen.num_stages)]
-    asked_again = recomputation(options, chosen.num_stages)
-    if asked_again is not None and options.recompute is not False:
-        again = tuple(stage.recompute for stage in plan.stages)
-        compared.append(("recompute", again, asked_again))
-    counts = tuple(stage.replicas for stage in plan.stages)
-    if (many := _replicas(options, counts)) is not None:
-        compared.append(("replicas", counts, many))
-    for field, name in COMPARED:
-        compared.append((name, getattr(plan.training, field), getattr(chosen.training, field)))
-    for name, stated, asked in compared:
-        if stated != asked:
-            if name == "schedule":
-                stated, asked = name_of(str(stated)), name_of(str(asked))
-            differs = " with other tasks" if stated == asked else ""
-            raise PlanError(
-                f"the plan has {name}={stated!r}, but the options ask for {asked!r}{differs}",
-                where="plan",
-                remedy=_remedy(compared),
-            )
     needed = planned(graph, plan.training)
     if plan.fingerprint.split(".")[0] != fingerprint(needed)[:FINGERPRINT_DIGITS]:
         raise PlanError(
@@ -109,40 +105,16 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
+    plan = replace(plan, notes=(*plan.notes, *_more_state(plan.training, options.optimizer)))
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
-
-
-def _remedy(compared: list[tuple[str, object, object]]) -> str:
-    """What to say with the plan, of all that differs."""
-    differing = {name: stated for name, stated, asked in compared if stated != asked}
-    if "schedule" in differing:
-        differing["schedule"] = name_of(str(differing["schedule"]))
-    # What is no option by this name, or a file that only who wrote it knows.
-    loose = {"batch size", "loss_reduction"} & set(differing) or ":" in str(
-        [stated for name, stated, _ in compared if name == "schedule"]
-    )
-    if loose:
-        return "plan again with these options, or give the options of the plan"
-    said = ", ".join(f"{name}={stated!r}" for name, stated in differing.items())
-    return f"give {said} with the plan, as it was made with; or plan again with these options"
-
-
-def _replicas(options: Options, planned: tuple[int, ...]) -> object:
-    """The counts that the options ask for; None where they leave them to the plan."""
-    asked = options.replicas
-    if asked == "equal":
-        return None if len(set(planned)) == 1 else asked
-    if isinstance(asked, int):
-        return None if asked == 1 else (asked,) * len(planned)
-    return asked if isinstance(asked, tuple) else None
 
 
 def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) -> Plan:
     """The plan with a note where it sends more outputs than are asked for: its times are of that.
 
     Raises:
-        PlanError: it does not send those that are asked for.
+        ConfigError: it does not send those that are asked for.
     """
     less = replace(plan.training, keeps_outputs=True, sends_outputs=False)
     needed, last = planned(graph, less), len(plan.stages) - 1
@@ -151,7 +123,7 @@ def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) ->
     missing = walk(given.output, LeftOut)
     if not (plan.training.keeps_outputs and plan.training.sends_outputs):
         if missing and chosen.sends_outputs:
-            raise PlanError(
+            raise ConfigError(
                 f"outputs={outputs!r} asks for all outputs of training steps, and the plan does "
                 f"not send {len(missing)} of them to the last stage",
                 where="plan: training.sends_outputs",
@@ -167,6 +139,16 @@ def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) ->
         "outputs='everything' or by an earlier version; plan again to leave them out"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _more_state(training: Training, optimizer: Any) -> Iterator[str]:
+    """A note on an optimizer that keeps more than the one that the plan was made with."""
+    factor = optimizer_memory(optimizer)[0].factor
+    if factor > training.optimizer_factor:
+        yield (
+            f"the optimizer keeps {factor:g} bytes for each byte of weights, and it was planned "
+            f"with one that keeps {training.optimizer_factor:g}: memory is more than forecast"
+        )
 
 
 def given_sources(options: Options, generated: Sources) -> Sources:
@@ -199,16 +181,14 @@ def _plan_of(options: Options) -> Plan | None:
     return given if isinstance(given, Plan) else Plan.load(given)
 
 
-def check_memory(options: Options, plan: Plan) -> None:
-    """Raise PlanError when a given plan's forecast exceeds the limit that is asked for."""
-    if options.memory is None or plan.forecast is None:
-        return
-    limit = parse_bytes(options.memory, what="memory")
-    for rank, ledger in enumerate(plan.forecast.ledgers):
-        if ledger.total_bytes > limit:
+def check_memory(cluster: Cluster, plan: Plan) -> None:
+    """Raise PlanError when a given plan's forecast exceeds what the devices have."""
+    ledgers = () if plan.forecast is None else plan.forecast.ledgers
+    for rank, (ledger, device) in enumerate(zip(ledgers, cluster.devices, strict=False)):
+        if device.memory_bytes is not None and ledger.total_bytes > device.memory_bytes:
             raise PlanError(
-                f"rank {rank} needs {format_bytes(ledger.total_bytes)} by this plan, and memory "
-                f"is limited to {format_bytes(limit)}",
+                f"rank {rank} needs {format_bytes(ledger.total_bytes)} of memory by this plan, and "
+                f"has {format_bytes(device.memory_bytes)}",
                 where="plan",
                 remedy="plan again with this limit",
             )

@@ -20,6 +20,7 @@ from pdcompile.errors import ConfigError, InputError, PdcompileError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.training_check import check_trained
 from pdcompile.options import Options
+from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import check_older_weights, check_target
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
 from pdcompile.runtime.failure.first_cause import Failures, describe
@@ -72,6 +73,7 @@ class Pipeline(PipelineState):
         else:
             compiled = launch.from_rank0(self._options, lambda: self._compiled(flat, ranks))
         plan = compiled.plan
+        self._options = completed(self._options, plan)  # a given one is read where it is compiled
         check_supported(plan, compiled.capture.train)
         if compiled.overlaps:
             updates = self._options.optimizer is not None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile.errors import PdcompileError, PlanError
+from pdcompile.errors import ConfigError, PdcompileError
 from pdcompile.passes.trace import trace
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.captures import captured, rows
@@ -125,8 +125,10 @@ def test_a_plan_says_which_region_it_is_for() -> None:
 
     plan = make(autocast="bfloat16").plan
     assert plan.fingerprint != make().plan.fingerprint
-    with pytest.raises(PlanError):
-        make(plan=plan)
+    assert make(plan=plan).plan.training.autocast == "cpu:bfloat16"
+    for other in ("float16", torch.autocast("cpu", torch.bfloat16, enabled=False)):
+        with pytest.raises(ConfigError, match="the plan has autocast='cpu:bfloat16', but"):
+            make(plan=plan, autocast=other)
 
 
 @pytest.mark.parametrize(

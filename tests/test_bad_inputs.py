@@ -110,7 +110,6 @@ def test_memory_limit_too_small_for_the_largest_layer() -> None:
         ({"recompute": (True, "no")}, "recompute=(True, 'no')", "(True, False)"),
         ({"recompute": (True,), "stages": 2}, "stages: 2, but recompute=(True,) has 1", "stages=1"),
         ({"seed": "one"}, "seed", "number"),
-        ({"seed": None}, "seed", "0 is the default"),
         ({"seed": -1}, "seed", "0 or more"),
         ({"keep_model": "no"}, "keep_model", "True"),
         ({"allow_edited": True}, "sources", "folder"),
@@ -306,7 +305,7 @@ def test_a_plan_of_another_model() -> None:
     assert again.plan.stages == pipe.plan.stages
     with pytest.raises(PlanError, match="another model"):
         compiled(models.mlp(layers=5), stages=2, plan=pipe.plan).step(x, target=y)
-    with pytest.raises(PlanError, match="stages"):
+    with pytest.raises(ConfigError, match="stages"):
         compiled(models.mlp(), stages=3, plan=pipe.plan).step(x, target=y)
 
 

@@ -6,13 +6,11 @@ import itertools
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdcompile.cli import main
-from pdcompile.cli.options import Flags
 from pdcompile.cli.run import step_seconds
 from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
@@ -385,15 +383,6 @@ def test_times_are_taken_with_the_threads_of_a_run(
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         call("plan", "nothing.py:build")
         assert os.environ["OMP_NUM_THREADS"] == expected
-
-
-def test_a_plan_says_the_schedule_where_nothing_else_does() -> None:
-    made = replace(plan(), training=replace(plan().training, schedule="2bw"))
-    assert Flags().completed(made).schedule == "2bw"
-    assert Flags(schedule="gpipe").completed(made).schedule == "gpipe"
-    assert not Flags().completed(made).linear_lr_scaling
-    scaled = replace(made, training=replace(made.training, linear_lr_scaling=True))
-    assert Flags().completed(scaled).linear_lr_scaling
 
 
 def test_steps_are_timed_when_the_pipeline_is_full() -> None:

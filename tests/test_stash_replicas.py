@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pdcompile
-from pdcompile.errors import ConfigError, InputError, PlanError
+from pdcompile.errors import ConfigError, InputError
 from pdcompile.position import Accumulated, Position, accumulated_of, with_position
 from tests.helpers import models
 from tests.helpers.launch import processes
@@ -181,9 +181,11 @@ def test_learning_rates_in_proportion_to_replicas(replicas: tuple[int, ...]) -> 
         torch.testing.assert_close(states[0][name], value, rtol=0.0, atol=2e-5)
     # A plan says so: who runs it has the same training, or is told.
     assert "learning rates in proportion" in pipe.explain()
+    given["linear_lr_scaling"] = False
+    for refused in (partial(prepared, untrained, ()), partial(pdcompile.reference, untrained)):
+        with pytest.raises(ConfigError, match="linear_lr_scaling=True, but the options ask for F"):
+            refused(plan=pipe.plan, **given)
     del given["linear_lr_scaling"]
-    with pytest.raises(PlanError, match="linear_lr_scaling=True, but the options ask for False"):
-        prepared(untrained, (), plan=pipe.plan, **given)
     again = pdcompile.reference(untrained, plan=pipe.plan, **given)
     for x, y in batches:
         again.step(x, target=y)

@@ -10,7 +10,7 @@ import pytest
 
 import pdcompile
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, LaunchError, PlanError, ScheduleError
+from pdcompile.errors import ConfigError, LaunchError, ScheduleError
 from pdcompile.options import Options
 from pdcompile.options.configuration import machines
 from pdcompile.plan import Plan
@@ -141,15 +141,8 @@ def test_a_plan_of_another_schedule_is_refused() -> None:
         (other, "the plan has schedule='mine', but the options ask for 'mine' with other tasks"),
         ("1f1b", "the plan has schedule='mine', but the options ask for '1f1b'"),
     ):
-        with pytest.raises(PlanError, match=message):
+        with pytest.raises(ConfigError, match=message):
             compiled(mlp, schedule=schedule, plan=plan)
-
-
-def test_what_differs_from_a_plan_is_said_as_options() -> None:
-    plan = compiled(mlp, seed=3, schedule="2bw").plan
-    with pytest.raises(PlanError, match="the plan has schedule='2bw', but") as caught:
-        compiled(mlp, plan=plan, schedule="1f1b")
-    assert "give schedule='2bw', seed=3 with the plan" in str(caught.value.remedy)
 
 
 def test_the_option_that_asks_for_other_processes_is_named() -> None:

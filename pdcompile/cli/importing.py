@@ -138,7 +138,7 @@ def solve(kind: str, options: dict[str, Any]) -> Solved:
     from pdcompile.report.progress import searching
 
     begin = time.monotonic()
-    time_limit, seed = parse_time_limit(options["time_limit"]), check_seed(options["seed"])
+    time_limit, seed = parse_time_limit(options["time_limit"]), check_seed(options["seed"] or 0)
     try:
         with Budget() as until_search, searching() as progress:
 

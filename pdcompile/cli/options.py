@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -48,7 +48,10 @@ search = functools.partial(typer.Option, rich_help_panel="Search")
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """One field an option; the field's annotation is its help."""
+    """One field an option; the field's annotation is its help.
+
+    None is what is not said: a given plan says it, or else the default of `Options` holds.
+    """
 
     cluster: Annotated[
         str,
@@ -72,50 +75,51 @@ class Flags:
         ),
     ] = None
     schedule: Annotated[
-        str,
+        str | None,
         training(
             help=f"{described()}; FILE.csv or FILE.json: your own (see pdcompile "
-            "schedule); auto: the planner chooses."
+            f"schedule); auto: the planner chooses. Default: {DEFAULT}."
         ),
-    ] = DEFAULT
+    ] = None
     replicas: Annotated[
-        str,
+        str | None,
         machines(
             metavar="R|R,R,…|equal|any",
             help="Devices of a stage, which take microbatches in turn: so many for all stages, one "
-            "number a stage, equally many for all, or as many as is best.",
+            "number a stage, equally many for all, or as many as is best; default: 1.",
         ),
-    ] = "1"
+    ] = None
     recompute: Annotated[
-        str,
+        str | None,
         training(
             metavar="off|on|auto|1,0,…",
             help="Keep only a stage's inputs and run forward again before backward: all stages, "
-            "where memory asks for it, or one number a stage.",
+            "where memory asks for it, or one number a stage; default: off.",
         ),
-    ] = "off"
+    ] = None
     microbatches: Annotated[
         str, training(metavar="M", help="Microbatches in a minibatch, or auto.")
     ] = "auto"
     outputs: Annotated[
-        str,
+        str | None,
         training(
             metavar="none|last|everything|all",
             help="Outputs of training steps: none; what the last stage makes; those of earlier "
-            "stages too, which are sent to it; and on all ranks. Evaluation gives everything.",
+            "stages too, which are sent to it; and on all ranks. Evaluation gives everything. "
+            "Default: last.",
         ),
-    ] = "last"
+    ] = None
     max_grad_norm: Annotated[
         float | None, training(help="Clip gradients to this norm over all stages.")
     ] = None
     linear_lr_scaling: Annotated[
-        bool,
+        bool | None,
         training(
             "--linear-lr-scaling",
             help="Learning rates in proportion to the replicas of a stage, where an update "
             "averages a minibatch of each.",
         ),
-    ] = False
+    ] = None
     autocast: Annotated[
         str | None,
         training(
@@ -123,18 +127,20 @@ class Flags:
         ),
     ] = None
     loss_reduction: Annotated[
-        str,
+        str | None,
         training(
             metavar="mean|sum|FILE:FUNCTION",
-            help="What the loss is over a minibatch: the mean or sum of its samples' losses, or "
-            "a mean over the items that a function (args, kwargs, target) counts.",
+            help="What the loss is over a minibatch: the mean (default) or sum of its samples' "
+            "losses, or a mean over the items that a function (args, kwargs, target) counts.",
         ),
-    ] = "mean"
+    ] = None
     optimizer: Annotated[
         str, training(help="A class of torch.optim, or none; its state counts in memory.")
     ] = "AdamW"
     lr: Annotated[float, training(help="Learning rate.")] = 3e-4
-    seed: Annotated[int, training(help="Seed of dropout and of the search.")] = 0
+    seed: Annotated[int | None, training(help="Seed of dropout and of the search; default: 0.")] = (
+        None
+    )
     costs: Annotated[
         str,
         search(
@@ -156,22 +162,6 @@ class Flags:
         ),
     ] = None
 
-    def completed(self, plan: Plan | None) -> Flags:
-        """The flags, with what a given plan was made for in place of those left at defaults."""
-        if plan is None:
-            return self
-        default, training = Flags(), plan.training
-        found: dict[str, Any] = {
-            name: getattr(training, name)
-            for name in ("schedule", "seed", "max_grad_norm", "autocast", "linear_lr_scaling")
-            if getattr(self, name) == getattr(default, name)
-        }
-        if self.cluster == default.cluster and self.stages is None:
-            found["stages"] = len(plan.stages)
-        if (self.loss_reduction, training.loss_reduction) == (default.loss_reduction, "sum"):
-            found["loss_reduction"] = "sum"
-        return replace(self, **found)
-
     def check(self) -> None:
         """Checks the values before the target is imported, which takes seconds.
 
@@ -181,14 +171,17 @@ class Flags:
         """
         if self.memory is not None:
             parse_bytes(self.memory, what="--memory", where="--memory")
-        named(self.schedule)
+        if self.schedule is not None:
+            named(self.schedule)
         _cluster(self.cluster)
         _refine(self.refine)
         _recompute(self.recompute)
         _replicas(self.replicas)
-        _one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
-        if ":" not in self.loss_reduction:
-            _one_of("--loss-reduction", self.loss_reduction, ("mean", "sum", "FILE:FUNCTION"))
+        if self.outputs is not None:
+            _one_of("--outputs", self.outputs, ("none", "last", "everything", "all"))
+        reduction = self.loss_reduction
+        if reduction is not None and ":" not in reduction:
+            _one_of("--loss-reduction", reduction, ("mean", "sum", "FILE:FUNCTION"))
 
     def to_options(self, workload: Workload, **more: Any) -> Options:
         """`Options` for a workload; `more` are options that only one verb has.
@@ -209,7 +202,7 @@ class Flags:
         }
         if "microbatches" not in more:
             made["microbatches"] = _microbatches(self.microbatches)
-        return Options(**(given | made | more))
+        return Options.given(given | made | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +214,9 @@ class GivenPlan:
         typer.Option(metavar="FILE", help="Use this plan instead of searching for one."),
     ] = None
 
-    def apply(self, flags: Flags) -> tuple[Flags, dict[str, Any]]:
-        """(flags completed by the plan, options).  Raises PlanError for an unreadable plan."""
-        plan = None if self.plan is None else Plan.load(self.plan)
-        return flags.completed(plan), {"plan": plan}
+    def to_options(self) -> dict[str, Any]:
+        """The plan as an option.  Raises PlanError: it cannot be read."""
+        return {"plan": None if self.plan is None else Plan.load(self.plan)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +231,12 @@ class GivenSources(GivenPlan):
         bool, typer.Option("--allow-edited", help="Use --sources also where they were edited.")
     ] = False
 
-    def apply(self, flags: Flags) -> tuple[Flags, dict[str, Any]]:
-        """As `GivenPlan.apply`; the plan of a folder of sources is the one in it."""
+    def to_options(self) -> dict[str, Any]:
+        """As `GivenPlan.to_options`; the plan of a folder of sources is the one in it."""
         own = None if self.sources is None else self.sources / "plan.json"
-        flags, given = GivenPlan(self.plan or own).apply(flags)
         sources = None if self.sources is None else str(self.sources)
-        return flags, given | {"sources": sources, "allow_edited": self.allow_edited}
+        found = GivenPlan(self.plan or own).to_options()
+        return found | {"sources": sources, "allow_edited": self.allow_edited}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +281,11 @@ class PlanFlags(Flags):
         _one_of("--max-staleness", self.max_staleness, ("0", "1", "any"))
         staleness = int(self.max_staleness) if self.max_staleness.isdigit() else "any"
         found: dict[str, Any] = {"max_staleness": staleness}
-        asked = (self.replicas, self.warmup) != ("1", None) or self.recompute in ("on", "auto")
+        straight = self.replicas in (None, "1")
+        asked = not straight or self.warmup is not None or self.recompute in ("on", "auto")
         if asked or "," in self.microbatches or self.schedule == "auto":
-            if self.replicas == "1":  # of as many stages as are best
-                found["replicas"] = self.replicas
+            if straight:  # of as many stages as are best
+                found["replicas"] = "1"
             if self.warmup not in (None, "auto"):
                 found["extra_warmup"] = _numbers("--warmup", self.warmup)
             if self.microbatches != "auto":
@@ -313,8 +306,7 @@ def compiled(
 
     flags.check()
     if given is not None:
-        flags, files = given.apply(flags)
-        more |= files
+        more |= given.to_options()
     # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
     # torch is imported, which the target does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -381,10 +373,10 @@ def _cluster(text: str) -> Any:
     return Cluster.local(int(number))
 
 
-def _reduction(text: str) -> Any:
+def _reduction(text: str | None) -> Any:
     from pdcompile.workload import load_function
 
-    return text if ":" not in text else load_function(text)
+    return load_function(text) if text and ":" in text else text
 
 
 def _refine(text: str) -> bool | Literal["auto"]:
@@ -392,11 +384,11 @@ def _refine(text: str) -> bool | Literal["auto"]:
     return "auto" if text == "auto" else text == "on"
 
 
-def _recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
+def _recompute(text: str | None) -> bool | Literal["auto"] | tuple[bool, ...] | None:
     if text in ("off", "on"):
         return text == "on"
-    if text == "auto":
-        return "auto"
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
     parts = text.split(",")
     if not set(parts) <= {"0", "1"}:
         raise ConfigError(
@@ -407,8 +399,8 @@ def _recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
     return tuple(part == "1" for part in parts)
 
 
-def _replicas(text: str) -> Any:
-    if text in ("equal", "any"):
+def _replicas(text: str | None) -> Any:
+    if text in (None, "equal", "any"):
         return text
     try:
         counts = tuple(map(int, text.split(",")))

@@ -53,7 +53,7 @@ def run(
 
     flags.check()
     workload = load_target(target)
-    flags, files = given.apply(flags)
+    files = given.to_options()
     options = flags.to_options(workload, weights=weights or workload.weights, **files)
     inputs, expected = workload.example()
     pipe = driver.pipeline(workload.model, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,20 @@ from pdcompile.eager.optimizers import default_optimizer
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT
 
+# Where None stands for "not said": a given plan then decides, else the default.
+OPEN = (
+    "schedule", "replicas", "recompute", "loss_reduction", "linear_lr_scaling", "seed", "outputs",
+    "autocast", "max_grad_norm",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See `pdcompile.compile` for what each means; names and defaults are the same.
+    """See `pdcompile.compile` for what each means; the names are the same.
 
-    The last ones are those of `pdcompile plan` alone, whose plans may use more than the runtime
-    can do: they say what the planner decides besides the cut.
+    The last but one are those of `pdcompile plan` alone, whose plans may use more than the runtime
+    can do: they say what the planner decides besides the cut.  `said`: those of `OPEN` that the
+    user gave; a plan does not replace them (see `of_plan`).
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -51,10 +58,22 @@ class Options:
     replicas: int | tuple[int, ...] | Literal["1", "equal", "any"] = 1
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
+    said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Raises ScheduleError: a file cannot be read, or is no schedule."""
         object.__setattr__(self, "schedule", named(self.schedule))
+
+    @staticmethod
+    def given(options: Mapping[str, Any]) -> Options:
+        """The record of what a user gives, None where something of `OPEN` is not said.
+
+        Raises:
+            TypeError: there is no such option.
+            ScheduleError: see `__post_init__`.
+        """
+        there = {n: one for n, one in options.items() if one is not None or n not in OPEN}
+        return Options(**there, said=frozenset(there).intersection(OPEN))
 
     @property
     def searches(self) -> bool:

@@ -42,8 +42,6 @@ def check_options(options: Options) -> None:
     check_loss_fn(options.loss_fn)
     _optimizer(options.optimizer)
     _number("seed", options.seed, integer=True, least=0)
-    if options.seed is None:
-        raise ConfigError("seed=None is not a seed", remedy="a number; 0 is the default")
     _number("time_limit", options.time_limit, least=0)
     _number("max_grad_norm", options.max_grad_norm)
     _one_of("refine", options.refine, ("auto", True, False))
@@ -132,6 +130,8 @@ def _machines(options: Options) -> None:
 def _scaling(options: Options) -> None:
     """Refuse learning rates by stage where all stages average the same samples."""
     kind = find(options.schedule) if isinstance(options.schedule, str) else None
+    if "schedule" not in options.said and not (options.plan is None is options.sources):
+        return  # the plan says the schedule, and whether rates are scaled
     if options.linear_lr_scaling and not (kind and kind.updates_each and kind.takes_replicas):
         names = (k.name for k in KINDS.values() if k.updates_each and k.takes_replicas)
         raise ConfigError(

@@ -20,6 +20,8 @@ from torch import nn
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
+from pdcompile.options.of_plan import completed, refuse_others
+from pdcompile.plan import Plan
 from pdcompile.reference.reference_pipeline import Reference
 
 __all__ = ["Reference", "reference"]
@@ -31,18 +33,21 @@ def reference(
     """Trains `model` in this process exactly as `pdcompile.compile` with the same arguments does.
 
     Arguments for planning and placement (cluster, stages, recompute, memory, costs, …) are accepted
-    and change nothing.  ``microbatches`` has to be a number: the planner's choice is
-    ``pipe.plan.training.num_microbatches``.  Schedules whose weights are as old as the warm-up is
-    deep (``stash``, ``vsync``) need ``plan=`` (vsync: or ``stages=``).
+    and change nothing.  With ``plan=pipe.plan`` what is left out is the plan's, as in compile;
+    without it ``microbatches`` has to be a number, and schedules whose weights are as old as the
+    warm-up is deep (``stash``, ``vsync``) need it (vsync: or ``stages=``).
 
     Raises:
         ConfigError: an argument is not valid, or not for one process.
         InputError: example_inputs do not fit the model's forward.
     """
     try:
-        chosen = Options(**options)
+        chosen = Options.given(options)
     except TypeError as error:
         raise ConfigError(f"reference got an unknown argument: {error}") from None
+    if isinstance(chosen.plan, Plan):
+        refuse_others(chosen, chosen.plan)
+        chosen = completed(chosen, chosen.plan)
     made = Reference(model, chosen)
     if example_inputs is not None:
         resolve_batch(

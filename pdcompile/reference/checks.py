@@ -63,6 +63,6 @@ def check_options(options: Options) -> int:
     if microbatches == "auto":
         raise ConfigError(
             "microbatches='auto' is the planner's choice, which a reference does not have",
-            remedy="give the number: microbatches=pipe.plan.training.num_microbatches",
+            remedy="give the number (pipe.plan.training.num_microbatches), or plan=pipe.plan",
         )
     return microbatches

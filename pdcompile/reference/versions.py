@@ -127,9 +127,7 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
 def learning_rates(options: Options) -> dict[str, float]:
     """What the learning rate of each parameter is multiplied by, where that is asked for."""
     plan = options.plan
-    if not isinstance(plan, Plan):
-        return {}
-    if not (options.linear_lr_scaling or plan.training.linear_lr_scaling):
+    if not (isinstance(plan, Plan) and options.linear_lr_scaling):
         return {}
     first = plan.stages[0].replicas
     return {name: stage.replicas / first for stage in plan.stages for name in stage.parameters}

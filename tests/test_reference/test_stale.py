@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,10 +104,11 @@ def test_stash_and_vsync_compute_on_weights_of_their_age() -> None:
     same(trained, delayed_by_hand(model, data, lag.__getitem__, 1, None))
 
     vsync = plan("vsync", by_stage, (3, 1, 0))
-    options: dict[str, Any] = {"optimizer": ADAMW, "schedule": "vsync", "max_grad_norm": 0.1}
-    trained, _ = run(model, data, microbatches=1, plan=vsync, **options)
+    vsync = replace(vsync, training=replace(vsync.training, max_grad_norm=0.1))
+    trained, _ = run(model, data, optimizer=ADAMW, microbatches=1, plan=vsync)
     same(trained, delayed_by_hand(model, data, lambda name: 3, 1, 0.1))
-    trained, _ = run(model, data, microbatches=1, stages=3, **options)
+    options: dict[str, Any] = {"schedule": "vsync", "max_grad_norm": 0.1, "stages": 3}
+    trained, _ = run(model, data, optimizer=ADAMW, microbatches=1, **options)
     same(trained, delayed_by_hand(model, data, lambda name: 2, 1, 0.1))
 
 

@@ -1,0 +1,98 @@
+"""Options with a plan: what is not said is the plan's, what contradicts it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pdcompile.eager.autocast import autocast_text
+from pdcompile.errors import ConfigError
+from pdcompile.options import Options
+from pdcompile.plan import Plan
+from pdcompile.schedule.registry import name_of
+
+PLACES = {"stages": "stages", "replicas": "stages: replicas", "recompute": "stages: recompute"}
+NAMES = {"microbatches": "num_microbatches"}  # of options that `Training` calls by another one
+
+
+def completed(options: Options, plan: Plan) -> Options:
+    """The options, with what a plan was made with in place of what is not said."""
+    return replace(options, **{
+        name: value for name, value in _recorded(plan).items() if not _said(options, name)
+    })  # fmt: skip
+
+
+def refuse_others(options: Options, plan: Plan) -> None:
+    """Refuse options that contradict a plan.  Which outputs it can give depends on the model.
+
+    Raises:
+        ConfigError: names what differs, and what the plan has.
+    """
+    has = _recorded(plan) | {"loss_reduction": plan.training.loss_reduction}
+    asked = {name: _asked(options, name, has[name], len(plan.stages)) for name in has}
+    if has["loss_reduction"] == "callable" != asked["loss_reduction"]:
+        raise ConfigError(
+            "the plan was made with a function as loss_reduction, which a plan does not hold",
+            where="plan: training.loss_reduction",
+            remedy="give the same function: loss_reduction=… (--loss-reduction FILE:FUNCTION)",
+        )
+    differing = [name for name in has if name != "outputs" and asked[name] != has[name]]
+    for name in differing[:1]:
+        stated, other = has[name], asked[name]
+        if name == "schedule":
+            stated, other = name_of(stated), name_of(other)
+        unlike, one = " with other tasks" if stated == other else "", len(differing) == 1
+        raise ConfigError(
+            f"the plan has {name}={stated!r}, but the options ask for {other!r}{unlike}",
+            where=f"plan: {PLACES.get(name, f'training.{NAMES.get(name, name)}')}",
+            remedy=f"leave {', '.join(differing)} out, as the plan says {'it' if one else 'them'}; "
+            "or plan again with these options",
+        )
+
+
+def _recorded(plan: Plan) -> dict[str, Any]:
+    """The options that a plan was made with, as far as it tells; a function it does not hold."""
+    training, counts = plan.training, tuple(stage.replicas for stage in plan.stages)
+    sent = "everything" if training.sends_outputs else "last"
+    found = {
+        "schedule": training.schedule,
+        "microbatches": training.num_microbatches,
+        "stages": len(plan.stages),
+        "replicas": counts[0] if len(set(counts)) == 1 else counts,
+        "recompute": tuple(stage.recompute for stage in plan.stages),
+        "loss_reduction": training.loss_reduction,
+        "autocast": training.autocast,
+        "max_grad_norm": training.max_grad_norm,
+        "linear_lr_scaling": training.linear_lr_scaling,
+        "seed": training.seed,
+        "outputs": sent if training.keeps_outputs else "none",
+    }
+    if training.loss_reduction == "callable":
+        del found["loss_reduction"]
+    return found
+
+
+def _said(options: Options, name: str) -> bool:
+    """Whether the user decided this one, and did not leave it to the planner."""
+    if name in ("stages", "microbatches"):
+        return getattr(options, name) not in (None, "auto")
+    return name in options.said and getattr(options, name) not in ("auto", "any")
+
+
+def _asked(options: Options, name: str, stated: Any, stages: int) -> Any:
+    """What the options say, in the form in which a plan states it; that itself if nothing."""
+    given = getattr(options, name)
+    if not _said(options, name):
+        return None if stated == "callable" else stated
+    if name == "autocast":
+        return autocast_text(given, (stated or "cpu").partition(":")[0])
+    if name == "loss_reduction":
+        return "callable" if callable(given) else given
+    if name == "recompute":
+        return (given,) * stages if isinstance(given, bool) else tuple(given)
+    if name == "replicas":
+        if given == "equal" and isinstance(stated, int):
+            return stated
+        same = isinstance(given, tuple) and len(given) == stages and len(set(given)) == 1
+        return given[0] if same else given
+    return given
