@@ -21,8 +21,9 @@ from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import best_plan
-from pdcompile.passes.planning.optimizer_state import optimizer_memory
+from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.refine import refine
+from pdcompile.passes.profile import machine_for
 from pdcompile.passes.profile.fitted_sizes import Sizes
 from pdcompile.passes.profile.stage_times import MIN_RUNS, WARMUPS, StageTimes, measure_stages
 from pdcompile.passes.stages.boundaries import as_planned
@@ -59,10 +60,17 @@ class Planner:
         if options.costs == "estimated":
             cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
             chosen = replace(chosen, cluster=cluster)
-        takes, assumed = optimizer_memory(options.optimizer)
+        machine = machine_for(options.costs, chosen.cluster.devices[0].kind)
+        takes, assumed = optimizer_costs(options.optimizer)
         self.model, self.captured, self.options = model, captured, options
         self.cluster, self.listener = chosen.cluster, listener
-        self.training = replace(chosen.training, optimizer_factor=takes.factor, step=takes.step)
+        self.training = replace(
+            chosen.training,
+            optimizer_factor=takes.factor,
+            step=takes.step,
+            step_moved=takes.moved,
+            moving_seconds=1 / machine.bytes_per_second,
+        )
         self.space = search_space(options, chosen, captured.train.sizes)
         self._notes = [assumed] if assumed else []
         self._sizes = Sizes(

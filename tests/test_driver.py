@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pdcompile.batch import example_call
 from pdcompile.driver import run_passes
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
+from pdcompile.passes.simulate import simulate
 from pdcompile.problem.constraints import CutBefore
 from pdcompile.steps import Listener, Steps
 from tests.helpers import casts, models
@@ -38,14 +40,32 @@ def compiled(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
+    """But for updates, which forecasts count and certificates do not."""
     plan = compiled(name, schedule=schedule, stages=stages).plan
     assert plan.certificate.status == "optimal"
     assert plan.certificate.gap == 0
     units = plan.training.num_microbatches if schedule == "2bw" else 1
     assert plan.forecast is not None
-    assert plan.forecast.step_seconds / units == pytest.approx(
-        plan.certificate.objective_seconds, rel=1e-6
-    )
+    bare = replace(plan, stages=tuple(replace(one, update_seconds=0.0) for one in plan.stages))
+    certified = plan.certificate.objective_seconds
+    assert simulate(bare).forecast.step_seconds / units == pytest.approx(certified, rel=1e-6)
+    updates = max(stage.update_seconds for stage in plan.stages)
+    assert certified < plan.forecast.step_seconds / units < certified + 1.001 * updates / units
+
+
+def test_an_update_takes_what_the_optimizer_moves() -> None:
+    def seconds(**options: Any) -> list[float]:
+        return [stage.update_seconds for stage in compiled("mlp", **options).plan.stages]
+
+    plain = compiled("mlp", optimizer=partial(torch.optim.SGD, lr=0.1)).plan
+    expected = [3 * stage.trainable_bytes / 10e9 for stage in plain.stages]
+    assert [stage.update_seconds for stage in plain.stages] == pytest.approx(expected)
+    sgd, adam = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.Adam, foreach=False)
+    first = sum(expected)
+    assert sum(seconds(optimizer=sgd, max_grad_norm=1.0)) == pytest.approx(2 * first)
+    assert sum(seconds(optimizer=sgd, schedule="2bw")) == pytest.approx(5 / 3 * first)
+    assert sum(seconds(optimizer=adam)) == pytest.approx(19 / 3 * first)
+    assert sum(seconds(optimizer=None)) == 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])

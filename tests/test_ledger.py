@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerMemory, optimizer_memory
+from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerCosts, optimizer_costs
 from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
@@ -174,23 +174,26 @@ def test_temporaries_depend_on_the_order_of_the_parameters() -> None:
     ("build", "expected"),
     [
         (partial(torch.optim.AdamW, foreach=False), ADAM),
-        (partial(torch.optim.AdamW, foreach=True), OptimizerMemory(2.0, (0.0, 0.0, 1.0))),
-        (partial(torch.optim.AdamW, fused=True), OptimizerMemory(2.0)),
-        (partial(torch.optim.SGD, lr=0.1), OptimizerMemory()),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), OptimizerMemory(1.0)),
-        (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), OptimizerMemory(0.0, (1.0, 0.0, 0.0))),
-        (None, OptimizerMemory()),
+        (partial(torch.optim.AdamW, foreach=True), OptimizerCosts(2.0, (0.0, 0.0, 1.0), 21.0)),
+        (partial(torch.optim.AdamW, fused=True), OptimizerCosts(2.0, moved=8.0)),
+        (partial(torch.optim.SGD, lr=0.1), OptimizerCosts(moved=3.0)),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), OptimizerCosts(1.0, moved=8.0)),
+        (
+            partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+            OptimizerCosts(0.0, (1.0, 0.0, 0.0), 6.0),
+        ),
+        (None, OptimizerCosts()),
     ],
 )
-def test_an_optimizer_is_asked_what_it_takes(build: Any, expected: OptimizerMemory) -> None:
-    assert optimizer_memory(build) == (expected, None)
+def test_an_optimizer_is_asked_what_it_takes(build: Any, expected: OptimizerCosts) -> None:
+    assert optimizer_costs(build) == (expected, None)
 
 
 def test_an_optimizer_that_cannot_be_asked_is_taken_for_adam() -> None:
     def by_name(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([dict(named.named)["head.weight"]], lr=0.1)
 
-    found, note = optimizer_memory(by_name)
+    found, note = optimizer_costs(by_name)
     assert found == ADAM
     assert note is not None
     assert "could not be probed" in note

@@ -105,7 +105,8 @@ def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, Timing]) -> 
 
 def test_timeline_is_what_the_ranks_did() -> None:
     plan = make_plan("1f1b", 2, 2)
-    found = simulate(plan, links=links(0.5), step_seconds=0.25)
+    stages = tuple(replace(stage, update_seconds=0.25) for stage in plan.stages)
+    found = simulate(replace(plan, stages=stages), links=links(0.5))
     seen = [
         (e.rank, str(e.action), e.minibatch, e.microbatch, e.start_seconds, e.end_seconds)
         for e in found.timeline

@@ -1,9 +1,11 @@
-"""How much memory an optimizer takes, found by asking the optimizer itself.
+"""What an optimizer takes, in memory and in time, found by asking the optimizer itself.
 
 Steps on small parameters show which state tensors are kept (SGD 0, momentum 1, Adam 2 times the
 parameters' bytes), and what a step needs for a moment.  An optimizer that goes through its
 parameters one by one needs that for one of them, and often still holds some of the one before; one
 that takes all at once (`foreach`) needs it for their sum; a fused one needs nothing.
+
+A step takes as long as memory needs for what its kernels read and write.
 """
 
 from __future__ import annotations
@@ -16,38 +18,40 @@ import torch
 from torch import Tensor
 
 from pdcompile.eager.optimizers import NamedParameters
-from pdcompile.passes.costs.live_storages import LiveStorages
+from pdcompile.passes.costs.live_storages import LiveStorages, tensors_in
 
 PROBE_SHAPE = (32, 32)
 SCALAR_BYTES = 64  # at most this much is a count or a coefficient, which do not grow
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerMemory:
-    """Bytes of state per byte of parameters, and what a step needs for a moment.
+class OptimizerCosts:
+    """Bytes of state per byte of parameters, what a step needs for a moment, and what it moves.
 
     `step`: per byte of the parameter whose turn it is, of the one before it, and of all.
+    `moved`: bytes that the step's kernels read and write, per byte of parameters.
     """
 
     factor: float = 0.0
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    moved: float = 0.0
 
 
-ADAM = OptimizerMemory(2.0, (2.0, 1.0, 0.0))  # one parameter after the other
+ADAM = OptimizerCosts(2.0, (2.0, 1.0, 0.0), 21.0)  # one parameter after the other
 
 
-def optimizer_memory(build: Callable[..., Any] | None) -> tuple[OptimizerMemory, str | None]:
+def optimizer_costs(build: Callable[..., Any] | None) -> tuple[OptimizerCosts, str | None]:
     """What the optimizer takes, and a note when it had to be assumed.
 
     A callable that picks parameters by name may have no use for the probe's; then Adam's
     numbers are assumed and the note says so.
     """
     if build is None:
-        return OptimizerMemory(), None
+        return OptimizerCosts(), None
     try:
-        factor, one = _probe(build, 1)
-        _, two = _probe(build, 2)
-        _, three = _probe(build, 3)
+        factor, one, moved = _probe(build, 1)
+        _, two, _ = _probe(build, 2)
+        _, three, _ = _probe(build, 3)
     except Exception as error:  # a user's callable: whatever it raises, only the estimate suffers
         return ADAM, (
             f"optimizer state assumed {ADAM.factor:g} bytes per parameter byte, and temporaries of "
@@ -55,13 +59,12 @@ def optimizer_memory(build: Callable[..., Any] | None) -> tuple[OptimizerMemory,
             f"({type(error).__name__}: {error})"
         )
     of_all = max(0.0, three - two)
-    return OptimizerMemory(
-        factor, (max(0.0, one - of_all), max(0.0, two - one - of_all), of_all)
-    ), None
+    temporaries = max(0.0, one - of_all), max(0.0, two - one - of_all), of_all
+    return OptimizerCosts(factor, temporaries, moved), None
 
 
-def _probe(build: Callable[..., Any], count: int) -> tuple[float, float]:
-    """State of a parameter and temporaries of a step, in bytes per byte of one parameter."""
+def _probe(build: Callable[..., Any], count: int) -> tuple[float, float, float]:
+    """State of a parameter, temporaries of a step and what it moves, per byte of one parameter."""
     parameters = [torch.nn.Parameter(torch.zeros(PROBE_SHAPE)) for _ in range(count)]
     optimizer = build(NamedParameters([(f"probe{n}.weight", p) for n, p in enumerate(parameters)]))
     _set_gradients(parameters)
@@ -69,11 +72,11 @@ def _probe(build: Callable[..., Any], count: int) -> tuple[float, float]:
     state = [_tensors(optimizer.state.get(p, {})) for p in parameters]
     _set_gradients(parameters)
     given = [t for p in parameters for t in (p, p.grad) if t is not None]
-    with _Temporaries([*given, *(tensor for one in state for tensor in one)]) as live:
+    with _Step([*given, *(tensor for one in state for tensor in one)]) as live:
         optimizer.step()
     size = parameters[0].untyped_storage().nbytes()
     held = sum(t.numel() * t.element_size() for t in state[0] if t.numel() > 1)
-    return held / size, live.peak_bytes / size
+    return held / size, live.peak_bytes / size, live.moved_bytes / size
 
 
 def _set_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -85,8 +88,28 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
 
 
-class _Temporaries(LiveStorages):  # type: ignore[no-untyped-call]
-    """Live storages without scalars."""
+class _Step(LiveStorages):  # type: ignore[no-untyped-call]
+    """Live storages without scalars, and the bytes that kernels read and write."""
+
+    moved_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        read = [tensor for _, one in given for tensor in tensors_in(one)]
+        written = [
+            tensor
+            for argument, one in given
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(one)
+        ]
+        made = [one for one in tensors_in(result) if all(one is not other for other in read)]
+        if not func.is_view:
+            sizes = (one.numel() * one.element_size() for one in (*read, *written, *made))
+            self.moved_bytes += sum(size for size in sizes if size > SCALAR_BYTES)
+        return result
 
     def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
         size = super().size_of(storage, func, args)

@@ -18,6 +18,7 @@ from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.costs import (
     REFERENCE,
     CostedOp,
+    Machine,
     calibrate,
     costed_ops,
     estimate,
@@ -68,7 +69,7 @@ def profile(
         CostError: a saved profile is malformed, stale, or lacks an op of this graph.
     """
     if costs == "estimated":
-        machine = machine_of(device_kind) or REFERENCE
+        machine = machine_for(costs, device_kind)
         return _with_costs(graph, estimate(graph, microbatch_size=microbatch_size, machine=machine))
     if costs == "measured":
         found = measure(graph, model, microbatch_size=microbatch_size, progress=progress, say=say)
@@ -80,6 +81,11 @@ def profile(
 
     costs.check(torch_version=torch.__version__, device=DEVICE, microbatch_size=microbatch_size)
     return apply(graph, costs, complete=True)
+
+
+def machine_for(costs: Any, device_kind: str) -> Machine:
+    """The machine of what is not measured op by op: this one where ops are measured on it."""
+    return calibrate() if costs == "measured" else machine_of(device_kind) or REFERENCE
 
 
 def check_costs(costs: Any) -> None:

@@ -33,7 +33,6 @@ def simulate(
     *,
     steps: int | None = None,
     links: Links | None = None,
-    step_seconds: float = 0.0,
     timeline: bool = True,
 ) -> Simulation:
     """Walk the plan's own programs.  `clock` has the timing model, `ledger` the memory's.
@@ -46,7 +45,6 @@ def simulate(
         steps: calls to simulate (1 with a flush, 10 or more for a stream); at least 1, and as
             many more as it takes until it is every replica's turn as often.
         links: what joins two ranks; None reads plan.cluster (empty: infinitely fast).
-        step_seconds: one optimizer step of one stage.
         timeline: False for those who want the forecast alone: no event is kept.
 
     Raises:
@@ -58,7 +56,7 @@ def simulate(
     if spec.period > 1:
         count += -count % (2 * spec.period)
     *programs, flush = _calls(plan, count)
-    clock = Clock(plan, programs, links or links_of(plan), step_seconds, timeline=timeline)
+    clock = Clock(plan, programs, links or links_of(plan), timeline=timeline)
     ends = clock.run()
     half = len(ends) // 2
     # A call of a stream ends with forwards that later calls follow: only differences count.
@@ -73,10 +71,9 @@ def simulate_programs(
     programs: Sequence[Schedule],
     *,
     links: Links | None = None,
-    step_seconds: float = 0.0,
 ) -> Simulation:
-    """The same for given programs; `step_seconds` of the forecast is the time of all of them."""
-    clock = Clock(plan, programs, links or links_of(plan), step_seconds)
+    """The same for given programs; the forecast's step is all of them."""
+    clock = Clock(plan, programs, links or links_of(plan))
     ends = clock.run()
     forecast = _forecast(plan, programs, max(ends), clock, programs)
     return Simulation(forecast, clock.timeline, ends)
@@ -116,7 +113,7 @@ def _forecast(
         for rank, column in enumerate(program.columns):
             for one in column:
                 if one.action.phase is Phase.COMPUTE:
-                    busy += clock.seconds.get((one.action, one.stage), clock.step_seconds)
+                    busy += clock.seconds[one.action, one.stage]
                 elif one.peer != rank:
                     sent[rank] += clock.bytes_of(one)
     num_ranks = clock.spec.num_ranks
@@ -129,12 +126,12 @@ def _forecast(
     )
 
 
-def drained(plan: Plan, steps: int, *, step_seconds: float = 0.0) -> tuple[TimelineEvent, ...]:
+def drained(plan: Plan, steps: int) -> tuple[TimelineEvent, ...]:
     """Simulate `steps` minibatches and the flush, so that schedules compare work for work.
 
     A stream such as 2bw would otherwise end with forwards whose backwards are not drawn.
     """
-    return simulate_programs(plan, _calls(plan, steps), step_seconds=step_seconds).timeline
+    return simulate_programs(plan, _calls(plan, steps)).timeline
 
 
 def _calls(plan: Plan, steps: int) -> list[Schedule]:

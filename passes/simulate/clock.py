@@ -72,12 +72,13 @@ class _Channel:
 
 
 def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
-    """What each action takes on each stage, but for updates."""
+    """What each action takes on each stage."""
     found, kind = {}, kind_of(plan.training.schedule)
     for s, stage in enumerate(plan.stages):
         again = stage.forward_seconds if stage.recompute else 0.0
         found[Action.FORWARD, s] = stage.forward_seconds
         found[Action.BACKWARD, s] = stage.backward_pass_seconds
+        found[Action.STEP, s] = stage.update_seconds
         first, later = kind.halves(stage.backward_pass_seconds, again)
         found[Action.BACKWARD_INPUT, s], found[Action.BACKWARD_WEIGHT, s] = first, later
     return found
@@ -97,7 +98,6 @@ class Clock:
         plan: Plan,
         programs: Sequence[Schedule],
         links: Links,
-        step_seconds: float,
         *,
         timeline: bool = True,
     ):
@@ -105,7 +105,6 @@ class Clock:
         self.keeps_events = timeline
         self.links = links
         self.spec = spec_of(plan)
-        self.step_seconds = step_seconds
         self.seconds = compute_seconds(plan)
         self.events: list[TimelineEvent] = []
         num_ranks = self.spec.num_ranks
@@ -167,9 +166,10 @@ class Clock:
         column, compute, rules = self.columns[rank], Phase.COMPUTE, self.rules
         while self.position[rank] < len(column):
             one, base, number = column[self.position[rank]]
-            seconds = self._seconds(one) if one.action.phase is compute else None
+            phase = one.action.phase
+            seconds = self.seconds[one.action, one.stage] if phase is compute else None
             if seconds is None:
-                rule = rules.get(one.action.phase)
+                rule = rules.get(phase)
                 if rule is not None and not rule(rank, one, base):
                     return  # the rank has to wait
                 self.position[rank] += 1
@@ -188,10 +188,6 @@ class Clock:
             if seconds > 0:
                 self._at(end, rank)
                 return
-
-    def _seconds(self, one: Instruction) -> float:
-        """What a forward, backward or update takes."""
-        return self.seconds.get((one.action, one.stage), self.step_seconds)
 
     def _send(self, rank: int, one: Instruction, base: int) -> bool:
         channel = self._channel(one, rank, one.peer)

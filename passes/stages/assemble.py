@@ -199,6 +199,10 @@ def _stage(
     parameters = {info.fqn: info for info in tensors if info.kind == "parameter"}
     trainable = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
     input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)
+    owned = [  # in the order in which the optimizer gets them
+        trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
+    ]
+    versions = kind_of(training.schedule).stream
     return StagePlan(
         index=index,
         ops=tuple(op.name for op in ops),
@@ -212,13 +216,8 @@ def _stage(
         saved_bytes=resident.saved_bytes,
         workspace_bytes=resident.workspace_bytes,
         first_workspace_bytes=resident.first_workspace_bytes,
-        step_bytes=training.step_bytes(  # in the order in which the optimizer gets them
-            [
-                trainable[fqn].bytes
-                for fqn in graph.tensors
-                if fqn in trainable and fqn not in copies
-            ]
-        ),
+        step_bytes=training.step_bytes(owned),
+        update_seconds=training.update_seconds(sum(owned), versions=versions) / limits.speed,
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         split_bytes=resident.split_bytes,

@@ -263,6 +263,11 @@ def _stages(
         if stage.step_bytes != (expected := plan.training.step_bytes(sizes)):
             message = f"step_bytes is {stage.step_bytes}, a step on its parameters needs {expected}"
             yield f"stages[{s}].step_bytes", message, AGAIN
+        versions = kind_of(plan.training.schedule).stream
+        update = plan.training.update_seconds(sum(sizes), versions=versions) / speed
+        if not math.isclose(stage.update_seconds, update, rel_tol=TOLERANCE, abs_tol=1e-300):
+            message = f"update_seconds is {stage.update_seconds!r}, its weights need {update!r}"
+            yield f"stages[{s}].update_seconds", message, AGAIN
 
 
 def _memory(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:

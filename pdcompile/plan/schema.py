@@ -17,6 +17,8 @@ from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import DEFAULT
 
 SCHEMA = "pdcompile.plan/2"
+COPIED = 2.0  # bytes moved per byte that is copied: read, and written
+CLIPPED = 3.0  # read for the norm, then read and written once more
 EARLIER = {  # versions that are read as well, and what they do not know
     "pdcompile.plan/1": "made by an earlier version: its memory is without temporaries of the "
     "optimizer's step, copies of inputs and kept outputs",
@@ -82,6 +84,7 @@ class StagePlan:
     first_workspace_bytes: int = 0  # of a minibatch's first backward, its gradients too; 0: unknown
     recompute: bool = False  # runs its forward again, from its inputs, just before a backward
     step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
+    update_seconds: float = 0.0  # of one update of its weights
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
     split_bytes: int = 0  # kept between the parts of a split backward; 0: as many as saved
@@ -140,6 +143,8 @@ class Training:
     # what the optimizer's step needs for a moment, per byte of the parameter whose turn it is, of
     # the one before it, and of all that the stage updates
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    step_moved: float = 0.0  # bytes that the step's kernels read and write, per byte of weights
+    moving_seconds: float = 0.0  # per byte that is moved, on a device of speed 1
     keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
     linear_lr_scaling: bool = False  # a stage's learning rate is in proportion to its replicas
@@ -152,6 +157,16 @@ class Training:
             most = max(most, math.floor(of_one * size + of_previous * previous))
             previous, total = size, total + size
         return most + math.floor(of_all * total)
+
+    def update_seconds(self, owned: int, *, versions: bool) -> float:
+        """Of an update of so many bytes of weights, as long as memory needs for what is moved.
+
+        Where there are `versions` the newest is copied first; where gradients are clipped they
+        are read, and scaled.
+        """
+        clipped = 0.0 if self.max_grad_norm is None else CLIPPED
+        moved = self.step_moved + clipped + (COPIED if versions else 0.0)
+        return owned * moved * self.moving_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,6 @@ def certificate_line(plan: Plan) -> Text:
     if seconds > NOTICED * certificate.objective_seconds > 0:
         text.append(
             f". The forecast is {format_seconds(seconds)} {what}: the certificate is of devices, "
-            "links and round trips, and the simulator of every wait"
+            "links and round trips, and the simulator of updates and every wait too"
         )
     return text

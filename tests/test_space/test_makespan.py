@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,7 +77,9 @@ def test_several_stages_on_a_rank_take_what_they_take_in_the_simulator(
     n, number = len(ranks), st.integers(1, 8)
     edges = (*chain(n, 3), Edge("skip", 0, (n - 1,), data.draw(number), data.draw(st.booleans())))
     holders = tuple(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=2))))
-    seconds = [(data.draw(number) / 4, data.draw(number) / 4) for _ in ranks]
+    # Which of two messages that are ready at one time goes first is open: no stages are alike.
+    unlike = [1 + math.sqrt(2 + s) / 1000 for s in range(n)]
+    seconds = [(data.draw(number) / 4 * own, data.draw(number) / 4 * own) for own in unlike]
     tied = (TiedParameter("w", holders, 2),) if data.draw(st.booleans()) else ()
     plan = make_plan("gpipe", n, count, edges=edges, tied=tied, seconds=seconds)
     plan = on_ranks(plan, tuple(ranks))
