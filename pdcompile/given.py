@@ -19,7 +19,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, machines
 from pdcompile.options.of_plan import completed, refuse_others
 from pdcompile.passes import codegen
-from pdcompile.passes.planning.optimizer_state import optimizer_memory
+from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
@@ -143,7 +143,7 @@ def _with_outputs(plan: Plan, chosen: Training, outputs: str, graph: OpGraph) ->
 
 def _more_state(training: Training, optimizer: Any) -> Iterator[str]:
     """A note on an optimizer that keeps more than the one that the plan was made with."""
-    factor = optimizer_memory(optimizer)[0].factor
+    factor = optimizer_costs(optimizer)[0].factor
     if factor > training.optimizer_factor:
         yield (
             f"the optimizer keeps {factor:g} bytes for each byte of weights, and it was planned "
