@@ -69,7 +69,7 @@ def test_what_is_planned_runs(build: Any, stages: int, ranks: int, schedule: str
     assert plan.forecast is not None
     assert found.status == "feasible"
     assert 0 < found.bound_seconds <= found.objective_seconds
-    assert plan.problem is None
+    assert plan.problem is not None
     assert "on ranks " + "-".join(map(str, placed)) in found.scope
     train_alike(pipe, build, schedule=schedule)
     again = compiled(build, schedule=schedule, plan=plan)

@@ -262,6 +262,11 @@ def test_replicas_and_recomputation_are_refused() -> None:
     twice = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], replicas=2)))
     with pytest.raises(PlanError, match="stage 1 is replicated"):
         whatif(twice, Scenario())
+    shared = replace(plan, stages=tuple(replace(stage, ranks=(0,)) for stage in plan.stages))
+    with pytest.raises(PlanError, match="stage 0 shares rank 0 with another one") as caught:
+        whatif(shared, Scenario())
+    for answered in ("pdcompile explain", "faster links", "more memory", "pdcompile diff"):
+        assert answered in str(caught.value.remedy)
 
 
 def test_stages_on_other_ranks_are_not_put_on_other_machines() -> None:

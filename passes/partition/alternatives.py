@@ -5,6 +5,9 @@ without moving anything else in answer to it.  A looser limit is the same proble
 gone or eased, which `partition` solves within a time limit.  The current assignment stays allowed
 in every one of them and is measured there too, so a search that ends early never makes a looser
 limit look worse than the plan.
+
+`partition` knows one rank a stage.  Where stages have a `Deployment` of their own (replicas,
+recomputation, several on a rank), that is kept, and single items move as long as it helps.
 """
 
 from __future__ import annotations
@@ -13,22 +16,25 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.model import Model, build, single_moves
 from pdcompile.passes.partition.search import partition
-from pdcompile.plan.evaluate import (
-    Evaluation,
-    measure,
-    memory,
-    path_of,
-    violations,
-)
-from pdcompile.plan.makespan import Path, StagePair
+from pdcompile.passes.planning.graph_free import plan_of
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Training
+from pdcompile.plan.evaluate import Deployment, Evaluation
+from pdcompile.plan.makespan import Path, StagePair, critical_path
+from pdcompile.plan.rivals import neighbours
 from pdcompile.plan.times import round_trips
 from pdcompile.problem import OUTPUT_WISH, MemoryRule, PartitionProblem, StageLimits, Wish
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
+
+Breaks = Callable[[Evaluation], list[str]]
+"""What an assignment breaks, in words."""
 
 #: steps of work for all neighbouring cuts together, about three seconds
 WORK = 1_500_000
@@ -89,29 +95,34 @@ class Boundary:
     moves: int
 
 
-def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[StageUse, ...]:
+def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
     """What each stage spends a microbatch on.
 
-    The objective without a flush is the largest `binding_seconds`; with one it is the length of
-    the critical path, whose parts are `critical_seconds` and transfers.
+    The objective without a flush is the largest `binding_seconds` (with replicas the simulator may
+    say more); with one it is the length of the critical path, whose parts are `critical_seconds`
+    and transfers, where every stage has a rank of its own.
     """
-    spent = Evaluation(problem, stage_of).times
+    spent, on, m = plan.times, plan.deployment, plan.m
     forward, backward = spent.forward, spent.backward
-    sent, received = spent.traffic(problem.num_microbatches)
-    held = memory(problem, stage_of)
-    flush = problem.objective == "flush"
-    path = path_of(problem, stage_of) if flush else None
-    objective = measure(problem, stage_of).objective
-    total = objective / problem.num_microbatches if flush else objective
+    sent, received = spent.traffic(m)
+    path = critical(plan)[0] if chained(plan) else None
+    total = seconds_of(plan) / (m if on.flush else 1)
+    computing = [(f + w) / len(r) for f, w, r in zip(forward, backward, on.ranks, strict=True)]
     found, trips = [], round_trips(spent.timing)
-    for s, limits in enumerate(problem.stages):
-        compute = forward[s] + backward[s]
-        turn, trip, in_flight = _longest_trip(trips, s, () if flush else problem.memory.in_flight)
-        uses = {"compute": compute}
-        if limits.full_duplex:
-            uses |= {"sending": sent[s], "receiving": received[s]}
+    for s, ranks in enumerate(on.ranks):
+        turn, trip, in_flight = _longest_trip(trips, s, on)
+        links = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
+        most_sent, most_received = (max(column) for column in zip(*links, strict=True))
+        busy = sum(one for t, one in enumerate(computing) if on.ranks[t] == ranks)
+        uses = {"compute": busy}
+        reduced = spent.reduction(s) / (m * kind_of(on.schedule).group(len(ranks)))
+        if reduced:
+            link = sum if on.half_duplex[s] else max
+            uses["reduction"] = max(map(link, links)) + reduced
+        elif on.half_duplex[s]:
+            uses["link"] = max(map(sum, links))
         else:
-            uses["link"] = sent[s] + received[s]
+            uses |= {"sending": most_sent, "receiving": most_received}
         if in_flight:
             uses["round trip"] = trip / in_flight
         binds = max(uses, key=lambda name: uses[name])
@@ -119,17 +130,17 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
         found.append(
             StageUse(
                 stage=s,
-                compute_seconds=compute,
-                sent_seconds=sent[s],
-                received_seconds=received[s],
+                compute_seconds=computing[s],
+                sent_seconds=most_sent,
+                received_seconds=most_received,
                 round_trip_seconds=trip,
                 turn=turn,
                 in_flight=in_flight,
-                memory_bytes=held[s],
-                limit_bytes=limits.memory_bytes,
+                memory_bytes=plan.needed(s),
+                limit_bytes=on.limits[s],
                 binds=binds,
                 binding_seconds=uses[binds],
-                idle=max(0.0, 1 - compute / total) if total > 0 else 0.0,
+                idle=max(0.0, 1 - busy / total) if total > 0 else 0.0,
                 forwards=ahead,
                 backwards=back,
                 critical_seconds=ahead * forward[s] + back * backward[s],
@@ -138,63 +149,100 @@ def stage_uses(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Stag
     return tuple(found)
 
 
+def seconds_of(plan: Evaluation) -> float:
+    """The objective; of a stream with replicas, of which the closed form is a bound, simulated."""
+    on = plan.deployment
+    if on.flush or plan.times.straight:
+        return plan.seconds
+    depths = tuple(count - 1 for count in on.in_flight)
+    norm = 1.0 if on.clips else None
+    training = Training(on.schedule, plan.m, plan.m, depths, max_grad_norm=norm)
+    simulated = simulate(plan_of(plan, training), links=cache(on.link), timeline=False)
+    return max(plan.seconds, simulated.forecast.step_seconds / plan.m)
+
+
 def _longest_trip(
-    trips: Mapping[StagePair, float], stage: int, in_flight: Sequence[int]
+    trips: Mapping[StagePair, float], stage: int, on: Deployment
 ) -> tuple[int, float, int]:
     """(where it turns, seconds, microbatches that it is made once for: 0 where nobody says)."""
     own = {t: seconds for (s, t), seconds in trips.items() if s == stage}
-    if not in_flight:
+    if on.flush or not on.in_flight:
         turn = max(own, key=lambda t: own[t])
         return turn, own[turn], 0
-    apart = {t: in_flight[stage] - in_flight[t] + 1 for t in own}
+    held = [len(ranks) * count for ranks, count in zip(on.ranks, on.in_flight, strict=True)]
+    apart = {t: held[stage] - held[t] + len(on.ranks[t]) for t in own}
     turn = max(own, key=lambda t: own[t] / apart[t])
     return turn, own[turn], apart[turn]
 
 
-def bottleneck(problem: PartitionProblem, uses: Sequence[StageUse]) -> int:
-    """The stage that decides: most of the critical path, or the largest load without a flush."""
-    if problem.objective == "flush":
+def bottleneck(uses: Sequence[StageUse]) -> int:
+    """The stage that decides: most of the critical path, or the largest load without one."""
+    if any(use.critical_seconds for use in uses):
         return max(uses, key=lambda use: use.critical_seconds).stage
     return max(uses, key=lambda use: use.binding_seconds).stage
 
 
-def critical(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Path, float]:
+def chained(plan: Evaluation) -> bool:
+    """Whether one chain of forwards, backwards and transfers tells how long a step takes."""
+    return plan.deployment.flush and plan.times.straight
+
+
+def critical(plan: Evaluation) -> tuple[Path, float]:
     """The critical path under a flush, and its seconds on links."""
-    path = path_of(problem, stage_of)
-    timing = Evaluation(problem, stage_of).times.timing
+    timing = plan.times.timing
+    path = critical_path(timing, plan.warmup, plan.m, plan.deployment.schedule)
     return path, math.fsum(timing.of_kind(kind)[hop] * times for hop, kind, times in path.hops)
 
 
-def boundaries(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[Boundary, ...]:
+def boundaries(plan: Evaluation, breaks: Breaks | None = None) -> tuple[Boundary, ...]:
     """For each boundary its neighbouring cuts: single items, and shifts along the items' order.
 
     As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
     so large problems get fewer looks and the answer does not depend on the clock.
     """
+    problem, on, breaks = plan.problem, plan.deployment, breaks or broken
     model = build(problem)
-    stages = tuple(stage_of[group[0]] for group in model.members)
-    now = measure(problem, stage_of).objective
+    stages = tuple(plan.stage_of[group[0]] for group in model.members)
+    now = seconds_of(plan)
     moves = [list(_moves(model, stages, s)) for s in range(len(problem.stages) - 1)]
     size = len(problem.items) + len(problem.traffic)
-    if problem.objective == "flush":
-        size += 4 * problem.num_microbatches * len(problem.stages)
+    if on.flush:
+        size += 4 * plan.m * len(problem.stages)
+    elif not plan.times.straight:  # simulated
+        size += 40 * plan.m * sum(map(len, on.ranks))
     most = max(2, WORK // size // max(1, len(moves)))
     return tuple(
-        _boundary(model, stages, now, s, possible, most) for s, possible in enumerate(moves)
+        _boundary(plan, breaks, model, stages, now, s, possible, most)
+        for s, possible in enumerate(moves)
     )
 
 
-def broken(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
+def broken(plan: Evaluation) -> list[str]:
     """`violations`, with memory in units for a reader and how much it is over."""
-    found = violations(problem.without_memory_limits(), stage_of)
-    for s, needed in enumerate(memory(problem, stage_of)):
-        limit = problem.stages[s].memory_bytes
-        if limit is not None and needed > limit:
+    found = list(eased(plan, memory=lambda _: None).violations())
+    for s, limit in enumerate(plan.deployment.limits):
+        if limit is not None and (needed := plan.needed(s)) > limit:
             found.append(
                 f"stage {s} would need {format_bytes(needed)} of memory, "
                 f"{format_bytes(needed - limit)} too much"
             )
     return found
+
+
+def eased(
+    plan: Evaluation,
+    memory: Callable[[int | None], int | None] = lambda limit: limit,
+    link: Callable[[Any], Any] = lambda link: link,
+) -> Evaluation:
+    """The assignment with other limits of memory, and other links."""
+    on = plan.deployment
+    if plan.placed:
+        limits = tuple(map(memory, on.limits))
+        changed = replace(on, limits=limits, link=cache(lambda a, b: link(on.link(a, b))))
+        return Evaluation(plan.problem, plan.stage_of, changed)
+    stages = (link(one) for one in plan.problem.stages)
+    stages = (replace(one, memory_bytes=memory(one.memory_bytes)) for one in stages)
+    return Evaluation(replace(plan.problem, stages=tuple(stages)), plan.stage_of)
 
 
 def _moves(
@@ -217,6 +265,8 @@ def _moves(
 
 
 def _boundary(
+    plan: Evaluation,
+    breaks: Breaks,
     model: Model,
     stages: tuple[int, ...],
     now: float,
@@ -224,7 +274,8 @@ def _boundary(
     possible: list[tuple[tuple[int, ...], int]],
     most: int,
 ) -> Boundary:
-    problem = model.problem
+    problem, on = model.problem, plan.deployment
+    widths = [speed * len(ranks) for speed, ranks in zip(on.speeds, on.ranks, strict=True)]
     seconds = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
     loads = [0.0] * len(problem.stages)
     for v, s in enumerate(stages):
@@ -235,30 +286,27 @@ def _boundary(
         moved = sum(seconds[v] for v in move[0])
         other = boundary if move[1] != boundary else boundary + 1
         pair = (
-            (loads[move[1]] + moved) / problem.stages[move[1]].speed,
-            (loads[other] - moved) / problem.stages[other].speed,
+            (loads[move[1]] + moved) / widths[move[1]],
+            (loads[other] - moved) / widths[other],
         )
         return max(pair), len(move[0])
 
+    found: list[tuple[Move, Evaluation]] = []
+    for groups, to in sorted(possible, key=heavier)[:most]:
+        moved = set(groups)
+        after = plan.of(model.items_of([to if v in moved else s for v, s in enumerate(stages)]))
+        items = tuple(sorted(i for v in groups for i in model.members[v]))
+        found.append((Move(boundary, items, to, seconds_of(after)), after))
     best: Move | None = None
     better: Move | None = None
-    looked = 0
-    for groups, to in sorted(possible, key=heavier)[:most]:
-        looked += 1
-        moved = set(groups)
-        after = model.items_of([to if v in moved else s for v, s in enumerate(stages)])
-        items = tuple(sorted(i for v in groups for i in model.members[v]))
-        objective = measure(problem, after).objective
-        move = Move(boundary, items, to, objective, tuple(broken(problem, after)))
-        if not move.broken:
-            if best is None or objective < best.objective_seconds * (1 - 1e-12):
-                best = move
-        elif objective < now * (1 - 1e-9) and (
-            better is None or objective < better.objective_seconds * (1 - 1e-12)
-        ):
-            better = move
+    for move, after in sorted(found, key=lambda one: one[0].objective_seconds):
+        if not (wrong := breaks(after)):
+            best = move
+            break
+        if better is None and move.objective_seconds < now * (1 - 1e-9):
+            better = replace(move, broken=tuple(wrong))
     values, size = _crossing(problem, model.items_of(stages), boundary)
-    return Boundary(boundary, values, size, best, better, looked, len(possible))
+    return Boundary(boundary, values, size, best, better, len(found), len(possible))
 
 
 def _crossing(problem: PartitionProblem, stage_of: Sequence[int], boundary: int) -> tuple[int, int]:
@@ -281,12 +329,12 @@ FASTER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """A problem with one limit less; `problem` is None where the limit cannot be taken back."""
+    """The assignment with one limit less; `plan` is None where it cannot be taken back."""
 
-    kind: Literal["memory", "bandwidth", "warm-up", "constraint"]
+    kind: Literal["memory", "bandwidth", "warm-up", "recomputation", "constraint"]
     text: str
-    problem: PartitionProblem | None
-    reason: str = ""  # why there is no problem
+    plan: Evaluation | None
+    reason: str = ""  # why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,30 +353,30 @@ class Relaxed:
     reason: str = ""
 
 
-def relaxations(
-    problem: PartitionProblem, deeper: MemoryRule | None = None
-) -> Iterator[Relaxation]:
+def relaxations(plan: Evaluation, deeper: MemoryRule | None = None) -> Iterator[Relaxation]:
     """Memory, links, warm-up (`deeper`: the rule of a deeper one), and each of the user's wishes.
 
     A limit that is not there is not eased.
     """
-    if any(stage.memory_bytes is not None for stage in problem.stages):
-        yield Relaxation("memory", "no memory limit", problem.without_memory_limits())
+    problem = plan.problem
+    if any(limit is not None for limit in plan.deployment.limits):
+        yield Relaxation("memory", "no memory limit", eased(plan, memory=lambda _: None))
         text = f"{100 * (MORE_MEMORY - 1):.0f} % more memory on every device"
-        yield Relaxation("memory", text, _stages(problem, _roomier))
-    if any(_costs(stage) for stage in problem.stages) and len(problem.stages) > 1:
-        yield Relaxation("bandwidth", "links without cost", _stages(problem, _free))
+        yield Relaxation("memory", text, eased(plan, memory=_roomier))
+    if any(_costs(stage) for stage in problem.stages) and len(_ranks(plan)) > 1:
+        yield Relaxation("bandwidth", "links without cost", eased(plan, link=_free))
         text = f"links {FASTER:g} times as fast"
-        yield Relaxation("bandwidth", text, _stages(problem, _faster))
+        yield Relaxation("bandwidth", text, eased(plan, link=_faster))
     if deeper is not None and deeper != problem.memory:
         text = f"a deeper warm-up, {list(deeper.in_flight)} microbatches in flight"
-        yield Relaxation("warm-up", text, replace(problem, memory=deeper))
+        yield Relaxation("warm-up", text, plan.of(plan.stage_of, replace(problem, memory=deeper)))
     for wish in problem.wishes:
         if wish.text == OUTPUT_WISH:
             continue
         loose = without(problem, wish)
         reason = "" if loose else "what it asks for holds without it"
-        yield Relaxation("constraint", f"without {wish.text}", loose, reason)
+        then = plan.of(plan.stage_of, loose) if loose else None
+        yield Relaxation("constraint", f"without {wish.text}", then, reason)
 
 
 def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
@@ -353,12 +401,7 @@ def without(problem: PartitionProblem, wish: Wish) -> PartitionProblem | None:
 
 
 def relax(
-    problem: PartitionProblem,
-    stage_of: Sequence[int],
-    wanted: Sequence[Relaxation],
-    *,
-    time_limit: float,
-    seed: int = 0,
+    wanted: Sequence[Relaxation], breaks: Breaks = broken, *, time_limit: float, seed: int = 0
 ) -> tuple[Relaxed, ...]:
     """Solve each in turn; those for which no time is left are "not tried".
 
@@ -369,20 +412,38 @@ def relax(
     found = []
     for i, one in enumerate(wanted):
         left = end - time.monotonic()
-        if one.problem is None or left <= 0:
+        if one.plan is None or left <= 0:
             reason = one.reason or "no time was left"
             found.append(Relaxed(one.kind, one.text, "not tried", reason=reason))
+        elif one.plan.placed:
+            found.append(_moved(one, one.plan, left / (len(wanted) - i), breaks))
         else:
-            found.append(_solved(one, one.problem, stage_of, left / (len(wanted) - i), seed))
+            found.append(_solved(one, one.plan, left / (len(wanted) - i), seed))
     return tuple(found)
 
 
-def _solved(
-    one: Relaxation, problem: PartitionProblem, stage_of: Sequence[int], seconds: float, seed: int
-) -> Relaxed:
-    here = None if violations(problem, stage_of) else measure(problem, stage_of)
+def _moved(one: Relaxation, plan: Evaluation, seconds: float, breaks: Breaks) -> Relaxed:
+    """The plan, and then what it comes to by single items over a boundary; nothing is proved."""
+    end, wrong = time.monotonic() + seconds, breaks(plan)
+    if wrong:
+        return Relaxed(one.kind, one.text, "not tried", reason=wrong[0])
+    now, moved = seconds_of(plan), True
+    while moved:
+        moved = False
+        for _, stage_of in neighbours(plan.problem, plan.stage_of):
+            if time.monotonic() > end:
+                break
+            after = plan.of(stage_of)
+            if seconds_of(after) < now * (1 - 1e-9) and not breaks(after):
+                plan, now, moved = after, seconds_of(after), True
+                break
+    return Relaxed(one.kind, one.text, "feasible", now, 0.0, tuple(plan.stage_of))
+
+
+def _solved(one: Relaxation, plan: Evaluation, seconds: float, seed: int) -> Relaxed:
+    here = None if any(plan.violations()) else plan.partition()
     try:
-        best, certificate = partition(problem, time_limit=seconds, seed=seed)
+        best, certificate = partition(plan.problem, time_limit=seconds, seed=seed)
     except InfeasibleError:
         # A deeper warm-up may not fit, or nothing was found in time.
         if here is None:
@@ -396,28 +457,25 @@ def _solved(
     return Relaxed(one.kind, one.text, status, best.objective, bound, best.stage_of)
 
 
-def _stages(
-    problem: PartitionProblem, change: Callable[[StageLimits], StageLimits]
-) -> PartitionProblem:
-    return replace(problem, stages=tuple(map(change, problem.stages)))
+def _ranks(plan: Evaluation) -> set[int]:
+    return {rank for ranks in plan.deployment.ranks for rank in ranks}
 
 
 def _costs(stage: StageLimits) -> bool:
     return math.isfinite(stage.bytes_per_second) or stage.latency_seconds > 0
 
 
-def _roomier(stage: StageLimits) -> StageLimits:
-    limit = stage.memory_bytes
-    return replace(stage, memory_bytes=None if limit is None else int(limit * MORE_MEMORY))
+def _roomier(limit: int | None) -> int | None:
+    return None if limit is None else int(limit * MORE_MEMORY)
 
 
-def _free(stage: StageLimits) -> StageLimits:
-    return replace(stage, bytes_per_second=math.inf, latency_seconds=0.0)
+def _free(link: Any) -> Any:
+    return replace(link, bytes_per_second=math.inf, latency_seconds=0.0)
 
 
-def _faster(stage: StageLimits) -> StageLimits:
+def _faster(link: Any) -> Any:
     return replace(
-        stage,
-        bytes_per_second=stage.bytes_per_second * FASTER,
-        latency_seconds=stage.latency_seconds / FASTER,
+        link,
+        bytes_per_second=link.bytes_per_second * FASTER,
+        latency_seconds=link.latency_seconds / FASTER,
     )

@@ -40,6 +40,7 @@ from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.memory_limits import within_ledgers
+from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace
@@ -311,7 +312,8 @@ class PlanSearch:
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
-        return replace(plan, certificate=certificate, notes=notes)
+        plan = replace(plan, certificate=certificate, notes=notes)
+        return with_problem(plan, problem, self.cluster)
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pdcompile.errors import PdcompileError
 from pdcompile.passes.partition.alternatives import (
     Boundary,
+    Breaks,
     Relaxation,
     Relaxed,
     StageUse,
     bottleneck,
     boundaries,
     broken,
+    chained,
     critical,
     relax,
     relaxations,
+    seconds_of,
     stage_uses,
 )
+from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
+from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
-from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
-from pdcompile.plan.evaluate import measure
+from pdcompile.plan.embedded import problem_of
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import MemoryRule, PartitionProblem
+from pdcompile.units import format_bytes
 
 DEFAULT_SECONDS = 10.0
 
@@ -33,12 +40,15 @@ DEFAULT_SECONDS = 10.0
 class Explanation:
     """Everything in seconds of the objective: a step with a flush, else a microbatch.
 
-    `transfer_seconds` are those of links on the critical path (0 without a flush).  `edited`:
-    the plan's certificate claims another objective than its stages now have.
+    `transfer_seconds` are those of links on the critical path, which is known of a flush and of
+    stages with a rank each (`chained`).  `edited`: the plan's certificate claims another objective
+    than its stages now have.
     """
 
     objective_seconds: float
     flush: bool
+    chained: bool
+    num_microbatches: int
     bottleneck: int
     stages: tuple[StageUse, ...]
     transfer_seconds: float
@@ -60,35 +70,72 @@ def explain(
             plan itself took the planner longer, none is tried.
 
     Raises:
-        PlanError: the plan holds no problem, its stages tear an item apart, are replicated or
-            recompute.
+        PlanError: the plan holds no problem, or its stages tear an item apart.
     """
     begin = time.monotonic()
-    refuse_replicas(plan, where)
-    problem = problem_of(plan, where)
-    stage_of = assignment(plan, where)
-    uses = stage_uses(problem, stage_of)
-    objective = measure(problem, stage_of).objective
+    problem, found = problem_of(plan, where), placed(plan, where)
+    uses, objective = stage_uses(found), seconds_of(found)
     claimed = plan.certificate.objective_seconds
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
-    flush = problem.objective == "flush"
     limit = DEFAULT_SECONDS if time_limit is None else time_limit
-    wanted = tuple(relaxations(problem, _deeper(problem, plan.training)))
-    if plan.certificate.seconds > limit:
+    deeper = None if found.placed else _deeper(problem, plan.training)
+    breaks = _by_ledger(plan, found)
+    wanted = (*relaxations(found, deeper), *_activations_kept(plan, where))
+    if plan.certificate.seconds > limit and not found.placed:
         wanted = tuple(_too_long(one, plan.certificate.seconds) for one in wanted)
     return Explanation(
         objective_seconds=objective,
-        flush=flush,
-        bottleneck=bottleneck(problem, uses),
+        flush=found.deployment.flush,
+        chained=chained(found),
+        num_microbatches=found.m,
+        bottleneck=bottleneck(uses),
         stages=uses if edited else with_ledgers(plan, uses),
-        transfer_seconds=critical(problem, stage_of)[1] if flush else 0.0,
-        boundaries=boundaries(problem, stage_of),
-        relaxed=relax(problem, stage_of, wanted, time_limit=limit, seed=plan.training.seed),
-        broken=tuple(broken(problem, stage_of)),
+        transfer_seconds=critical(found)[1] if chained(found) else 0.0,
+        boundaries=boundaries(found, breaks),
+        relaxed=relax(wanted, breaks, time_limit=limit, seed=plan.training.seed),
+        broken=tuple(broken(found)),
         edited=edited,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
     )
+
+
+def _by_ledger(plan: Plan, found: Evaluation) -> Breaks:
+    """`broken`, and memory by how much the ledger differs from that of the plan itself."""
+    forecast, limits = plan.forecast, [stage.memory_bytes for stage in problem_of(plan).stages]
+    work = 2 * len(plan.stages) * plan.training.num_microbatches
+    if forecast is None or not any(limits) or work > MOST_INSTRUCTIONS:
+        return broken
+
+    def estimated(one: Evaluation) -> list[int]:
+        return [own.total_bytes for own in ledgers_of(plan_of(one, plan.training))]
+
+    known = [own.total_bytes for own in forecast.ledgers]
+    known = [there - own for there, own in zip(known, estimated(found), strict=True)]
+
+    def breaks(one: Evaluation) -> list[str]:
+        wrong, on = broken(one), one.deployment
+        if wrong or not any(on.limits):
+            return wrong
+        held = [there + own for there, own in zip(known, estimated(one), strict=True)]
+        for s, (ranks, limit) in enumerate(zip(on.ranks, on.limits, strict=True)):
+            over = max(held[rank] for rank in ranks) - (limit or math.inf)
+            if over > 0:
+                more = format_bytes(int(over))
+                wrong.append(f"stage {s} would need {more} more memory, by its schedule's ledger")
+        return wrong
+
+    return breaks
+
+
+def _activations_kept(plan: Plan, where: str) -> Iterator[Relaxation]:
+    """The plan with each of the stages that recompute not doing so."""
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute:
+            stages = list(plan.stages)
+            stages[s] = replace(stage, recompute=False)
+            kept = placed(replace(plan, stages=tuple(stages)), where)
+            yield Relaxation("recomputation", f"stage {s} without recomputing", kept)
 
 
 def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:
@@ -120,4 +167,4 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
 
 def _too_long(one: Relaxation, seconds: float) -> Relaxation:
     reason = f"planning took {seconds:.0f} s; --time-limit {math.ceil(2 * seconds)} tries it"
-    return replace(one, problem=None, reason=one.reason or reason)
+    return replace(one, plan=None, reason=one.reason or reason)

@@ -22,9 +22,10 @@ from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Certificate, Plan, Training
-from pdcompile.plan.embedded import assignment, problem_of, refuse_replicas
-from pdcompile.plan.evaluate import measure
-from pdcompile.problem import Item, Partition, PartitionProblem, Traffic, Wish
+from pdcompile.plan.embedded import assignment, on_stages, problem_of
+from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.schema import ranks_of
+from pdcompile.problem import Item, Partition, PartitionProblem, Traffic
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import KINDS, kind_of
 from pdcompile.units import format_bytes
@@ -99,11 +100,12 @@ def whatif(
     """Solve the plan's problem again under other limits, with the plan's seed.
 
     Raises:
-        PlanError: the plan holds no problem, its stages tear an item apart, or are replicated.
+        PlanError: the plan holds no problem, its stages tear an item apart, or are not one rank
+            each that keeps its activations.
         ConfigError: the change names what is not there.
         InfeasibleError: no assignment satisfies the changed limits; says which conflict.
     """
-    refuse_replicas(plan, where)
+    _refuse_more_than_a_cut(plan, where)
     problem = problem_of(plan, where)
     stage_of = assignment(plan, where)
     now = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
@@ -151,9 +153,10 @@ def _own_cut(
     """The plan's own cut under the changed limits, or what it would break."""
     if len(changed.stages) <= max(stage_of):
         return None, (f"there would be {len(changed.stages)} stages",)
-    if wrong := broken(changed, stage_of):
+    own = Evaluation(changed, stage_of)
+    if wrong := broken(own):
         return None, tuple(wrong)
-    objective = measure(changed, stage_of).objective
+    objective = own.seconds
     found = planned(stage_of, replace(certificate, objective_seconds=objective, bound_seconds=0.0))
     over = excess(changed, found) if found.forecast is not None else {}
     if over:
@@ -212,7 +215,7 @@ def changed_problem(
     num_stages = len(problem.stages) if change.devices is None else len(after.devices)
     if change.of_machines:
         _refuse_odd_ranks(plan)
-        problem = _on_stages(problem, num_stages)
+        problem = on_stages(problem, num_stages)
         problem = replace(problem, stages=stage_limits(after, num_stages))
     m = training.num_microbatches
     name = training.schedule
@@ -241,6 +244,27 @@ def changed_problem(
             "activations and traffic are scaled in proportion, which planning anew would measure",
         )
     return problem, training, after, notes
+
+
+def _refuse_more_than_a_cut(plan: Plan, where: str) -> None:
+    """Refuse replicas, recomputation and several stages on a rank: `partition` knows none."""
+    ranks = ranks_of(plan.stages)
+    for s, stage in enumerate(plan.stages):
+        shown = {
+            "is replicated": stage.replicas > 1,
+            "recomputes": stage.recompute,
+            f"shares rank {ranks[s][0]} with another one": ranks.count(ranks[s]) > 1,
+        }
+        for what in (what for what, is_so in shown.items() if is_so):
+            raise PlanError(
+                f"stage {s} {what}, and whatif finds cuts for stages of one rank each that keep "
+                "their activations",
+                where=f"{where}: stages[{s}]",
+                remedy="pdcompile explain says of such a plan what binds it, what neighbouring "
+                "cuts cost, and what faster links, more memory, no constraint or no recomputation "
+                "would bring; for other machines, schedules or minibatches plan again and compare: "
+                "pdcompile diff a.json b.json",
+            )
 
 
 def _refuse_odd_ranks(plan: Plan) -> None:
@@ -314,49 +338,11 @@ def _training(training: Training, change: Scenario) -> Training:
     return replace(training, schedule=name, num_microbatches=m, batch_size=batch)
 
 
-def _on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
-    """Pins for another number of stages: those to the last stage stay on the last one."""
-    old = len(problem.stages)
-    if num_stages == old:
-        return problem
-
-    def moved(pairs: tuple[tuple[int, int], ...], *, pinned: bool) -> tuple[tuple[int, int], ...]:
-        found = []
-        for item, stage in pairs:
-            new = num_stages - 1 if stage == old - 1 else stage
-            if new < num_stages:
-                found.append((item, new))
-            elif pinned:
-                raise ConfigError(
-                    f"{problem.items[item].name!r} is pinned to stage {stage}, and there would be "
-                    f"{num_stages} stages",
-                    where="--devices",
-                    remedy="plan without that pin first, or ask for more devices",
-                )
-        return tuple(found)
-
-    def wish(one: Wish) -> Wish:
-        return replace(
-            one,
-            pins=moved(one.pins, pinned=True),
-            forbidden=moved(one.forbidden, pinned=False),
-        )
-
-    most = problem.max_stages
-    return replace(
-        problem,
-        allow_empty=problem.allow_empty if most is None else most < num_stages,
-        pins=moved(problem.pins, pinned=True),
-        forbidden=moved(problem.forbidden, pinned=False),
-        wishes=tuple(map(wish, problem.wishes)),
-    )
-
-
 def _state(plan: Plan) -> SolvedScenario:
     problem, certificate = problem_of(plan), plan.certificate
     stage_of = assignment(plan)
-    uses = with_ledgers(plan, stage_uses(problem, stage_of))
-    objective = measure(problem, stage_of).objective
+    found = Evaluation(problem, stage_of)
+    uses, objective = with_ledgers(plan, stage_uses(found)), found.seconds
     bound = min(certificate.bound_seconds, objective)
     optimal = objective - bound <= OPTIMAL * objective  # an edited plan has another status
     return SolvedScenario(
@@ -369,5 +355,5 @@ def _state(plan: Plan) -> SolvedScenario:
         status="optimal" if optimal else "feasible",
         prover=certificate.prover,
         uses=uses,
-        bottleneck=bottleneck(problem, uses),
+        bottleneck=bottleneck(uses),
     )

@@ -30,8 +30,8 @@ def explain(
 
     Stages, times, memory against limits, traffic, certificate; then for each stage what it is
     bound by, for each cut the cheapest other one, and what the best plan would be without each
-    limit and constraint. The file is checked while it is read, so this also tells whether an
-    edited plan still makes sense. Needs no model and no torch.
+    limit, constraint and recomputation. The file is checked while it is read, so this also tells
+    whether an edited plan still makes sense. Needs no model and no torch.
 
     Example:
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.errors import PlanError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.problem import Item, PartitionProblem, Wish
 
 if TYPE_CHECKING:
@@ -32,28 +32,59 @@ def problem_of(plan: Plan, where: str = "plan.json") -> PartitionProblem:
         raise PlanError(
             "the plan does not hold the problem that the planner solved: costs, traffic and limits",
             where=f"{where}: problem",
-            remedy="make the plan again with this version, one device a stage, schedule and "
-            "microbatches given: pdcompile plan TARGET -o plan.json",
+            remedy="make the plan again with this version: pdcompile plan TARGET -o plan.json",
         )
     return plan.problem
 
 
-def refuse_replicas(plan: Plan, where: str = "plan.json") -> None:
-    """Refuse what the problem's own objective does not count: replicas and recomputation.
+def plain(plan: Plan) -> bool:
+    """Has every stage s rank s alone, and keeps its activations?  Others are no `Partition`."""
+    return all(
+        stage.replicas == 1 and not stage.recompute and stage.ranks in ((), (s,))
+        for s, stage in enumerate(plan.stages)
+    )
+
+
+def on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
+    """The problem for so many stages: what is pinned to the last one stays on the last one.
 
     Raises:
-        PlanError: a stage has several replicas or runs its forward again.
+        ConfigError: something is pinned to a stage that there would not be.
     """
-    for s, stage in enumerate(plan.stages):
-        for name, what in (("replicas", stage.replicas > 1), ("recompute", stage.recompute)):
-            if what:
-                shown = "recomputes" if stage.recompute and name == "recompute" else "is replicated"
-                raise PlanError(
-                    f"stage {s} {shown}, and only stages of one rank that keep their activations "
-                    "can be taken apart here",
-                    where=f"{where}: stages[{s}].{name}",
-                    remedy="plan again with other limits and compare: pdcompile diff a.json b.json",
+    old = len(problem.stages)
+    if num_stages == old:
+        return problem
+
+    def moved(pairs: tuple[tuple[int, int], ...], *, pinned: bool) -> tuple[tuple[int, int], ...]:
+        found = []
+        for item, stage in pairs:
+            new = num_stages - 1 if stage == old - 1 else stage
+            if new < num_stages:
+                found.append((item, new))
+            elif pinned:
+                raise ConfigError(
+                    f"{problem.items[item].name!r} is pinned to stage {stage}, and there would be "
+                    f"{num_stages} stages",
+                    where="--devices",
+                    remedy="plan without that pin first, or ask for more devices",
                 )
+        return tuple(found)
+
+    def wish(one: Wish) -> Wish:
+        return replace(
+            one,
+            pins=moved(one.pins, pinned=True),
+            forbidden=moved(one.forbidden, pinned=False),
+        )
+
+    most = problem.max_stages
+    return replace(
+        problem,
+        allow_empty=problem.allow_empty if most is None else most < num_stages,
+        pins=moved(problem.pins, pinned=True),
+        forbidden=moved(problem.forbidden, pinned=False),
+        wishes=tuple(map(wish, problem.wishes)),
+    )
 
 
 def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:

@@ -104,9 +104,15 @@ class Evaluation:
     ):
         """Without a `deployment` a straight one on the problem's own stages."""
         self.problem, self.stage_of = problem, stage_of
+        self.placed = deployment is not None
         self.deployment = Deployment.straight(problem) if deployment is None else deployment
         self.m = self.deployment.num_microbatches
         self.stages = range(len(self.deployment.ranks))
+
+    def of(self, stage_of: Sequence[int], problem: PartitionProblem | None = None) -> Evaluation:
+        """Another assignment, or the same of a changed problem, on the same deployment."""
+        on = self.deployment if self.placed else None
+        return Evaluation(problem or self.problem, stage_of, on)
 
     def partition(self) -> Partition:
         """Seconds and bytes of an assignment that is known to break nothing."""

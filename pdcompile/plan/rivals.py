@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import PlanError
-from pdcompile.plan.embedded import Finding, assignment
+from pdcompile.plan.embedded import Finding, assignment, plain
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import PartitionProblem
@@ -27,8 +27,11 @@ TOLERANCE = 1e-6  # relative
 def findings(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
     """A rival that is faster than the certificate's bound, if one is found."""
     problem, bound = plan.problem, plan.certificate.bound_seconds * (1 - TOLERANCE)
-    plain = all(s.replicas == 1 and not s.recompute and s.ranks == (s.index,) for s in plan.stages)
-    if problem is None or not plain or not all(level.full_duplex for level in cluster.levels):
+    if problem is None or not plain(plan) or not all(one.full_duplex for one in cluster.levels):
+        return
+    # The bound of a search over more than the cut is of plans whose ledgers fit, not the formula.
+    limited = any(stage.memory_bytes is not None for stage in problem.stages)
+    if limited and plan.certificate.prover.startswith("branch and bound"):
         return
     try:
         stage_of = assignment(plan)

@@ -17,6 +17,7 @@ BINDS = {
     "sending": "sending",
     "receiving": "receiving",
     "link": "its half-duplex link",
+    "reduction": "sending, and summing gradients",
     "round trip": "waiting: round trip",
 }
 
@@ -45,7 +46,7 @@ def stage_table(found: Explanation) -> Table:
     columns = [">compute", ">sends", ">receives", ">round trip", ">idle"]
     limited = any(use.limit_bytes for use in found.stages)
     columns += [">memory left"] if limited else []
-    columns += [">critical path"] if found.flush else []
+    columns += [">critical path"] if found.chained else []
     table = labels.table(">stage", "|bound by", *columns)
     for use in found.stages:
         row = [str(use.stage), BINDS[use.binds]]
@@ -54,7 +55,7 @@ def stage_table(found: Explanation) -> Table:
         row += [f"{100 * use.idle:.1f} %"]
         if limited:
             row.append(_room(use))
-        if found.flush:
+        if found.chained:
             row.append(_share(use.critical_seconds, found.objective_seconds))
         table.add_row(*row, style="bold" if use.stage == found.bottleneck else None)
     return table
@@ -74,6 +75,12 @@ def deciding(found: Explanation) -> Text:
         return Text(
             f"stage {use.stage} decides: {why} takes {format_seconds(use.binding_seconds)} of "
             f"each microbatch's {format_seconds(found.objective_seconds)}"
+        )
+    if not found.chained:
+        busy = format_seconds(use.binding_seconds * found.num_microbatches)
+        return Text(
+            f"a rank of stage {use.stage} decides: {BINDS[use.binds]} takes {busy} of its "
+            f"{_objective(found)}; the rest is transfers, sums of gradients and waiting"
         )
     alike: dict[tuple[int, float], list[StageUse]] = {}
     for one in found.stages:

@@ -125,6 +125,8 @@ def command(found: Whatif, written: Path | None = None) -> str:
     if written is None and len(limits) == 1 and limit is not None:
         words.append(f'--memory "{exact_bytes(limit)}"')
     training = after.training
+    if len(after.problem.stages) < len(after.cluster.devices):  # then some are left out
+        words.append(f"--stages {len(after.problem.stages)} --warmup auto")
     words.append(f"--schedule {training.schedule} --microbatches {training.num_microbatches}")
     if training.max_grad_norm is not None:
         words.append(f"--max-grad-norm {training.max_grad_norm:g}")

@@ -1,0 +1,72 @@
+"""The problem that a search solved, in the plan it found; and the plan as its evaluator saw it.
+
+Plans of one rank a stage are an assignment of the problem; what else a search decides (replicas,
+recomputation, which stages share a rank) the stages say.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.passes.partition.space.candidates import evaluation
+from pdcompile.passes.schedules import memory_rule
+from pdcompile.plan import Plan
+from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
+from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.schema import ranks_of
+from pdcompile.problem import MemoryRule, PartitionProblem
+from pdcompile.problem.space import Candidate, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
+
+
+def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
+    """The plan with the problem that was solved, as one of the plan's own stages.
+
+    Of stages with replicas its memory rule says nothing: that is of one rank a stage.
+    """
+    training, ranks = plan.training, ranks_of(plan.stages)
+    rule = MemoryRule(optimizer_factor=training.optimizer_factor, schedule=training.schedule)
+    if all(stage.replicas == 1 for stage in plan.stages):
+        rule = memory_rule(
+            training.schedule,
+            training.warmup,
+            training.num_microbatches,
+            clipping=training.max_grad_norm is not None,
+            optimizer_factor=training.optimizer_factor,
+        )
+    own = replace(
+        on_stages(problem, len(plan.stages)),
+        stages=stage_limits(cluster, len(plan.stages), ranks=[own[0] for own in ranks]),
+        memory=rule,
+        num_microbatches=training.num_microbatches,
+        objective=kind_of(training.schedule).objective,
+    )
+    return replace(plan, problem=own)
+
+
+def placed(plan: Plan, where: str = "plan.json") -> Evaluation:
+    """The plan's assignment of its problem, on the ranks of its stages.  Raises as `assignment`."""
+    problem, stage_of = problem_of(plan, where), assignment(plan, where)
+    if plain(plan):
+        return Evaluation(problem, stage_of)
+    cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
+    return evaluation(problem, cluster, _candidate(plan, where))
+
+
+def _candidate(plan: Plan, where: str) -> Candidate:
+    """What the search knew the plan as."""
+    training, stages = plan.training, plan.stages
+    return Candidate(
+        Setting(
+            training.schedule,
+            training.num_microbatches,
+            optimizer_factor=training.optimizer_factor,
+            clipping=training.max_grad_norm is not None,
+            step=training.step,
+        ),
+        assignment(plan, where),
+        tuple(StageOption(stage.replicas, stage.recompute) for stage in stages),
+        tuple(ranks_of(stages)),
+        training.warmup or tuple(reversed(range(len(stages)))),
+    )
