@@ -41,6 +41,7 @@ from pdcompile.plan import Plan
 from pdcompile.planner import Planner, check_refine
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
+from pdcompile.runtime.transport.launch import is_distributed, note_on_cores
 from pdcompile.steps import Steps
 from pdcompile.warn import each_once
 
@@ -135,11 +136,13 @@ def _captured(
 
 
 def _noted(plan: Plan, model: nn.Module, captured: Capture, options: Options) -> Plan:
-    """The plan with notes where replicas have buffers of their own, and where its stages cannot be
-    compared with the model."""
+    """The plan with notes where replicas have buffers of their own, where its stages cannot be
+    compared with the model, and where ranks share cores."""
     reason = unverifiable(model) if options.verify == "auto" else ""
     notes = (*plan.notes, *notes_on_own_buffers(plan, captured.train))
     notes = (*notes, f"not verified: {reason}") if reason else notes
+    crowded = note_on_cores() if is_distributed(options) else ""
+    notes = (*notes, crowded) if crowded else notes
     return replace(plan, notes=tuple(dict.fromkeys(notes)))
 
 

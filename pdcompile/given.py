@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pdcompile.passes.stages.assemble import FINGERPRINT_DIGITS, with_own_bytes
 from pdcompile.passes.stages.boundaries import stage_of_ops
 from pdcompile.passes.stages.kept_outputs import given_by, left_out_bytes, planned
 from pdcompile.plan import Plan, Training, check
+from pdcompile.plan.schema import ranks_of
 from pdcompile.runtime.transport.launch import is_distributed
 from pdcompile.units import format_bytes
 
@@ -105,7 +107,8 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
-    plan = replace(plan, notes=(*plan.notes, *_more_state(plan.training, options.optimizer)))
+    notes = (*_more_state(plan.training, options.optimizer), *_other_links(options, chosen, plan))
+    plan = replace(plan, notes=(*plan.notes, *notes))
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
 
@@ -149,6 +152,22 @@ def _more_state(training: Training, optimizer: Any) -> Iterator[str]:
             f"the optimizer keeps {factor:g} bytes for each byte of weights, and it was planned "
             f"with one that keeps {training.optimizer_factor:g}: memory is more than forecast"
         )
+
+
+def _other_links(options: Options, chosen: Configuration, plan: Plan) -> Iterator[str]:
+    """A note on a cluster whose links are not those that the plan was made for."""
+    given, own = chosen.cluster, Cluster.from_toml(plan.cluster, where="plan: cluster")
+    if options.cluster == "auto" or given.in_process or plan.num_columns > len(given.devices):
+        return
+    for a, b in pairwise(sorted({rank for ranks in ranks_of(plan.stages) for rank in ranks})):
+        if replace(given.level_between(a, b), name="", size=0) != replace(
+            own.level_between(a, b), name="", size=0
+        ):
+            yield (
+                f"times are forecast for the links in the plan; from rank {a} to {b} the cluster "
+                "that was given has another one: plan again for that"
+            )
+            return
 
 
 def given_sources(options: Options, generated: Sources) -> Sources:

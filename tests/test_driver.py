@@ -21,6 +21,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
 from pdcompile.passes.simulate import simulate
 from pdcompile.problem.constraints import CutBefore
+from pdcompile.runtime.transport.launch import note_on_cores
 from pdcompile.steps import Listener, Steps
 from tests.helpers import casts, models
 from tests.helpers.casts import without_casts
@@ -209,6 +210,26 @@ def test_a_plan_for_other_options_is_refused() -> None:
         with pytest.raises(ConfigError, match="would have no effect"):
             compiled("mlp", plan=plan, **options)
     assert compiled("mlp", plan=plan, microbatches="auto").plan.stages == plan.stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "note"),
+    [
+        ("4", 1, 4, ""),
+        ("4", 1, 2, "4 ranks of a thread each share 2 cores of this host"),
+        ("2", 3, 4, "2 ranks of 3 threads each share 4 cores of this host"),
+        (None, 8, 4, ""),
+    ],
+)
+def test_ranks_that_share_cores_are_noted(
+    ranks: str | None, threads: int, cores: int, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert note_on_cores().split(":")[0] == note
+    assert all("this host" not in one for one in compiled("mlp").plan.notes)  # one process
 
 
 def test_microbatches_are_chosen_from_the_minibatch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 import pdcompile
 from pdcompile import Plan
-from pdcompile.cluster import Cluster, Device
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, PlanError
 from tests.helpers import models
 from tests.helpers.alike import WORKLOAD
@@ -128,6 +129,17 @@ def test_a_machine_or_an_optimizer_that_the_plan_did_not_know() -> None:
     for optimizer, noted in ((sgd, False), (None, False), (adam, True)):
         notes = compiled(plan=plan, optimizer=optimizer).plan.notes
         assert any("it was planned with one that keeps 0" in note for note in notes) == noted
+
+
+def test_a_cluster_with_other_links_is_noted() -> None:
+    """The plan's own under another name is not."""
+    plan = compiled(stages=2, cluster="1x2").plan
+    slow = Cluster((Device(),) * 2, (Level("slow", 2, 1e6, 1e-3),))
+    own = Cluster.from_toml(plan.cluster)
+    alike = replace(own, levels=tuple(replace(one, name=f"my {one.name}") for one in own.levels))
+    for cluster, noted in ((slow, True), (alike, False), (Cluster.local(2), False)):
+        notes = compiled(plan=plan, cluster=cluster).plan.notes
+        assert any("from rank 0 to 1 the cluster" in note for note in notes) == noted
 
 
 def test_minibatches_of_another_size(plan: Plan) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -78,6 +79,19 @@ def is_distributed(options: Options) -> bool:
 def num_ranks(options: Options) -> int | None:
     """The number of processes to plan for; None in one process."""
     return len(_members(options)[1]) if is_distributed(options) else None
+
+
+def note_on_cores() -> str:
+    """Of a host whose processes have more threads than it has cores; else empty."""
+    local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if local == 1 or local * threads <= cores:
+        return ""
+    each = "a thread" if threads == 1 else f"{threads} threads"
+    return (
+        f"{local} ranks of {each} each share {cores} cores of this host: a step takes longer than "
+        "forecast, which gives every rank cores of its own"
+    )
 
 
 def connect(options: Options, num_planned: int, agreed: str) -> World:
