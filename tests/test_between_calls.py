@@ -34,7 +34,7 @@ def pair(schedule: str, *, tied: bool) -> tuple[Rich, Pipeline, Rich, Reference]
         "microbatches": 4,
     }
     pipe = Pipeline(
-        model, Options(**options), lambda *_: compiled(schedule, tied), batch(0)
+        model, Options.given(options), lambda *_: compiled(schedule, tied), batch(0)
     ).prepare()
     return model, pipe, twin, reference(twin, **options)
 

@@ -37,7 +37,7 @@ def by_hand(
 ) -> Pipeline:
     """Like compile(model, …), with the ops dealt out evenly over the stages; `ranks`: the place of
     each stage, of so many replicas."""
-    options = Options(stages=stages, **given)
+    options = Options.given({"stages": stages, **given})
 
     def build(model: nn.Module, flat: FlatCall, options: Options, _: int | None) -> Compiled:
         layout = resolve_batch(flat, options.batch_dims)
