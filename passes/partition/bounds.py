@@ -51,8 +51,9 @@ def flush_bound(segments: Segments) -> Cost:
     - D + m·(F_s+W_s);
     - S + (m−1)·F_s + (m−1−w_s)·W_s, and the same with F and W exchanged (until the first
       backward a stage does w_s + 1 forwards, and at the end so many backwards);
-    - D + q·(F_s+W_s+T) + r·max(F_s, W_s): with w_s + 1 in flight, forward k waits for backward
-      k − w_s − 1, so that round trips follow each other: q = ⌈m/(w_s+1)⌉, r = m−1−(q−1)(w_s+1).
+    - D + q·(F_s+W_s+T) + r·(F_s+W_s): with w_s + 1 in flight, forward k waits for backward
+      k − w_s − 1, so that round trips follow each other, for every q from 2 to ⌈m/(w_s+1)⌉;
+      r = m−1−(q−1)(w_s+1) microbatches go by between the first and the second one.
 
     Where backward is split all of these hold with W up to the gradients of the inputs; and the
     first two with all of W_s, but without the ways back in D: nobody waits for the rest.
@@ -94,12 +95,18 @@ def _passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
     F and W of the stage, T in `after`, at most `depth` in flight: the three paths of `flush_bound`
     without D.
     """
-    own, more = f + w, np.maximum(f, w)
-    trips = -(-m // depth)
-    rest = m - 1 - (trips - 1) * depth
-    around = trips * (own + after) + rest * more
-    result: Matrix = np.maximum(np.maximum(m * own, _ends(f, w, after, m, depth)), around)
+    own = f + w
+    result: Matrix = np.maximum(m * own, _ends(f, w, after, m, depth))
+    for trips, rest in round_trips(m, depth):
+        result = np.maximum(result, trips * (own + after) + rest * own)
     return result
+
+
+def round_trips(m: int, depth: int) -> set[tuple[int, int]]:
+    """(trips that follow each other with `depth` in flight, microbatches that go by besides): the
+    fewest and the most trips, if there are two."""
+    most = -(-m // depth)
+    return {(trips, m - 1 - (trips - 1) * depth) for trips in (2, most) if most > 1}
 
 
 def _ends(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
@@ -331,7 +338,7 @@ class _Tables:
         rest = m - 1 - there - (trips - 1) * (here - there + 1)
         f, w = self.own[s]
         own = f + w
-        shared = there * own + rest * np.maximum(f, w) + trips * own
+        shared = there * own + rest * (own if trips > 1 else np.maximum(f, w)) + trips * own
         shared = shared + (self.final[self.ends] if s == 0 else self.final[:-1, None])
         left = self.before[:-1, None] + shared
         right = trips * (self.own[s + 1][0] + self.own[s + 1][1])

@@ -28,6 +28,7 @@ from pdcompile.passes.partition.model import (
     prefixes,
     single_moves,
 )
+from pdcompile.passes.partition.path_bounds import path_bound
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan import Certificate
 from pdcompile.plan.evaluate import Evaluation, measure, path_of, violations
@@ -265,12 +266,17 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
 
 
 def _bound(search: Search, segments: Segments) -> None:
-    """Bounds groups in a row under a flush schedule by intervals; offers the chains it finds."""
+    """Bounds a flush schedule by intervals: of groups in a row, where it offers the chains that it
+    finds, or else of a path."""
     if segments.model is search.model and applies(segments):
         bound, chains = ramp_bound(segments, search.bound, search.upper, search.budget)
         for groups in chains:
             search.offer(groups)
         search.prove(min(bound, search.upper), "dynamic program over intervals")
+    elif search.problem.objective == "flush":
+        model, budget = search.model, search.budget
+        bound = path_bound(model, search.bound, lambda: search.upper, budget, search.offer)
+        search.prove(min(bound, search.upper), "dynamic program along a path")
 
 
 def _improve(search: Search, _: Segments) -> None:
