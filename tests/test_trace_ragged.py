@@ -44,6 +44,21 @@ def test_labels_behind_a_mask_in_a_pipeline_of_other_lengths() -> None:
         assert float(pipe.step(X, labels).loss) == float(reference.step(X, labels).loss)
 
 
+def test_lengths_of_long_sounds_are_known_at_all_sizes_that_are_recorded() -> None:
+    def forward(self: nn.Module, sounds: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= 8:
+            raise ValueError("no such label")
+        mask = labels != -1
+        logs = self.lin(sounds.unflatten(1, (-1, 8))).log_softmax(-1).transpose(0, 1)
+        frames = torch.ones_like(sounds, dtype=torch.long).sum(-1) // 8
+        return F.ctc_loss(logs, labels.masked_select(mask), frames, mask.sum(-1))
+
+    sounds = torch.randn(4, 1200, generator=torch.Generator().manual_seed(0))
+    graph = faithful(make(forward), sounds, LABELS, sizes=(1, 4)).train
+    assert graph.sizes.largest >= 60
+    assert [op.target for op in graph.ops].count("torch._assert") == 1
+
+
 @pytest.mark.parametrize(
     "look",
     [

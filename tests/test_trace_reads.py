@@ -295,3 +295,13 @@ def test_what_is_read_after_an_assumption_failed_counts() -> None:
     model.settings = _Settings()
     places = captured(model).attributes
     assert {("", "settings", "early"), ("", "settings", "late")} <= set(places)
+
+
+def test_a_constant_mask_is_read_at_every_size() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), 1200, dtype=torch.bool)
+        return self.lin(x) if mask.all() else self.lin(x) * mask[:, :8]
+
+    graph = faithful(make(forward)).train
+    assert [op.target for op in graph.ops] == ["torch.nn.Linear"]
+    assert graph.sizes.largest == 65

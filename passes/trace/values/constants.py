@@ -17,8 +17,8 @@ from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import Op, Ref, walk, written_buffers
 from pdcompile.ir.value_checks import needed_ops
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
+from pdcompile.passes.trace.values.real_shapes import MAX_BYTES
 
-MAX_ELEMENTS = 65_536
 _BY_SHAPE = frozenset(
     ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor")
 )
@@ -87,7 +87,13 @@ def _needed(
     if not leaves <= set(given or {}) or any(rewritten.intersection(op.attributes) for op in found):
         return None
     with_inputs = given is not None
-    return found if all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found) else None
+    if not all(_qualifies(op, fakes, with_inputs=with_inputs) for op in found):
+        return None
+    # The limit is far above masks of long inputs: a model is recorded with many more samples than
+    # will run, and a value that is known with few of them has to be known with those too.
+    made = [fakes.objects[op.name] for op in found if op.name in fakes.objects]
+    size = sum(fake.numel() * fake.element_size() for fake in made)
+    return found if size <= MAX_BYTES else None
 
 
 def _read_by(op: Op) -> tuple[str, ...]:
@@ -101,8 +107,6 @@ def _qualifies(op: Op, fakes: FakeTensors, *, with_inputs: bool) -> bool:
     if op.kind not in ("function", "method", "getattr") or op.draw is not None:
         return False
     if op.mutates and not with_inputs:
-        return False
-    if op.name in fakes.objects and fakes.objects[op.name].numel() > MAX_ELEMENTS:
         return False
     return all(with_inputs and _plain_buffer(fqn, fakes) for fqn in op.attributes)
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace.tape.observer import storage_key
 
-MAX_BYTES = 1 << 30  # of all tensors that the op reads
+MAX_BYTES = 1 << 30  # of real tensors that are made for one result
 
 _BY_VALUE = (
     fake_tensor.DataDependentOutputException,
