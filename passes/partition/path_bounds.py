@@ -19,6 +19,9 @@ W what the stage surely computes, w its warm-up, and S all work and all transfer
   m − w_t others, with d for w + 1;
 - the way down, F + W, and m gradients of a parameter that the stage shares with the first one.
 
+Each of these also says how much a stage may compute besides F + W.  What all stages may compute
+together has to be all work.
+
 Where every stage holds a group of the path, S is all work there is.  Where only q of n do, the
 others keep what lies beside the path at n − q boundaries at most, and it may not count in S.  So
 this is asked for every q, and the least answer is the bound.
@@ -37,7 +40,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.cluster import slowest
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.bounds import round_trips
 from pdcompile.passes.partition.budget import Budget
@@ -244,6 +246,7 @@ class _Case:
     beside: Beside
     every: bool  # stage holds some of the path
     own: list[tuple[Array, Array]]  # forward and backward seconds, per stage
+    speeds: list[float]  # of the stages, relative to the fastest
     warmup: list[int]
     allowed: list[Mask]
     hops: list[Array]  # there and back, between stage s and the next one
@@ -253,20 +256,23 @@ class _Case:
     final: Array  # after the first stage's last backward, by its end
     shared: list[Array]  # until the last gradient of a tied parameter, without the way down
     microbatches: int
-    _paths: list[list[tuple[Array, int, int]]] = field(init=False)
+    _paths: list[list[tuple[Array, int, int, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """`_paths`: of each stage, and how often the ways before it and after it are in each."""
+        """`_paths`: of each stage; how often the ways before it and after it are in each, and, at
+        least, what it computes besides."""
         m, before = self.microbatches, self.before[:, None]
         self._paths = []
         for s, (f, w) in enumerate(self.own):
             own, depth = f + w, self.warmup[s] + 1
             ends = self.whole + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
-            found = [(before + m * own, 1, 0), (ends, 1, 1), (self.shared[s], 0, 0)]
+            found = [(before + m * own, 1, 0, m), (ends, 1, 1, m - depth)]
+            found.append((self.shared[s], 0, 0, 1))
             for trips, others in round_trips(m, depth):
-                found.append((before + trips * self.rest[:, None] + others * own, 1, trips))
+                around = before + trips * self.rest[:, None] + others * own
+                found.append((around, 1, trips, others))
             last = self._last(s)
-            self._paths.append([(path + last, down, up) for path, down, up in found])
+            self._paths.append([(path + last, *times) for path, *times in found])
 
     def _last(self, s: int) -> Array:
         """Seconds after the first stage's last backward, by the intervals of stage s."""
@@ -280,19 +286,45 @@ class _Case:
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self._ahead(states), self._behind(states)
+            most = [self._most(s, ahead[s], behind[s], makespan) for s in range(count)]
             for s in range(count):
-                for path, down, up in self._paths[s]:
-                    hops = down * ahead[s][:, None] if down else 0.0
-                    hops = hops + up * behind[s][None, :] if up else hops
-                    states[s] &= path + hops <= makespan
-            for s in range(count - 1 if self.every else 0):
-                self._between(s, ahead[s], states, makespan)
+                states[s] &= most[s] >= 0
+            if self.every:
+                for s in range(count - 1):
+                    self._between(s, ahead[s], states, makespan)
+                self._all_work(states, most)
             if not all(mask.any() for mask in states):
                 return None
         behind, ends = self._behind(states), [0]
         for mask, hops in zip(states, behind, strict=True):
             ends.append(int(np.where(mask[ends[-1]], hops, np.inf).argmin()))
         return ends[1:]
+
+    def _most(self, s: int, ahead: Array, behind: Array, makespan: float) -> Array:
+        """Seconds of a microbatch's work, at full speed, that stage s may compute; negative where
+        it takes longer than the makespan as it is."""
+        own = self.own[s][0] + self.own[s][1]
+        besides = np.full(own.shape, np.inf)
+        for path, down, up, times in self._paths[s]:
+            hops = down * ahead[:, None] if down else 0.0
+            left = makespan - (path + hops + up * behind[None, :] if up else path + hops)
+            besides = np.minimum(besides, left / times if times else np.where(left < 0, -1, np.inf))
+        beside_path = np.maximum(self.whole - self.before[:, None] - self.rest[None, :], 0.0)
+        return np.where(
+            besides < 0, -1.0, np.minimum((own + besides) * self.speeds[s], beside_path)
+        )
+
+    def _all_work(self, states: list[Mask], most: list[Array]) -> None:
+        """Drop intervals without which, or with which, the stages may not compute all work."""
+        least = self.whole * (1 - 1e-9)
+        ahead = [np.where(np.arange(len(self.before)) == 0, 0.0, -np.inf)]
+        for mask, own in zip(states, most, strict=True):
+            ahead.append(np.where(mask, ahead[-1][:, None] + own, -np.inf).max(0))
+        behind = np.where(np.arange(len(self.before)) == len(self.before) - 1, 0.0, -np.inf)
+        for s in reversed(range(len(states))):
+            with_it = ahead[s][:, None] + most[s] + behind[None, :]
+            behind = np.where(states[s], most[s] + behind[None, :], -np.inf).max(1)
+            states[s] &= with_it >= least
 
     def _between(self, s: int, ahead: Array, states: list[Mask], makespan: float) -> None:
         """Drop intervals of stage s, and of the next one, whose round trips take too long with
@@ -360,6 +392,7 @@ def _case(beside: Beside, count: int, *, every: bool) -> _Case:
         beside=beside,
         every=every,
         own=[(f / speed, w / speed) for speed in speeds],
+        speeds=[speed / fastest for speed in speeds],
         warmup=[warmup[s] if every else max(warmup[s:]) for s in range(count)],
         allowed=allowed,
         hops=hops,
@@ -419,12 +452,13 @@ def _shared(beside: Beside, stage: int, f: Array, w: Array) -> Array:
     if not stage:
         return found
     m, stages = model.problem.num_microbatches, model.problem.stages
-    link = slowest(stages[:stage])
     down = beside.before(np.array(model.forward)) / max(one.speed for one in stages)
     for flow in model.flows:
         first, last = flow.sinks[0], flow.sinks[-1]
-        if flow.tied and len(flow.sinks) == 2 and beside.high[first] == 1:
-            seconds = down[:, None] + f + w + m * flow.backward_seconds(link)
+        if flow.tied and beside.high[first] == 1:
+            # From holder to holder, one of which sends over the slowest link.
+            once = max(flow.backward_seconds(link) for link in stages[:stage])
+            seconds = down[:, None] + f + w + m * once
             has = np.zeros(model.num_groups)
             has[last] = 1.0
             held = beside.inside(has, every=True) > 0
