@@ -22,7 +22,7 @@ from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
-from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.registry import DEFAULT, kind_of
 
 AGAIN = "make the plan again for this model and cluster"
 CLOSE = 1e-9  # relative, of sums of seconds
@@ -213,7 +213,11 @@ def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     if problem.memory.optimizer_factor != training.optimizer_factor:
         message = f"{problem.memory.optimizer_factor!r}, the plan has {training.optimizer_factor!r}"
         yield "problem.memory.optimizer_factor", message, AGAIN
-    if _replicated(plan) or len(problem.stages) != len(plan.stages):
+    straight = not _replicated(plan) and len(problem.stages) == len(plan.stages)
+    order = problem.memory.schedule
+    if order != training.schedule and (straight or order != DEFAULT):
+        yield "problem.memory.schedule", f"{order!r}, the plan has {training.schedule!r}", AGAIN
+    if not straight:
         return
     last = len(plan.stages) - 1
     depths = training.warmup or [last - s for s in range(last + 1)]
