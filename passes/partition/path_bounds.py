@@ -33,7 +33,7 @@ Holds for gpipe and 1f1b, and with W up to the gradients of the inputs where bac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -75,6 +75,8 @@ def path_bound(
         bound = min(bound, upper() * (1 - 1e-9))
         if bound <= lower or budget.late:
             return lower
+        if case.whole * case.microbatches > bound * len(case.own):
+            continue  # the busiest of so few stages takes longer
         bound = _least(case, lower, bound, budget, offer if case.every else None)
     return bound
 
@@ -361,18 +363,19 @@ def _cases(beside: Beside) -> Iterator[_Case]:
     """All stages hold groups of the path, or one fewer, and so on."""
     model = beside.model
     if model.most_used == model.num_stages and not model.problem.allow_empty:
-        yield _case(beside, model.num_stages, every=True)
+        yield _case(beside, model.num_stages, None)
         fewer = model.num_stages - 1
     else:
         fewer = model.most_used
+    anywhere = _allowed(beside, range(model.num_stages))
     for count in range(fewer, 0, -1):
-        yield _case(beside, count, every=False)
+        yield _case(beside, count, anywhere)
 
 
-def _case(beside: Beside, count: int, *, every: bool) -> _Case:
-    """`every`: stage s is the s-th; else which ones they are is open, and the others may hold
-    what lies beside the path."""
-    model, size = beside.model, beside.length
+def _case(beside: Beside, count: int, anywhere: Mask | None) -> _Case:
+    """`anywhere`: intervals that some stage may hold; which ones hold the path is open, and the
+    others may hold what lies beside it.  None: stage s is the s-th."""
+    model, size, every = beside.model, beside.length, anywhere is None
     stages, m = model.problem.stages, model.problem.num_microbatches
     part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
     forward, backward = np.array(model.forward), part * np.array(model.backward)
@@ -387,14 +390,14 @@ def _case(beside: Beside, count: int, *, every: bool) -> _Case:
         missing = float(spans[: min(len(stages) - count, count - 1)].sum() + free)
     hops = [_hop(beside, [stages[s]] if every else stages) for s in range(count - 1)]
     warmup = warmup_of(model.problem.memory.in_flight, len(stages), m)
-    allowed = [_allowed(beside, s if every else None) for s in range(count)]
+    held = (_allowed(beside, (s,)) if anywhere is None else anywhere for s in range(count))
     return _Case(
         beside=beside,
         every=every,
         own=[(f / speed, w / speed) for speed in speeds],
         speeds=[speed / fastest for speed in speeds],
         warmup=[warmup[s] if every else max(warmup[s:]) for s in range(count)],
-        allowed=allowed,
+        allowed=list(held),
         hops=hops,
         before=np.maximum(beside.before(work) - missing, 0.0),
         rest=np.maximum(beside.behind(work) - missing, 0.0),
@@ -420,28 +423,26 @@ def _hop(beside: Beside, links: list[StageLimits] | tuple[StageLimits, ...]) -> 
     return found
 
 
-def _allowed(beside: Beside, stage: int | None) -> Mask:
-    """[j, k]: whether a stage may hold the interval, by its memory and the pins of the path."""
+def _allowed(beside: Beside, choices: Sequence[int]) -> Mask:
+    """[j, k]: whether one of these stages may hold the interval, by its memory; of a single one
+    also by where the groups may be."""
     model, size = beside.model, beside.length
-    ends = np.arange(size + 1)
-    found: Mask = ends[:, None] < ends[None, :]
-    choices = range(model.num_stages) if stage is None else (stage,)
-    fits = np.zeros_like(found)
-    for s in choices:
-        limit = model.problem.stages[s].memory_bytes
-        if limit is None:
-            fits[:] = True
-            continue
-        held = [
-            model.fixed_bytes(v, s) + model.saved(s) * model.saved_bytes[v]
-            for v in range(model.num_groups)
-        ]
-        least = beside.inside(np.array(held, dtype=np.float64), every=stage is not None)
-        fits |= least <= limit * (1 + 1e-12) + 0.5
-    found &= fits
-    if stage is not None:
-        barred = [not a <= stage <= b for a, b in zip(model.lowest, model.highest, strict=True)]
-        found &= beside.inside(np.array(barred, dtype=np.float64), every=True) < 0.5
+    ends, single = np.arange(size + 1), len(choices) == 1
+    limits = [model.problem.stages[s].memory_bytes for s in choices]
+    fits = np.full((size + 1, size + 1), None in limits)
+    for s, limit in zip(choices, limits, strict=True):
+        if limit is not None and not fits.all():
+            held = [
+                model.fixed_bytes(v, s) + model.saved(s) * model.saved_bytes[v]
+                for v in range(model.num_groups)
+            ]
+            least = beside.inside(np.array(held, dtype=np.float64), every=single)
+            fits |= least <= limit * (1 + 1e-12) + 0.5
+    if single:
+        (s,) = choices
+        barred = [not a <= s <= b for a, b in zip(model.lowest, model.highest, strict=True)]
+        fits &= beside.inside(np.array(barred, dtype=np.float64), every=True) < 0.5
+    found: Mask = fits & (ends[:, None] < ends[None, :])
     return found
 
 
