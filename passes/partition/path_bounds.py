@@ -404,8 +404,9 @@ def _case(beside: Beside, count: int, anywhere: Mask | None) -> _Case:
         whole=float(work.sum()) - missing,
         final=_final(beside) if every else np.zeros(size + 1),
         shared=[
-            _shared(beside, s, f, w) if every else np.zeros_like(f)
-            for s, (f, w) in enumerate((f / v, w / v) for v in speeds)
+            # The first stage with some of the path is one of the others, or the next one.
+            _shared(beside, stages[len(stages) - count : s], f / v + w / v, missing, every=every)
+            for s, v in enumerate(speeds)
         ],
         microbatches=m,
     )
@@ -446,23 +447,25 @@ def _allowed(beside: Beside, choices: Sequence[int]) -> Mask:
     return found
 
 
-def _shared(beside: Beside, stage: int, f: Array, w: Array) -> Array:
+def _shared(
+    beside: Beside, links: Sequence[StageLimits], own: Array, missing: float, *, every: bool
+) -> Array:
     """[j, k]: seconds until the last gradient of a parameter that a group of the stage shares
-    with one on the first stage has arrived there, after the least way down."""
-    model, found = beside.model, np.zeros_like(f)
-    if not stage:
+    with one before the path has arrived there over these links, after the least way down."""
+    model, found = beside.model, np.zeros_like(own)
+    if not links:
         return found
-    m, stages = model.problem.num_microbatches, model.problem.stages
-    down = beside.before(np.array(model.forward)) / max(one.speed for one in stages)
+    m, fastest = model.problem.num_microbatches, max(one.speed for one in model.problem.stages)
+    down = np.maximum(beside.before(np.array(model.forward)) / fastest - missing, 0.0)
     for flow in model.flows:
         first, last = flow.sinks[0], flow.sinks[-1]
         if flow.tied and beside.high[first] == 1:
             # From holder to holder, one of which sends over the slowest link.
-            once = max(flow.backward_seconds(link) for link in stages[:stage])
-            seconds = down[:, None] + f + w + m * once
+            once = max(flow.backward_seconds(link) for link in links)
+            seconds = down[:, None] + own + m * once
             has = np.zeros(model.num_groups)
             has[last] = 1.0
-            held = beside.inside(has, every=True) > 0
+            held = beside.inside(has, every=every) > 0
             found = np.maximum(found, np.where(held, seconds, 0.0))
     return found
 
