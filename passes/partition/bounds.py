@@ -24,8 +24,10 @@ makespan in question are dropped until nothing changes; if no chain is left, it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,12 +99,12 @@ def _passage(f: Matrix, w: Matrix, after: Matrix, m: int, depth: int) -> Matrix:
     """
     own = f + w
     result: Matrix = np.maximum(m * own, _ends(f, w, after, m, depth))
-    for trips, rest in round_trips(m, depth):
+    for trips, rest in trips_in_turn(m, depth):
         result = np.maximum(result, trips * (own + after) + rest * own)
     return result
 
 
-def round_trips(m: int, depth: int) -> set[tuple[int, int]]:
+def trips_in_turn(m: int, depth: int) -> set[tuple[int, int]]:
     """(trips that follow each other with `depth` in flight, microbatches that go by besides): the
     fewest and the most trips, if there are two."""
     most = -(-m // depth)
@@ -207,6 +209,8 @@ def crude_upper(model: Model) -> float:
     return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250
 
 
+Found = TypeVar("Found")
+
 Array = NDArray[np.float64]
 MAX_ENTRIES = 400_000  # of the table of transfers: groups x longest stage, squared
 CLOSE = 1e-5  # relative: where the bisection ends
@@ -238,20 +242,34 @@ def ramp_bound(
     found: list[tuple[int, ...]] = []
     if tables is None:
         return lower, found
+    chains = partial(tables.chain, budget=budget)
+    return bisected(chains, lower, upper, CLOSE, budget, found.append), found
+
+
+def bisected(
+    chain: Callable[[float], Found | None],
+    lower: float,
+    upper: float,
+    close: float,
+    budget: Budget,
+    found: Callable[[Found], object],
+) -> float:
+    """The largest makespan up to `upper`, within `close` of it, that no `chain` keeps; what is
+    `found` for others.  A budget that ends leaves it as far as it has come."""
     low, high, middle = lower, upper, upper
-    while high - low > CLOSE * high or middle == upper:
-        chain = tables.chain(middle, budget)
+    while high - low > close * high or middle == upper:
+        one = chain(middle)
         if budget.late:
             break
-        if chain is None:
+        if one is None:
             low = middle
         else:
-            found.append(chain)
+            found(one)
             high = middle
         if middle == low == upper:
             break
         middle = (low + high) / 2
-    return low, found
+    return low
 
 
 @dataclass(slots=True)

@@ -35,13 +35,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.partition.bounds import round_trips
+from pdcompile.passes.partition.bounds import bisected, trips_in_turn
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.plan.makespan import warmup_of
@@ -77,32 +78,16 @@ def path_bound(
             return lower
         if case.whole * case.microbatches > bound * len(case.own):
             continue  # the busiest of so few stages takes longer
-        bound = _least(case, lower, bound, budget, offer if case.every else None)
+        chain = partial(case.chain, budget=budget)
+        bound = bisected(chain, lower, bound, CLOSE, budget, partial(_offer, case, offer))
     return bound
 
 
-def _least(
-    case: _Case,
-    lower: float,
-    upper: float,
-    budget: Budget,
-    offer: Callable[[tuple[int, ...]], object] | None,
-) -> float:
-    """The largest makespan up to `upper` that is shown to be impossible in this case."""
-    low, high, middle = lower, upper, upper
-    while high - low > CLOSE * high:
-        ends = case.chain(middle, budget)
-        if budget.late:
-            break
-        if ends is None:
-            low = middle
-        else:
-            high = middle
-            if offer is not None:
-                for groups in case.beside.assignments(ends):
-                    offer(groups)
-        middle = (low + high) / 2
-    return low
+def _offer(case: _Case, offer: Callable[[tuple[int, ...]], object], ends: list[int]) -> None:
+    """Offer what the boundaries mean for all groups, where they say on which stage each is."""
+    if case.every:
+        for groups in case.beside.assignments(ends):
+            offer(groups)
 
 
 def heaviest_path(model: Model) -> tuple[int, ...]:
@@ -270,7 +255,7 @@ class _Case:
             ends = self.whole + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
             found = [(before + m * own, 1, 0, m), (ends, 1, 1, m - depth)]
             found.append((self.shared[s], 0, 0, 1))
-            for trips, others in round_trips(m, depth):
+            for trips, others in trips_in_turn(m, depth):
                 around = before + trips * self.rest[:, None] + others * own
                 found.append((around, 1, trips, others))
             last = self._last(s)
@@ -333,7 +318,7 @@ class _Case:
         every interval of the other."""
         here, there = self.warmup[s : s + 2]
         own, beyond = (f + w for f, w in self.own[s : s + 2])
-        for trips, others in round_trips(self.microbatches - there, here - there + 1):
+        for trips, others in trips_in_turn(self.microbatches - there, here - there + 1):
             left = (ahead + self.before)[:, None] + (there + trips + others) * own
             left = left + trips * self.hops[s][None, :] + self._last(s)
             right = trips * beyond
