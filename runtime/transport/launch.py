@@ -84,7 +84,9 @@ def num_ranks(options: Options) -> int | None:
 def note_on_cores() -> str:
     """Of a host whose processes have more threads than it has cores; else empty."""
     local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS; elsewhere it knows of cores set apart
+        cores = len(os.sched_getaffinity(0))
     if local == 1 or local * threads <= cores:
         return ""
     each = "a thread" if threads == 1 else f"{threads} threads"
