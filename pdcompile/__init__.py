@@ -25,7 +25,7 @@ _HOMES = {
     "pdcompile.batch.not_kept": "NotKept",
     "pdcompile.workload": "Workload load_target",
     "pdcompile.cluster": "Cluster Device Level",
-    "pdcompile.problem.constraints": "Pin Together Apart CutBefore Forbid MaxStages",
+    "pdcompile.problem.constraints": "Pin Together Apart CutAt CutBefore Forbid MaxStages",
     "pdcompile.passes.profile": "Profile",
     "pdcompile.passes.costs.symbolic": "SymbolicCosts symbolic_costs",
     "pdcompile.ir.graph": "OpGraph",
@@ -69,6 +69,7 @@ if _TYPE_CHECKING:
     from pdcompile.plan import Certificate as Certificate
     from pdcompile.plan import Plan as Plan
     from pdcompile.problem.constraints import Apart as Apart
+    from pdcompile.problem.constraints import CutAt as CutAt
     from pdcompile.problem.constraints import CutBefore as CutBefore
     from pdcompile.problem.constraints import Forbid as Forbid
     from pdcompile.problem.constraints import MaxStages as MaxStages

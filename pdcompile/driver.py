@@ -229,7 +229,8 @@ def compile(
             planner decides, and lets those recompute that would not fit into their memory.
         microbatches: pieces that a minibatch is split into (stash, vsync: 1).
         memory: limit of every device in bytes, or as "16 GB".
-        constraints: Pin, Together, Apart, CutBefore, Forbid of `pdcompile.problem.constraints`.
+        constraints: CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Forbid,
+            Together, Apart, MaxStages of `pdcompile.problem.constraints`.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
         loss_reduction: "mean" (over samples, the default), "sum", or (args, kwargs, target) ->
             items.

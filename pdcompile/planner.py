@@ -19,6 +19,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
@@ -57,6 +58,7 @@ class Planner:
         listener: Listener,
     ) -> None:
         """Raises ConfigError: the options ask for what the model or minibatch does not allow."""
+        Wishes.resolve(captured.train, options.constraints)  # before anything is timed
         if options.costs == "estimated":
             cluster = relative(chosen.cluster, captured.train, chosen.microbatch_size)
             chosen = replace(chosen, cluster=cluster)

@@ -273,6 +273,31 @@ def test_a_loss_that_is_a_sum_or_a_mean_over_items(tmp_path: Path, call: Call) -
     assert "no function 'counts'" in err
 
 
+def test_constraints_reach_the_plan_and_explain(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "cli_cuts.py").write_text(SMALL, encoding="utf-8")
+    target, plan_path = f"{tmp_path}/cli_cuts.py:build", str(tmp_path / "plan.json")
+    flags = ("--cluster", "1x2", "--costs", "estimated", "-o", plan_path)
+    assert call("plan", target, *flags, "--pin", "0=0", "--cut-at", "2", "--cut-at", "0")[0] == 0
+    plan = json.loads(Path(plan_path).read_text(encoding="utf-8"))
+    assert "under Pin('0', 0), CutAt('2', '0')" in plan["certificate"]["scope"]
+    out = call("explain", plan_path)[1]
+    assert "without Pin('0', 0)" in out
+    assert "without CutAt('2', '0')" in out
+    for wrong, place, remedy in (
+        (("--cut-at", "blocks.*"), "CutAt('blocks.*')", "did you mean '0'"),
+        (("--pin", "0"), "--pin", '--pin "h.0=1"'),
+        (("--apart", "0,2", "--max-stages", "1"), "smallest conflict", "leave out Apart('0', '2')"),
+        (("--plan", plan_path, "--pin", "0=0"), "No such option", ""),
+    ):
+        code, _, err = call("plan", target, *flags[:-2], *wrong)
+        assert code in (2, 3)
+        assert place in err
+        assert remedy in err
+    code, _, err = call("dump", target, "--plan", plan_path, "--pin", "0=0", "-o", str(tmp_path))
+    assert code == 2
+    assert "constraints would have no effect" in err
+
+
 def test_python_m_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pdcompile", "--version"], capture_output=True, text=True, check=True

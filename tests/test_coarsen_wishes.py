@@ -5,13 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.coarsen.wishes import between_borders
 from pdcompile.passes.partition import partition
 from pdcompile.problem import PartitionProblem, StageLimits
-from pdcompile.problem.constraints import Apart, CutBefore, Forbid, MaxStages, Pin, Together
+from pdcompile.problem.constraints import (
+    KINDS,
+    Apart,
+    CutAt,
+    CutBefore,
+    Forbid,
+    MaxStages,
+    Pin,
+    Together,
+    describe,
+    parsed,
+)
+from tests.helpers.captures import captured
 from tests.helpers.graphs import residual
 
 TWO = (StageLimits(bytes_per_second=1e3),) * 2
@@ -54,6 +71,14 @@ def test_together_apart_and_cut_before() -> None:
     ("constraints", "error", "text"),
     [
         ([Pin("h.9", 0)], ConfigError, "did you mean"),
+        ([CutAt("h.*.upp")], ConfigError, r"(?s)CutAt\('h.\*.upp'\).*did you mean 'h.\*.up'"),
+        ([CutAt("?p")], ConfigError, r"did you mean 'h.0.\?p'"),
+        ([CutAt("layers.*")], ConfigError, "did you mean 'wte' or 'h' or 'head'"),
+        (
+            [CutAt("h.*"), Apart("h.1.up", "h.1.down")],
+            InfeasibleError,
+            r"smallest conflict: CutAt\('h.\*'\) and Apart\('h.1.up', 'h.1.down'\)",
+        ),
         ([Pin("h.0", 2)], ConfigError, "from 0 to 1"),
         ([Pin("h.0", 0), Pin("h.0.up", 1)], InfeasibleError, "contradict"),
         ([Pin("cross_entropy", 0)], InfeasibleError, "last stage"),
@@ -107,3 +132,105 @@ def test_constraints_check_their_own_arguments() -> None:
         Apart("h.0")
     with pytest.raises(ConfigError, match="names of modules"):
         Together()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_cuts_lie_at_borders_alone(stages: int) -> None:
+    graph = residual(4)
+    problem = problem_of(graph, CutAt("h.*"), stages=stages)
+    where, (found, certificate) = item_of(problem), partition(problem)
+    for block in range(4):
+        parts = {where[f"{name}_{block}"] for name in ("up", "gelu", "down", "add")}
+        assert len({found.stage_of[item] for item in parts}) == 1
+    assert found.stage_of[where["head"]] == found.stage_of[where["cross_entropy"]] == stages - 1
+    assert certificate.scope.endswith("under CutAt('h.*')")
+    free = partition(problem_of(graph, stages=stages))[0]
+    assert (free.objective < found.objective) == (stages == 2)  # that cut divides a block
+
+
+def test_too_few_borders_are_counted() -> None:
+    with pytest.raises(InfeasibleError, match=r"8 stages for 6 items.*CutAt") as caught:
+        partition(problem_of(residual(4), CutAt("h.*"), stages=8))
+    assert "at most 6 stages" in str(caught.value)
+
+
+def test_outermost_modules_and_single_ops_have_borders() -> None:
+    graph = residual(2)
+
+    def parts(*patterns: str) -> list[list[str]]:
+        return [[graph.ops[i].name for i in run] for run in between_borders(graph, patterns)]
+
+    assert parts("h.*", "h.*.up") == parts("h.*")
+    assert parts("h.0", "head") == [
+        ["wte"],
+        ["up_0", "gelu_0", "down_0", "add_0"],
+        ["up_1", "gelu_1", "down_1", "add_1"],
+        ["head"],
+        ["cross_entropy"],
+    ]
+    assert ["gelu_0"] in parts("gelu_0")
+
+
+def test_each_call_of_a_module_has_borders() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(x).relu())
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Block(), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = self.block(x)
+            return self.head(x).sum()
+
+    graph = captured(Again(), torch.randn(4, 4)).train
+    assert [len(run) for run in between_borders(graph, ("block",))] == [4, 4, 4, 2]
+    assert [len(run) for run in between_borders(graph, ("block.up",))] == [1, 3, 1, 3, 1, 5]
+
+
+def test_constraints_are_read_from_the_command_line() -> None:
+    written = {
+        "pin": ["h.0=1", "head=-1"],
+        "forbid": ["wte=1,2"],
+        "together": ["wte, head"],
+        "apart": ["h.0,h.1"],
+        "cut_at": ["h.*", "head"],
+        "cut_before": ["h.1"],
+        "max_stages": ["2"],
+    }
+    assert set(parsed(written)) == {
+        Pin("h.0", 1),
+        Pin("head", -1),
+        Forbid("wte", 1, 2),
+        Together("wte", "head"),
+        Apart("h.0", "h.1"),
+        CutAt("h.*", "head"),
+        CutBefore("h.1"),
+        MaxStages(2),
+    }
+    assert parsed({}) == ()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(KINDS)),
+        st.lists(st.text("h.*=,0-1 ", max_size=8), max_size=2),
+    )
+)
+def test_what_cannot_be_read_names_its_option(written: dict[str, list[str]]) -> None:
+    found, refused = (), None
+    try:
+        found = parsed(written)
+    except ConfigError as error:
+        refused = error
+    assert all(describe(one) for one in found)
+    if refused is not None:
+        assert str(refused.where).startswith("--")
+        assert f'{refused.where} "' in str(refused.remedy)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import OpGraph
@@ -13,8 +14,10 @@ from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.problem import Wish
 from pdcompile.problem.constraints import (
+    KNOWN,
     Apart,
     Constraint,
+    CutAt,
     CutBefore,
     Forbid,
     Pin,
@@ -26,7 +29,10 @@ from pdcompile.problem.constraints import (
 
 @dataclass
 class Wishes:
-    """Constraints with the ops that each of their patterns stands for, by position."""
+    """Constraints with the ops that each of their patterns stands for, by position.
+
+    Those of `CutAt` are the ops from one border to the next.
+    """
 
     graph: OpGraph
     matched: list[tuple[Constraint, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
@@ -39,10 +45,11 @@ class Wishes:
             if not isinstance(constraint, Constraint):
                 raise ConfigError(
                     f"{constraint!r} is not a constraint",
-                    remedy="use Pin, Together, Apart, CutBefore, Forbid or MaxStages of "
-                    "pdcompile.problem.constraints",
+                    remedy=f"use one of pdcompile.problem.constraints: {KNOWN}",
                 )
-            found = tuple(match(graph, pattern) for pattern in patterns_of(constraint))
+            found = tuple(_match(graph, one, constraint) for one in patterns_of(constraint))
+            if isinstance(constraint, CutAt):
+                found = tuple(between_borders(graph, constraint.patterns))
             wishes.matched.append((constraint, found))
         return wishes
 
@@ -85,6 +92,8 @@ class Wishes:
         if isinstance(constraint, Together):
             everything = sorted({item for part in items for item in part})
             return Wish(text, together=(tuple(everything),) if len(everything) > 1 else ())
+        if isinstance(constraint, CutAt):
+            return Wish(text, together=tuple(tuple(part) for part in items if len(part) > 1))
         if isinstance(constraint, Apart):
             pairs = {
                 (min(a, b), max(a, b))
@@ -120,25 +129,93 @@ def _stage(given: int, num_stages: int, text: str) -> int:
     return stage
 
 
+def between_borders(graph: OpGraph, patterns: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """Positions of the ops from each border of a module that matches to the next one."""
+    chosen = frozenset[str]().union(*(_chosen(graph, pattern) for pattern in patterns))
+
+    def module_at(position: int) -> str:
+        """The outermost of the chosen that runs there, or the op itself; "" outside of them."""
+        op = graph.ops[position]
+        return next((path for path in (*ancestors(op.module_path), op.name) if path in chosen), "")
+
+    for path, positions in groupby(range(len(graph.ops)), module_at):
+        run = tuple(positions)
+        yield from _calls(graph, run) if path else [run]
+
+
+def _calls(graph: OpGraph, run: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ops of a module, divided where it is called several times in a row with the same ops."""
+    ops = [graph.ops[i] for i in run]
+    first = {op.module_call for op in ops if op.module_path == ops[0].module_path}
+    size, rest = divmod(len(run), len(first))
+    same = [(op.module_path, op.target) for op in ops]
+    if rest or any(same[i] != same[i % size] for i in range(len(run))):
+        return [run]
+    return [run[i : i + size] for i in range(0, len(run), size)]
+
+
 def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
     """Positions of the ops that a pattern names.
 
     A module's name stands for all ops below it.  Raises ConfigError, with the nearest names,
     when nothing matches.
     """
-    named = {op.name for op in graph.ops}.union(*(ancestors(op.module_path) for op in graph.ops))
-    chosen = {pattern} & named
-    if any(sign in pattern for sign in "*?["):
-        chosen |= {name for name in named if fnmatchcase(name, pattern)}
+    chosen = _chosen(graph, pattern)
     found = [
         i
         for i, op in enumerate(graph.ops)
         if op.name in chosen or not chosen.isdisjoint(ancestors(op.module_path))
     ]
     if not found:
-        near = get_close_matches(pattern, sorted(named), n=3) or sorted(named - {""})[:1]
+        near = _nearest(pattern, graph)
         raise ConfigError(
             f"no module and no op of the graph is named {pattern!r}",
             remedy=f"did you mean {' or '.join(repr(name) for name in near)}?",
         )
     return tuple(found)
+
+
+def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, ...]:
+    try:
+        return match(graph, pattern)
+    except ConfigError as error:
+        raise ConfigError(error.message, where=describe(constraint), remedy=error.remedy) from None
+
+
+def _names(graph: OpGraph) -> set[str]:
+    """Of ops, and of all modules on their paths."""
+    return {op.name for op in graph.ops}.union(*(ancestors(op.module_path) for op in graph.ops))
+
+
+def _chosen(graph: OpGraph, pattern: str) -> set[str]:
+    named = _names(graph)
+    chosen = {pattern} & named
+    if _is_wild(pattern):
+        chosen |= {name for name in named if fnmatchcase(name, pattern)}
+    return chosen
+
+
+def _is_wild(pattern: str) -> bool:
+    return any(sign in pattern for sign in "*?[")
+
+
+def _nearest(pattern: str, graph: OpGraph) -> list[str]:
+    """Names that may have been meant; of a pattern with signs the same signs in such names."""
+    named = _names(graph)
+    if _is_wild(pattern):
+        longer = sorted(name for name in named if fnmatchcase(name, f"*.{pattern}"))
+        if longer:
+            parts = longer[0].split(".")
+            return [".".join([*parts[: len(parts) - pattern.count(".") - 1], pattern])]
+    outermost = dict.fromkeys((*ancestors(op.module_path), op.name)[0] for op in graph.ops)
+    near = get_close_matches(pattern, sorted(named), n=3) or list(outermost)[:3]
+    return list(dict.fromkeys(_as_wild(pattern, name) for name in near))
+
+
+def _as_wild(pattern: str, name: str) -> str:
+    """A name with the signs of a pattern in their places."""
+    given, parts = pattern.split("."), name.split(".")
+    if len(given) != len(parts):
+        return name
+    pairs = zip(given, parts, strict=True)
+    return ".".join(sign if _is_wild(sign) else part for sign, part in pairs)

@@ -16,6 +16,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from pdcompile.problem.constraints import KINDS as CONSTRAINTS
+from pdcompile.problem.constraints import parsed
 from pdcompile.schedule.files import named
 from pdcompile.schedule.registry import DEFAULT, described, several_a_rank, usual_stages
 from pdcompile.steps import collecting_seldom
@@ -44,6 +46,7 @@ AsJson = Annotated[
 machines = functools.partial(typer.Option, rich_help_panel="Machines")
 training = functools.partial(typer.Option, rich_help_panel="Training")
 search = functools.partial(typer.Option, rich_help_panel="Search")
+constraint = functools.partial(typer.Option, rich_help_panel="Constraints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,47 @@ class Flags:
         ),
     ] = None
 
+    cut_at: Annotated[
+        list[str] | None,
+        constraint(
+            metavar="PATTERN",
+            help='Cut only where a module that matches begins or ends: --cut-at "model.layers.*" '
+            "cuts between blocks alone. A PATTERN, here and below, is a module with all that is "
+            "in it, an op of the graph, or several of them with * ? [], in quotes. Options of "
+            "constraints can be repeated.",
+        ),
+    ] = None
+    cut_before: Annotated[
+        list[str] | None,
+        constraint(
+            metavar="PATTERN",
+            help="A stage begins there: all that it reads is made on earlier stages.",
+        ),
+    ] = None
+    pin: Annotated[
+        list[str] | None,
+        constraint(metavar="PATTERN=S", help="Runs on stage S, from 0; -1 is the last stage."),
+    ] = None
+    forbid: Annotated[
+        list[str] | None,
+        constraint(metavar="PATTERN=S,…", help="Runs on none of these stages."),
+    ] = None
+    together: Annotated[
+        list[str] | None,
+        constraint(
+            metavar="PATTERN,…",
+            help="All that match run on one stage: --together wte,lm_head.",
+        ),
+    ] = None
+    apart: Annotated[
+        list[str] | None,
+        constraint(metavar="PATTERN,…", help="No stage has parts of two of these."),
+    ] = None
+    max_stages: Annotated[
+        int | None,
+        constraint(metavar="N", help="Leave stages empty where fewer are faster, or all that fit."),
+    ] = None
+
     def check(self) -> None:
         """Checks the values before the target is imported, which takes seconds.
 
@@ -173,6 +217,7 @@ class Flags:
             parse_bytes(self.memory, what="--memory", where="--memory")
         if self.schedule is not None:
             named(self.schedule)
+        parsed(self._constraints())
         _cluster(self.cluster)
         _refine(self.refine)
         _recompute(self.recompute)
@@ -189,9 +234,10 @@ class Flags:
         Raises:
             ConfigError: a text is not a number, or there is no such optimizer.
         """
-        given = {field.name: getattr(self, field.name) for field in fields(Flags)}
-        del given["lr"]
+        own = {field.name for field in fields(Flags)} - {"lr", *CONSTRAINTS}
+        given = {name: getattr(self, name) for name in own}
         made = {
+            "constraints": parsed(self._constraints()),
             "loss_fn": workload.loss_fn,
             "optimizer": _optimizer(self.optimizer, self.lr),
             "cluster": _cluster(self.cluster),
@@ -203,6 +249,11 @@ class Flags:
         if "microbatches" not in more:
             made["microbatches"] = _microbatches(self.microbatches)
         return Options.given(given | made | more)
+
+    def _constraints(self) -> dict[str, list[str]]:
+        """As they were written."""
+        written = {name: getattr(self, name) or [] for name in CONSTRAINTS}
+        return written | {"max_stages": [] if self.max_stages is None else [str(self.max_stages)]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ def plan(
       pdcompile plan examples/gpt.py:build --cluster 2x4 --replicas any --recompute auto
       --schedule auto --max-staleness 1 -o plan.json
 
+      pdcompile plan examples/gpt.py:build --cluster 1x2 --cut-at "blocks.*" --pin "tokens=0"
+
     With --import, TARGET is a problem that others published, and the objective is exactly that
     of their paper: the largest load of a device (device-placement), the slowest stage or
     transfer (pipedream), the slowest stage (piper). Needs no torch. Ctrl-C ends the search with

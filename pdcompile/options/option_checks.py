@@ -20,7 +20,7 @@ from pdcompile.options.configuration import (
     not_a_cluster,
 )
 from pdcompile.plan import Plan
-from pdcompile.problem.constraints import Constraint
+from pdcompile.problem.constraints import KNOWN, Constraint
 from pdcompile.schedule.registry import KINDS, find, flush_schedules
 from pdcompile.units import parse_bytes
 
@@ -104,7 +104,7 @@ def _recompute(given: Any) -> None:
 
 
 def _constraints(given: Any) -> None:
-    known = "a list of Pin, Together, Apart, CutBefore, Forbid and MaxStages; () for none"
+    known = f"a list of {KNOWN}; () for none"
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise ConfigError(f"constraints={given!r} is not a list", remedy=known)
     for one in given:

@@ -4,10 +4,14 @@ A pattern names a module with everything below it (``transformer.h.0``), one op 
 graph by its name, or several of either with ``*``, ``?`` and ``[…]`` (``transformer.h.*.attn``).
 Patterns are resolved when the model is known (`pdcompile.passes.coarsen`); one that names
 nothing is refused with the nearest names.
+
+On the command line each is an option of the same name: `parsed` reads ``--pin "h.0=1"``,
+``--together "wte,lm_head"`` and ``--cut-at "h.*"``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcompile.errors import ConfigError
@@ -61,6 +65,21 @@ class CutBefore:
 
 
 @dataclass(frozen=True, slots=True, init=False)
+class CutAt:
+    """Stages begin and end only where a module that matches begins or ends: ``CutAt("h.*")``.
+
+    Of modules inside each other that match, the outermost counts; several calls of one module
+    have a border each. What runs between two borders stays on one stage.
+    """
+
+    patterns: tuple[str, ...]
+
+    def __init__(self, *patterns: str) -> None:
+        _check_patterns(self, patterns)
+        object.__setattr__(self, "patterns", patterns)
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Forbid:
     """The ops that match run on none of the stages: ``Forbid("embed", 0, -1)``.
 
@@ -92,12 +111,19 @@ class MaxStages:
             raise ConfigError(f"MaxStages needs a number from 1, got {self.count!r}")
 
 
-Constraint = Pin | Together | Apart | CutBefore | Forbid | MaxStages
+Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages
+
+#: the kinds by the names of their options on the command line
+KINDS: dict[str, type[Constraint]] = {
+    "pin": Pin, "together": Together, "apart": Apart, "cut_at": CutAt, "cut_before": CutBefore,
+    "forbid": Forbid, "max_stages": MaxStages,
+}  # fmt: skip
+KNOWN = ", ".join(kind.__name__ for kind in KINDS.values())
 
 
 def patterns_of(constraint: Constraint) -> tuple[str, ...]:
     """The patterns of a constraint, in its order."""
-    if isinstance(constraint, Together | Apart):
+    if isinstance(constraint, Together | Apart | CutAt):
         return constraint.patterns
     if isinstance(constraint, MaxStages):
         return ()
@@ -114,6 +140,50 @@ def describe(constraint: Constraint) -> str:
     elif isinstance(constraint, MaxStages):
         given = (constraint.count,)
     return f"{type(constraint).__name__}({', '.join(map(repr, given))})"
+
+
+def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:
+    """Constraints of what was written on the command line, by the names of `KINDS`.
+
+    Places where cuts may be add up: ``--cut-at`` twice is one `CutAt`.
+
+    Raises:
+        ConfigError: names the option, and what it should look like.
+    """
+    found: list[Constraint] = []
+    for name, kind in KINDS.items():
+        texts = given.get(name, ())
+        if kind is CutAt and texts:
+            texts = (",".join(texts),)
+        for text in texts:
+            try:
+                found.append(_parsed(kind, text))
+            except (ValueError, ConfigError) as error:
+                option = f"--{name.replace('_', '-')}"
+                like = f'such as {option} "{_EXAMPLES[kind]}"'
+                cause = f": {error.message}" if isinstance(error, ConfigError) else ""
+                raise ConfigError(
+                    f"{option} {text!r} cannot be read{cause}", where=option, remedy=like
+                ) from None
+    return tuple(found)
+
+
+_EXAMPLES: dict[type[Constraint], str] = {
+    CutAt: "h.*", CutBefore: "h.4", Pin: "h.0=1", Forbid: "wte=0,-1", Together: "wte,lm_head",
+    Apart: "encoder,decoder", MaxStages: "4",
+}  # fmt: skip
+
+
+def _parsed(kind: type[Constraint], text: str) -> Constraint:
+    if kind is MaxStages:
+        return MaxStages(int(text))
+    patterns, equals, stages = text.partition("=")
+    if bool(equals) != (kind in (Pin, Forbid)):
+        raise ValueError(text)
+    numbers = [int(part) for part in stages.split(",")] if equals else []
+    several = kind in (Together, Apart, CutAt)
+    names = [part.strip() for part in (patterns.split(",") if several else [patterns])]
+    return kind(*names, *numbers)  # type: ignore[arg-type]
 
 
 def _check_patterns(constraint: object, patterns: tuple[str, ...]) -> None:
