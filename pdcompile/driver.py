@@ -166,6 +166,7 @@ def compile(
     microbatches: int | Literal["auto"] = "auto",
     memory: int | str | None = None,
     constraints: Sequence[Any] = (),
+    cut_tolerance: float | None = None,
     batch_dims: Any = 0,
     loss_reduction: Literal["mean", "sum"] | Callable[..., Any] | None = None,
     autocast: Any = None,
@@ -231,6 +232,8 @@ def compile(
         memory: limit of every device in bytes, or as "16 GB".
         constraints: CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Forbid,
             Together, Apart, MaxStages of `pdcompile.problem.constraints`.
+        cut_tolerance: how much slower than the fastest plan found one may be whose cuts lie at
+            borders of modules and send less; default 0.01, 1 %.  0: the fastest.
         batch_dims: which dimension of each input counts samples; None: nothing is split.
         loss_reduction: "mean" (over samples, the default), "sum", or (args, kwargs, target) ->
             items.

@@ -55,7 +55,7 @@ def with_given_plan(options: Options) -> Options:
     plan = _plan_of(options)
     if plan is None:
         return options
-    for name in ("constraints", "time_limit", "max_staleness"):
+    for name in ("constraints", "cut_tolerance", "time_limit", "max_staleness"):
         if getattr(options, name) not in (None, (), [], 0):
             raise ConfigError(
                 f"{name} would have no effect: it is an option of the search, and a plan is given",

@@ -21,8 +21,10 @@ from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.wishes import Wishes
 from pdcompile.passes.costs.machines import relative
-from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, best_plan
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
+from pdcompile.passes.planning.preferred_cuts import TOLERANCE
+from pdcompile.passes.planning.preferred_plan import preferred_plan
 from pdcompile.passes.planning.refine import refine
 from pdcompile.passes.profile import machine_for
 from pdcompile.passes.profile.fitted_sizes import Sizes
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from pdcompile.steps import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
+PREFERRING = 0.03  # of the time limit, for the choice among plans that are almost as fast
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -157,12 +160,18 @@ class Planner:
         graphs: Mapping[int, OpGraph],
         problem_at: Callable[[int], PartitionProblem],
     ) -> Plan:
+        limit, tolerance = self.options.time_limit, self.options.cut_tolerance
+        whole = DEFAULT_SECONDS if limit is None else limit
         plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=self.options.time_limit, seed=self.options.seed,
-            progress=self.listener.found,
+            time_limit=limit, seed=self.options.seed, progress=self.listener.found,
         )  # fmt: skip
-        check_plan(plan, graphs[plan.training.num_microbatches], self.cluster)
+        graph = graphs[plan.training.num_microbatches]
+        plan = preferred_plan(
+            plan, graph, self.cluster, TOLERANCE if tolerance is None else tolerance,
+            seconds=PREFERRING * whole,
+        )  # fmt: skip
+        check_plan(plan, graph, self.cluster)
         return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))
 
     def _problem(self, graphs: Mapping[int, OpGraph], m: int) -> PartitionProblem:

@@ -114,6 +114,8 @@ def test_memory_limit_too_small_for_the_largest_layer() -> None:
         ({"keep_model": "no"}, "keep_model", "True"),
         ({"allow_edited": True}, "sources", "folder"),
         ({"constraints": None}, "constraints", "Pin, Together"),
+        ({"cut_tolerance": -0.1}, "cut_tolerance=-0.1 is below 0", "0 or more"),
+        ({"cut_tolerance": "1 %"}, "cut_tolerance='1 %'", "a number"),
         ({"constraints": ("encoder",)}, "encoder", "Pin, Together"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm", "1.0"),
         ({"group": "gloo"}, "group", "new_group"),

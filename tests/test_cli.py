@@ -293,9 +293,11 @@ def test_constraints_reach_the_plan_and_explain(tmp_path: Path, call: Call) -> N
         assert code in (2, 3)
         assert place in err
         assert remedy in err
-    code, _, err = call("dump", target, "--plan", plan_path, "--pin", "0=0", "-o", str(tmp_path))
-    assert code == 2
-    assert "constraints would have no effect" in err
+    for given, name in (("--pin", "0=0"), "constraints"), (("--cut-tolerance", "0.1"), "cut_tol"):
+        code, _, err = call("dump", target, "--plan", plan_path, *given, "-o", str(tmp_path))
+        assert code == 2
+        assert name in err
+        assert "would have no effect" in err
 
 
 def test_python_m_is_the_same_command() -> None:

@@ -42,7 +42,7 @@ def compiled(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
     """But for updates, which forecasts count and certificates do not."""
-    plan = compiled(name, schedule=schedule, stages=stages).plan
+    plan = compiled(name, schedule=schedule, stages=stages, cut_tolerance=0).plan
     assert plan.certificate.status == "optimal"
     assert plan.certificate.gap == 0
     units = plan.training.num_microbatches if schedule == "2bw" else 1

@@ -27,6 +27,18 @@ def candidate_plan(
         graph: with the costs of the candidate's microbatches; `problem` is its coarse form.
         training: what the candidate's setting leaves open.
     """
+    plan = assembled_plan(graph, problem, candidate, training, cluster)
+    return replace(plan, forecast=simulate(plan, timeline=False).forecast)
+
+
+def assembled_plan(
+    graph: OpGraph,
+    problem: PartitionProblem,
+    candidate: Candidate,
+    training: Training,
+    cluster: Cluster,
+) -> Plan:
+    """`candidate_plan` without a forecast."""
     speeds = [min(cluster.devices[rank].speed for rank in ranks) for ranks in candidate.ranks]
     cut = replace(problem, stages=tuple(StageLimits(speed=speed) for speed in speeds))
     setting = candidate.setting
@@ -43,5 +55,4 @@ def candidate_plan(
         replace(stage, replicas=option.replicas, ranks=ranks, recompute=option.recompute)
         for stage, option, ranks in rows
     )
-    plan = replace(plan, stages=stages)
-    return replace(plan, forecast=simulate(plan, timeline=False).forecast)
+    return replace(plan, stages=stages)

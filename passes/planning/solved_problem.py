@@ -51,11 +51,11 @@ def placed(plan: Plan, where: str = "plan.json") -> Evaluation:
     if plain(plan):
         return Evaluation(problem, stage_of)
     cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
-    return evaluation(problem, cluster, _candidate(plan, where))
+    return evaluation(problem, cluster, candidate_of(plan, where))
 
 
-def _candidate(plan: Plan, where: str) -> Candidate:
-    """What the search knew the plan as."""
+def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
+    """What the search knew the plan as.  Raises as `assignment`."""
     training, stages = plan.training, plan.stages
     return Candidate(
         Setting(

@@ -165,6 +165,14 @@ class Flags:
         ),
     ] = None
 
+    cut_tolerance: Annotated[
+        float | None,
+        search(
+            metavar="SHARE",
+            help="How much slower than the fastest plan found one may be whose cuts lie at "
+            "borders of modules and send less; default: 0.01, 1 %. 0: the fastest.",
+        ),
+    ] = None
     cut_at: Annotated[
         list[str] | None,
         constraint(

@@ -35,6 +35,7 @@ class Options:
     microbatches: int | Literal["auto"] = "auto"
     memory: int | str | None = None  # per device
     constraints: Sequence[Any] = ()
+    cut_tolerance: float | None = None  # None: as much as `preferred_cuts` has
     batch_dims: Any = 0
     loss_reduction: Literal["mean", "sum"] | Callable[..., Any] = "mean"
     autocast: Any = None

@@ -44,6 +44,7 @@ def check_options(options: Options) -> None:
     _number("seed", options.seed, integer=True, least=0)
     _number("time_limit", options.time_limit, least=0)
     _number("max_grad_norm", options.max_grad_norm)
+    _number("cut_tolerance", options.cut_tolerance, least=0)
     _one_of("refine", options.refine, ("auto", True, False))
     _one_of("progress", options.progress, ("auto", True, False))
     _one_of("verify", options.verify, ("auto", "full", "blocks", "off"))

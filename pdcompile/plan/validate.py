@@ -295,6 +295,13 @@ def _certificate(plan: Plan) -> Iterator[Finding]:
     if found.bound_seconds > found.objective_seconds * (1 + 1e-9):
         message = f"bound {found.bound_seconds!r} is above objective {found.objective_seconds!r}"
         yield "certificate.bound_seconds", message, "make the plan again"
+    fastest = found.fastest_seconds
+    if fastest is not None and not found.bound_seconds <= fastest * (1 + 1e-9):
+        message = f"the fastest plan's {fastest!r} is below the bound {found.bound_seconds!r}"
+        yield "certificate.fastest_seconds", message, "make the plan again"
+    if fastest is not None and fastest > found.objective_seconds:
+        message = f"the fastest plan's {fastest!r} is above objective {found.objective_seconds!r}"
+        yield "certificate.fastest_seconds", message, "write null: this plan is the fastest"
     if found.status == "optimal" and found.gap > 0:
         message = f'"optimal" with a gap of {found.gap:.2%}'
         yield "certificate.status", message, 'write "feasible", or make the plan again'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdcompile.cluster import Cluster
-from pdcompile.plan import MemoryLedger, Plan
+from pdcompile.plan import Certificate, MemoryLedger, Plan
 from pdcompile.report import labels
 from pdcompile.report.labels import counted
 from pdcompile.schedule.registry import kind_of, name_of
@@ -175,6 +176,16 @@ def forecast_line(plan: Plan) -> Text:
     )
 
 
+def _fastest(certificate: Certificate) -> str:
+    """The share of the gap that its cuts are worth, if another plan is faster."""
+    fastest = certificate.fastest_seconds
+    if fastest is None:
+        return ""
+    gap = replace(certificate, objective_seconds=fastest).gap
+    known = f"a gap of {100 * gap:.2g} %" if gap else "which is proved optimal"
+    return f" (the fastest plan found takes {format_seconds(fastest)}, {known})"
+
+
 def certificate_line(plan: Plan) -> Text:
     """Objective, bound, gap, prover, scope and seconds, as one sentence; and one of the forecast,
     where that is longer than what is certified."""
@@ -187,7 +198,7 @@ def certificate_line(plan: Plan) -> Text:
     text.append(
         f", {format_seconds(certificate.objective_seconds)} {what}, "
         f"lower bound {format_seconds(certificate.bound_seconds)}, "
-        f"gap {100 * certificate.gap:.2g} %; by {certificate.prover} "
+        f"gap {100 * certificate.gap:.2g} %{_fastest(certificate)}; by {certificate.prover} "
         f"in {format_seconds(certificate.seconds)}; scope: {certificate.scope}"
     )
     forecast = 0.0 if plan.forecast is None else plan.forecast.step_seconds

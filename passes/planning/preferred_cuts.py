@@ -1,0 +1,230 @@
+"""Among plans that are almost as fast as the fastest found: the one that a person would choose.
+
+Within a tolerance of the fastest plan's objective, and sending no more bytes a step, that plan is
+preferred which divides the fewest modules (see `module_borders`); of these the one that sends the
+least, in steps of 1 % of what the fastest sends; of these the fastest.  It is never slower than a
+simple cut, of equally many blocks, seconds or parameters a stage, that may be used as well; where
+one of those is faster than what was searched, it is the fastest.
+
+Candidates come from two programs.  `BoundaryProgram` cuts so that no stage is above some load;
+how high that may be is found by bisection, with the one evaluator as judge.  Where stages have a
+rank each, the planner's own search then does better: it gets the problem with all modules whole
+that such a cut leaves whole, which is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pdcompile.errors import InfeasibleError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.search import solve
+from pdcompile.passes.planning.boundary_program import BoundaryProgram
+from pdcompile.passes.planning.module_borders import (
+    Unit,
+    divided,
+    outermost,
+    simple_cuts,
+    units,
+)
+from pdcompile.plan.evaluate import Evaluation
+
+TOLERANCE = 0.01  # where the user says nothing
+STEPS = 100  # of bytes sent, in which savings count
+LOADS = 10  # that are tried
+WORK = 2_000_000  # items, values and instructions that are evaluated, in all
+SEARCHES = 6  # with modules kept whole
+EQUAL = 1e-9  # relative, of seconds
+
+Fits = Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An assignment that may be used, and what decides between it and others."""
+
+    stage_of: tuple[int, ...]
+    seconds: float  # the objective
+    divided: int  # how often cuts divide a module
+    sent_bytes: int  # a step
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """The fastest plan that was found, and the one that is preferred."""
+
+    fastest: Choice
+    chosen: Choice
+
+
+def preference(
+    plan: Evaluation,
+    graph: OpGraph,
+    tolerance: float = TOLERANCE,
+    *,
+    fits: Fits = lambda _: True,
+    seconds: float = math.inf,
+) -> Preference:
+    """The preferred assignment of the plan's items to its stages; the plan's own if none is better.
+
+    Args:
+        graph: of the problem's ops, with their modules.
+        fits: whether an assignment may be used, by what the evaluator does not know (ledgers).
+        seconds: of wall time that it may take, about; the work is bounded without it.
+    """
+    total = sum(item.forward_seconds + item.backward_seconds for item in plan.problem.items)
+    used = len(set(plan.stage_of))
+    most = seconds_of(plan) * (1 + max(0.0, tolerance))
+    search = Search(plan, units(graph, plan.problem, total / used), most, Budget(seconds))
+    own = search.choice(tuple(plan.stage_of))
+    if own is None or used < 2 or tolerance <= 0:
+        own = own or Choice(tuple(plan.stage_of), seconds_of(plan), 0, 0)
+        return Preference(own, own)
+    return search.run(own, tolerance, fits)
+
+
+@dataclass(slots=True)
+class Search:
+    """Assignments of one plan's items, each evaluated once."""
+
+    plan: Evaluation
+    units: tuple[Unit, ...]
+    most: float  # seconds of what is worth to be evaluated
+    budget: Budget
+    seen: dict[tuple[int, ...], Choice | None] = field(default_factory=dict)
+    searched: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+
+    def run(self, own: Choice, tolerance: float, fits: Fits) -> Preference:
+        """See `preference`."""
+        program = BoundaryProgram(self.plan, self.units)
+        cuts = simple_cuts(self.units, self.plan.problem, len(program.stages))
+        simple = [one for cut in cuts if (one := self.choice(program.assigned(cut)))]
+        self._with_whole(self.units)
+        fastest = self._fastest(own, fits)
+        slower = [one.seconds for one in simple if one.seconds >= fastest.seconds]
+        limit = min([fastest.seconds * (1 + tolerance), *slower])
+        self._bisect(program, limit)
+        fastest = self._fastest(fastest, fits)
+        limit = min(limit, fastest.seconds * (1 + tolerance))
+
+        def rank(one: Choice) -> tuple[int, int, float]:
+            return (
+                one.divided,
+                -(-one.sent_bytes * STEPS // max(1, fastest.sent_bytes)),
+                one.seconds,
+            )
+
+        may = [
+            one
+            for one in self.seen.values()
+            if one is not None
+            and one.seconds <= limit
+            and one.sent_bytes <= fastest.sent_bytes
+            and rank(one)[:2] < rank(fastest)[:2]
+        ]
+        chosen = next((one for one in sorted(may, key=rank) if fits(one.stage_of)), fastest)
+        return Preference(fastest, chosen)
+
+    def choice(self, stage_of: tuple[int, ...]) -> Choice | None:
+        """None where the assignment breaks a rule, or its busiest stage alone takes too long."""
+        if stage_of not in self.seen:
+            same = stage_of == tuple(self.plan.stage_of)
+            one = self.plan if same else self.plan.of(stage_of)
+            dropped = busiest(one) > self.most or any(one.violations())
+            self.seen[stage_of] = None if dropped else Choice(
+                stage_of, seconds_of(one), divided(self.units, stage_of), sent_bytes(one)
+            )  # fmt: skip
+        return self.seen[stage_of]
+
+    def _fastest(self, now: Choice, fits: Fits) -> Choice:
+        """The fastest that was seen and may be used."""
+        faster = (
+            one
+            for one in self.seen.values()
+            if one is not None and one.seconds < now.seconds * (1 - EQUAL)
+        )
+        for one in sorted(faster, key=lambda one: one.seconds):
+            if fits(one.stage_of):
+                return one
+        return now
+
+    def _bisect(self, program: BoundaryProgram, limit: float) -> None:
+        """Evaluate cuts of less and less weight, up to the one that becomes too slow."""
+        heaviest = program.heaviest()
+        low, high = heaviest / 2, 2 * heaviest * len(program.stages)
+        least: tuple[int, float] | None = None  # the weight that is fast enough, its load
+        for _ in range(min(LOADS, _evaluations(self.plan))):
+            load = math.sqrt(low * high)
+            found = program.cut(load)
+            if found is None or self._fast_enough(found[1], limit):
+                low, least = load, least if found is None else (found[0], load)
+            else:
+                high = load
+        if least is None:
+            return
+        low, high = heaviest / 2, least[1]  # of equal weight the cut whose stages have least
+        best: tuple[int, ...] = self.plan.stage_of  # type: ignore[assignment]
+        for _ in range(LOADS):
+            load = math.sqrt(low * high)
+            found = program.cut(load)
+            if found is None or found[0] > least[0]:
+                low = load
+            else:
+                high, best = load, found[1]
+        self.choice(best)
+
+    def _fast_enough(self, stage_of: tuple[int, ...], limit: float) -> bool:
+        """Whether the cut is, or one that a search finds which divides the same modules."""
+        found = self.choice(stage_of)
+        if found is not None and found.seconds <= limit:
+            return True
+        whole = [one for one in self.units if len({stage_of[i] for i in one.items}) == 1]
+        better = self._with_whole(whole)
+        return better is not None and better.seconds <= limit
+
+    def _with_whole(self, whole: Sequence[Unit]) -> Choice | None:
+        """The best that a quick search finds which divides none of these modules."""
+        groups = tuple(unit.items for unit in outermost(whole))
+        late = len(self.searched) >= SEARCHES or self.budget.late
+        if self.plan.placed or groups in self.searched or late:
+            return None
+        self.searched.add(groups)
+        problem = self.plan.problem
+        problem = replace(problem, together=(*problem.together, *groups))
+        try:
+            best = solve(problem, Budget(self.budget.left, within=self.budget), thorough=False).best
+        except InfeasibleError:
+            return None
+        return None if best is None else self.choice(best.stage_of)
+
+
+def busiest(plan: Evaluation) -> float:
+    """Seconds of the objective that one stage is busy at least."""
+    times, on = plan.times, plan.deployment
+    busy = (f + w for f, w in zip(times.forward, times.backward, strict=True))
+    per = max(one / len(ranks) for one, ranks in zip(busy, on.ranks, strict=True))
+    return per * plan.m * (1 - EQUAL) if on.flush else per * (1 - EQUAL)
+
+
+def sent_bytes(plan: Evaluation) -> int:
+    """Bytes that cross ranks in one step, new weights of tied parameters too; gradients that
+    replicas reduce are not counted, which are equal wherever the cuts are."""
+    ranks = plan.deployment.ranks
+    return sum(
+        one.bytes * (1 if one.kind == "final" else plan.m)
+        for one in plan.messages
+        if ranks[one.source] != ranks[one.target]
+    )
+
+
+def _evaluations(plan: Evaluation) -> int:
+    """How many the work allows: the answer must not depend on the clock."""
+    size = len(plan.problem.items) + len(plan.problem.traffic)
+    size += 4 * plan.m * len(plan.stages)
+    if not plan.deployment.flush and not plan.times.straight:  # simulated
+        size += 40 * plan.m * sum(map(len, plan.deployment.ranks))
+    return max(4, WORK // size)

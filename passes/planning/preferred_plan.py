@@ -1,0 +1,104 @@
+"""The plan of `preferred_cuts`: its stages, its forecast, and what its certificate says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdcompile.cluster import Cluster
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.partition.space.pipelines import exceeds, limited
+from pdcompile.passes.planning.candidate_plan import assembled_plan, candidate_plan
+from pdcompile.passes.planning.preferred_cuts import EQUAL, Choice, preference
+from pdcompile.passes.planning.solved_problem import candidate_of, placed
+from pdcompile.plan import Certificate, Plan
+from pdcompile.plan.embedded import plain
+from pdcompile.units import format_bytes, format_seconds
+
+
+def preferred_plan(
+    plan: Plan,
+    graph: OpGraph,
+    cluster: Cluster,
+    tolerance: float,
+    *,
+    seconds: float = math.inf,
+) -> Plan:
+    """The plan that a person would choose among those within `tolerance` of a search's answer.
+
+    Its bound stays what it is; its gap is that of its own objective.  A plan that is slower than
+    the fastest found says so in its certificate, and what it saves in a note.
+
+    Args:
+        graph: with the costs of the plan's microbatches.
+        tolerance: of the fastest plan's objective; 0: the plan as it is.
+        seconds: of wall time that it may take, about.
+    """
+    begin = time.monotonic()
+    if tolerance <= 0 or len(plan.stages) < 2 or plan.problem is None:
+        return plan
+    found, claimed = placed(plan), plan.certificate.objective_seconds
+    if not math.isclose(seconds_of(found), claimed, rel_tol=1e-6):
+        return plan  # what the search went by is not what is compared here
+
+    def made(stage_of: Sequence[int]) -> Plan:
+        candidate = replace(candidate_of(plan), stage_of=tuple(stage_of))
+        assert plan.problem is not None
+        return candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
+
+    def fits(stage_of: Sequence[int]) -> bool:
+        if not limited(cluster):
+            return True
+        forecast = made(stage_of).forecast
+        return forecast is None or not exceeds(forecast.ledgers, cluster)
+
+    best = preference(found, graph, tolerance, fits=fits, seconds=seconds)
+    if best.chosen.stage_of == tuple(found.stage_of):
+        return plan
+    new = made(best.chosen.stage_of)
+    notes = [*new.notes, *_of_search(plan, new, graph, cluster)]
+    certificate = replace(plan.certificate, objective_seconds=best.chosen.seconds)
+    certificate = replace(certificate, seconds=certificate.seconds + time.monotonic() - begin)
+    if best.chosen.seconds > best.fastest.seconds * (1 + EQUAL):
+        certificate = replace(certificate, fastest_seconds=best.fastest.seconds)
+        notes.append(saving(best.fastest, best.chosen))
+    certificate = _judged(certificate, optimal=plain(plan) or plan.certificate.status == "optimal")
+    return replace(new, certificate=certificate, notes=tuple(notes), problem=plan.problem)
+
+
+def _of_search(plan: Plan, new: Plan, graph: OpGraph, cluster: Cluster) -> list[str]:
+    """Notes of the plan that say nothing of its cuts."""
+    others = [note for note in plan.notes if note not in new.notes]
+    if not others:
+        return []
+    assert plan.problem is not None
+    own = assembled_plan(graph, plan.problem, candidate_of(plan), plan.training, cluster).notes
+    return [note for note in others if note not in own]
+
+
+def _judged(certificate: Certificate, *, optimal: bool) -> Certificate:
+    """The certificate with the status of its gap, where a gap of 0 is a proof at all."""
+    bound = min(certificate.bound_seconds, certificate.objective_seconds)
+    certificate = replace(certificate, bound_seconds=bound)
+    proved = optimal and certificate.gap == 0
+    return replace(certificate, status="optimal" if proved else "feasible")
+
+
+def saving(fastest: Choice, chosen: Choice) -> str:
+    """What a preferred plan costs and what it saves, in one line."""
+    slower = 100 * (chosen.seconds / fastest.seconds - 1)
+    parts = []
+    if chosen.divided < fastest.divided:
+        where = f"cuts divide {chosen.divided} modules instead of {fastest.divided}"
+        parts.append(where if chosen.divided else "cuts lie at borders of modules")
+    if chosen.sent_bytes < fastest.sent_bytes:
+        sent, before = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
+        parts.append(f"sends {sent} instead of {before} a step")
+    return (
+        f"{slower:.2g} % slower than the fastest plan found "
+        f"({format_seconds(fastest.seconds)}): {'; '.join(parts)}; "
+        "cut_tolerance=0 (--cut-tolerance 0) takes the fastest"
+    )

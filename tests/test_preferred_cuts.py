@@ -1,0 +1,326 @@
+"""Plans that a person would choose: cuts at borders of modules, almost as fast as the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.errors import PdcompileError, PlanError
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.planning.boundary_program import BoundaryProgram
+from pdcompile.passes.planning.module_borders import (
+    Unit,
+    balanced,
+    blocks,
+    divided,
+    divided_before,
+    outermost,
+    simple_cuts,
+    units,
+)
+from pdcompile.passes.planning.preferred_cuts import preference, sent_bytes
+from pdcompile.passes.planning.preferred_plan import preferred_plan
+from pdcompile.passes.planning.solved_problem import placed
+from pdcompile.plan import Plan, check
+from pdcompile.plan.evaluate import Evaluation, violations
+from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
+from pdcompile.report.plan_table import certificate_line
+from pdcompile.units import format_bytes
+from tests.helpers.graphs import B, GraphBuilder, chain
+from tests.helpers.planned import planned
+from tests.helpers.problems import chain_problem, random_problem
+from tests.helpers.whole_space import explored, random_space
+
+
+def transformer(seconds: list[float], *, head: float = 0.5, wide: int = 4) -> OpGraph:
+    """Blocks of an attention and an MLP, one op more wide inside of each."""
+    g = GraphBuilder(batch_size=4)
+    x = g.op("wte", "torch.relu", (g.input("x"),), module="wte", seconds=(0.1, 0.1), saved=32)
+    for i, own in enumerate(seconds):
+        for part, share in (("attn", 0.4), ("mlp", 0.6)):
+            path, half = f"h.{i}.{part}", own * share / 2
+            weight = g.parameter(f"{path}.weight")
+            up = g.op(
+                f"{part}_up_{i}", "torch.relu", (x,), module=path, shape=(B, wide * 8),
+                seconds=(half / 3, 2 * half / 3), saved=32, parameters=(weight,),
+            )  # fmt: skip
+            down = g.op(
+                f"{part}_down_{i}", "torch.relu", (up,), module=path,
+                seconds=(half / 3, 2 * half / 3), saved=32,
+            )  # fmt: skip
+            x = g.op(
+                f"{part}_add_{i}", "operator.add", (x, down), module=f"h.{i}", seconds=(1e-3, 1e-3)
+            )
+    loss = g.op("loss", "torch.mean", (x,), shape=(), module="loss_fn", seconds=(head, head))
+    return g.build(loss, loss=loss)
+
+
+def links(count: int, rate: float = 1e6, memory: int | None = None) -> Cluster:
+    return Cluster((Device("cpu", memory),) * count, (Level("link", count, rate, 1e-3),))
+
+
+def uneven() -> OpGraph:
+    """The halves of its time meet inside of an attention, where more is sent than elsewhere."""
+    return transformer([1.0] * 4, head=0.2)
+
+
+def names_on(plan: Plan, stage: int) -> set[str]:
+    return set(plan.stages[stage].ops)
+
+
+def test_a_cut_between_blocks_wins_where_it_costs_little() -> None:
+    graph, cluster = uneven(), links(2)
+    fastest = planned(graph, cluster)
+    assert "attn_up_2" in names_on(fastest, 0)
+    assert "attn_down_2" in names_on(fastest, 1)
+    plan = preferred_plan(fastest, graph, cluster, 0.03)
+    assert "mlp_add_1" in names_on(plan, 0)
+    assert "attn_up_2" in names_on(plan, 1)
+    old, new = fastest.certificate, plan.certificate
+    assert old.status == "optimal"
+    assert (new.status, new.bound_seconds) == ("feasible", old.bound_seconds)
+    assert new.fastest_seconds == pytest.approx(old.objective_seconds)
+    assert new.gap == pytest.approx(1 - old.objective_seconds / new.objective_seconds, rel=1e-4)
+    check(plan, graph, cluster)
+    assert plan.forecast is not None
+    assert fastest.forecast is not None
+    assert sum(plan.forecast.sent_bytes) < sum(fastest.forecast.sent_bytes)
+    (note,) = (one for one in plan.notes if "slower" in one)
+    sent, before = (sum(one.forecast.sent_bytes) for one in (plan, fastest) if one.forecast)
+    told = f"sends {format_bytes(sent)} instead of {format_bytes(before)} a step"
+    assert f"cuts lie at borders of modules; {told}" in note
+    assert "--cut-tolerance 0" in note
+    assert "which is proved optimal" in str(certificate_line(plan))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_cut_inside_of_a_block_that_pays_for_itself_stays() -> None:
+    graph, cluster = uneven(), links(2)
+    fastest = planned(graph, cluster)
+    assert preferred_plan(fastest, graph, cluster, 0.01) is fastest
+
+
+def test_the_fastest_stays_where_nothing_is_saved() -> None:
+    for graph in (transformer([1.0] * 4, head=0.1), chain(6)):
+        cluster = links(2)
+        fastest = planned(graph, cluster)
+        for tolerance in (0.0, 0.01, 0.2):
+            assert preferred_plan(fastest, graph, cluster, tolerance) is fastest
+    alone = planned(chain(3), links(1))
+    assert preferred_plan(alone, chain(3), links(1), 0.5) is alone
+
+
+def test_a_simple_cut_that_is_faster_than_what_was_searched_is_the_fastest() -> None:
+    graph, cluster = transformer([1.0] * 4, head=0.1), links(2)
+    plan = planned(graph, cluster)
+    assert plan.problem is not None
+    worse = (0,) * 3 + (1,) * (len(plan.problem.items) - 3)
+    found = Evaluation(plan.problem, worse)
+    best = preference(found, graph, 0.01)
+    assert best.fastest == best.chosen
+    assert best.fastest.seconds == pytest.approx(plan.certificate.objective_seconds)
+
+
+def test_what_a_certificate_says_of_the_fastest_is_checked() -> None:
+    graph, cluster = uneven(), links(2)
+    plan = preferred_plan(planned(graph, cluster), graph, cluster, 0.3)
+    for wrong, text in ((plan.certificate.bound_seconds / 2, "below the bound"),
+                        (plan.certificate.objective_seconds * 2, "above objective")):  # fmt: skip
+        broken = replace(plan, certificate=replace(plan.certificate, fastest_seconds=wrong))
+        with pytest.raises(PlanError, match=text) as caught:
+            check(broken, graph, cluster)
+        assert "fastest_seconds" in str(caught.value)
+
+
+WISHES: tuple[Constraint, ...] = (
+    Pin("h.1", 0), Together("h.0", "h.2"), Apart("h.0", "h.1"), CutBefore("h.2.mlp"),
+    Pin("h.1.mlp", 1),
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_preferred_plan_keeps_every_promise(data: st.DataObject) -> None:
+    """It is allowed, nearly as fast, sends no more, divides no more; its bound is the search's."""
+    seconds = data.draw(st.lists(st.sampled_from([0.5, 0.9, 1.0, 1.3]), min_size=3, max_size=6))
+    graph = transformer(seconds, head=data.draw(st.sampled_from([0.1, 0.7])))
+    count, tolerance = data.draw(st.integers(2, 4)), data.draw(st.sampled_from([0.01, 0.1, 0.5]))
+    wishes = data.draw(st.lists(st.sampled_from(WISHES), max_size=2, unique=True))
+    memory = data.draw(st.sampled_from([None, 3000, 5000]))
+    cluster = links(count, data.draw(st.sampled_from([1e3, 1e5])), memory)
+    schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "2bw"]))
+    try:
+        fastest = planned(graph, cluster, schedule=schedule, constraints=wishes)
+    except PdcompileError:
+        assume(False)
+    plan = preferred_plan(fastest, graph, cluster, tolerance)
+    check(plan, graph, cluster)
+    kept(plan, fastest, tolerance, graph)
+    again = preferred_plan(fastest, graph, cluster, tolerance)
+    assert [one.ops for one in again.stages] == [one.ops for one in plan.stages]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.02, 0.3]))
+def test_plans_with_replicas_and_recomputation_too(seed: int, tolerance: float) -> None:
+    case = random_space(seed)
+    try:
+        fastest = explored(case)
+    except PdcompileError:
+        assume(False)
+    graph = case.graph_at(fastest.training.num_microbatches)
+    plan = preferred_plan(fastest, graph, case.cluster, tolerance)
+    check(plan, graph, case.cluster)
+    kept(plan, fastest, tolerance, graph)
+
+
+def kept(plan: Plan, fastest: Plan, tolerance: float, graph: OpGraph) -> None:
+    """What a preferred plan promises, beside `check`."""
+    old, new = fastest.certificate, plan.certificate
+    known = new.objective_seconds if new.fastest_seconds is None else new.fastest_seconds
+    assert known <= old.objective_seconds * (1 + 1e-9)
+    assert new.objective_seconds <= known * (1 + tolerance) * (1 + 1e-9)
+    assert new.bound_seconds == pytest.approx(min(old.bound_seconds, new.objective_seconds))
+    before, after = placed(fastest), placed(plan)
+    assert not list(after.violations())
+    assert after.problem == before.problem
+    if new.fastest_seconds is not None:
+        assert sent_bytes(after) <= sent_bytes(before) or known < old.objective_seconds
+        items = after.problem.items
+        total = sum(item.forward_seconds + item.backward_seconds for item in items)
+        parts = units(graph, after.problem, total / len(set(before.stage_of)))
+        fewer = divided(parts, after.stage_of) < divided(parts, before.stage_of)
+        assert fewer or sent_bytes(after) < sent_bytes(before)
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            limit = Cluster.from_toml(plan.cluster).devices[rank].memory_bytes
+            if limit is not None and plan.forecast is not None:
+                assert plan.forecast.ledgers[rank].total_bytes <= limit
+
+
+def test_units_are_what_a_stage_could_hold() -> None:
+    graph = transformer([1.0, 4.0])
+    problem = planned(graph, links(2)).problem
+    assert problem is not None
+    assert {one.path for one in units(graph, problem, math.inf)} == {
+        "h", "h.0", "h.0.attn", "h.0.mlp", "h.1", "h.1.attn", "h.1.mlp",
+    }  # fmt: skip
+    few = units(graph, problem, 2.0)
+    assert {one.path for one in few} == {"h.0", "h.0.attn", "h.0.mlp", "h.1.attn"}
+    assert [one.path for one in outermost(few)] == ["h.0", "h.1.attn"]
+    assert [one.path for one in blocks(few)] == ["h.0"]
+    # between attention and MLP a cut divides the block, inside of one of them both
+    before = divided_before(few, len(problem.items))
+    where = {item.name: i for i, item in enumerate(problem.items)}
+    assert before[where["h.0.mlp:mlp_up_0"]] == 1
+    assert before[where["h.0.mlp:mlp_down_0"]] == 2
+    assert before[where["h.1.attn:attn_up_1"]] == 0
+    assert before[-1] == 0
+
+
+@given(st.data())
+def test_divided_counts_what_it_counts_before_each_item(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 9))
+    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda p: p[0] < p[1])
+    parts = [Unit(f"m.{i}", pair) for i, pair in enumerate(data.draw(st.lists(pairs, max_size=6)))]
+    for cut in range(1, n):
+        halves = [0] * cut + [1] * (n - cut)
+        assert divided(parts, halves) == divided_before(parts, n)[cut]
+
+
+@given(st.data())
+def test_balanced_cuts_have_the_least_largest_share(data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0]), min_size=2, max_size=8))
+    stages = data.draw(st.integers(1, 4))
+    borders = sorted(data.draw(st.sets(st.integers(1, len(seconds) - 1))))
+    total = [0.0, *itertools.accumulate(seconds)]
+
+    def largest(cut: tuple[int, ...]) -> float:
+        ends = [0, *cut, len(seconds)]
+        return max(total[b] - total[a] for a, b in itertools.pairwise(ends))
+
+    every = list(itertools.combinations(borders, stages - 1))
+    found = balanced(total, borders, stages)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert found in every
+        assert largest(found) == pytest.approx(min(map(largest, every)))
+
+
+def test_simple_cuts_have_equal_blocks() -> None:
+    graph = transformer([1.0] * 6)
+    problem = planned(graph, links(3)).problem
+    assert problem is not None
+    parts = units(graph, problem, 2.0)
+    cuts = list(simple_cuts(parts, problem, 3))
+    begins = [unit.items[0] for unit in blocks(parts)]
+    assert (begins[2], begins[4]) in cuts
+    for cut in cuts:
+        assert len(set(cut)) == 2
+        assert list(cut) == sorted(cut)
+    assert not [cut for cut in simple_cuts(parts, problem, 9) if len(cut) != 8]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 100_000))
+def test_the_program_finds_the_least_weight_below_a_load(seed: int) -> None:
+    """All constraints of the problem are kept that a cut in the items' order can break."""
+    r = random.Random(seed)
+    problem = replace(random_problem(seed, 7), order=(), allow_empty=False)
+    n, count = len(problem.items), len(problem.stages)
+    assume(n >= count >= 2)
+    problem = problem.without_memory_limits()
+    if r.random() < 0.5:
+        problem = replace(
+            problem,
+            apart=((0, n - 1), *(((1, 2),) if n > 3 else ())),
+            forbidden=((r.randrange(n), r.randrange(count)),),
+            together=((1, 2),) if n > 4 and r.random() < 0.5 else (),
+        )
+    parts = [Unit("m.0", (0, 1)), Unit("m.1", (1, n - 1))] if n > 2 else []
+    bounds = sorted(r.sample(range(1, n), count - 1))
+    start = Evaluation(problem, [sum(b <= i for b in bounds) for i in range(n)])
+    program = BoundaryProgram(start, parts)
+    load = program.heaviest() * r.choice((0.7, 1.0, 1.5, 9.0))
+    best: tuple[int, tuple[int, ...]] | None = None
+    for cut in itertools.combinations(range(1, n), count - 1):
+        stage_of = program.assigned(cut)
+        one = Evaluation(problem, stage_of)
+        own = BoundaryProgram(one, parts)
+        if violations(problem, stage_of) or own.heaviest() > load * (1 + 1e-9):
+            continue
+        weight = sum(weight_of(program, p) for p in cut)
+        if best is None or weight < best[0]:
+            best = weight, stage_of
+    found = program.cut(load)
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found[0] == best[0]
+        assert not violations(problem, found[1])
+
+
+def weight_of(program: BoundaryProgram, position: int) -> int:
+    (at,) = [k for k, p in enumerate(program.positions) if p == position]
+    return int(program.weight[at])
+
+
+def test_the_program_leaves_out_heavy_positions_of_large_problems(monkeypatch: Any) -> None:
+    from pdcompile.passes.planning import boundary_program
+
+    problem = chain_problem([1.0] * 40, 4)
+    whole = BoundaryProgram(Evaluation(problem, [i // 10 for i in range(40)]), ())
+    monkeypatch.setattr(boundary_program, "MOST", 48)
+    few = BoundaryProgram(Evaluation(problem, [i // 10 for i in range(40)]), ())
+    assert len(whole.positions) == 41
+    assert len(few.positions) == 14
+    assert few.cut(30.0) is not None
