@@ -164,7 +164,7 @@ class Planner:
         whole = DEFAULT_SECONDS if limit is None else limit
         plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=limit, seed=self.options.seed, progress=self.listener.found,
+            time_limit=limit, seed=self.options.seed, listener=self.listener,
         )  # fmt: skip
         graph = graphs[plan.training.num_microbatches]
         plan = preferred_plan(

@@ -38,6 +38,9 @@ class Listener:
     def found(self, text: str) -> None:
         """The running search has found something better."""
 
+    def better(self, text: str) -> None:
+        """It has a plan that is better than all before it."""
+
 
 class Steps:
     """Runs passes by name: ``graph = step("graph", lambda: trace(model, inputs))``.

@@ -1,71 +1,82 @@
 """The best plan over cut, depth, replicas, microbatches, warm-up, schedule and recomputation.
 
-Branch and bound.  A *branch* is a setting (schedule, microbatches, warm-up) on some of the
-cluster's ranks with some replica counts; the branch of the least bound goes first.  Its bound is
-all work on all devices, then that of the dynamic program over ideals and replicas, then that of
-the candidate which comes next.  A branch of one rank a stage first has the sharper bounds and the
-candidate of `passes.partition.search`; where only the cut is open, this is the only branch, and
-that search goes on until its proof.  Where memory has limits a candidate is made into the plan
-that would be returned, and dropped where a ledger of that plan exceeds them.  That takes long:
-those that do not fit by the graph-free estimate come last, and only if they are faster than what
-was found.  The search ends when no branch is left whose bound is below the best, or with what
-there is when its budget is spent.
+First likely plans and a bound of every setting (schedule, microbatches, warm-up), along lines.
+Then branch and bound.  A *branch* is a setting on some of the cluster's ranks with some replica
+counts; the branch of the least bound goes first.  Its bound is all work on all devices, that of its
+setting, then that of the dynamic program over ideals and replicas, then that of the candidate which
+comes next.  A branch of one rank a stage first has the sharper bounds and the candidate of
+`passes.partition.search`; where only the cut is open, this is the only branch, and that search goes
+on until its proof.  Models with too many ideals for that keep the bounds of their settings, and the
+boundaries of their best plan are moved as long as that helps.  The search ends when no branch is
+left whose bound is below the best, or with what there is when its budget is spent.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Protocol
 
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import violations
-from pdcompile.passes.partition.space.pipelines import (
-    PreparedProblem,
-    exceeds,
-    limited,
-    neighbours,
-    timed,
-)
-from pdcompile.passes.partition.space.search_branches import Branch, Found, branches
-from pdcompile.passes.partition.space.seats import Seats, arrangements
+from pdcompile.passes.partition.space.line_plans import shifted
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, neighbours
+from pdcompile.passes.partition.space.search_branches import Branch, Found, branches, settings
+from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.memory_limits import within_ledgers
+from pdcompile.passes.planning.search.line_search import LineSearch
+from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.passes.planning.solved_problem import with_problem
-from pdcompile.plan import Certificate, MemoryLedger, Plan, Training
+from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
-from pdcompile.problem.space import Candidate, SearchSpace
-from pdcompile.schedule.registry import kind_of, name_of
-
-Progress = Callable[[str], None]
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
 DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
-MAX_TRIED = 400  # candidates that are simulated, in all, once some plan is found
-CHEAP = 0.05  # what one that is dropped before counts
+MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is found
 SEARCHING = 0.8  # of the time; then what was put off is settled
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
-EXACT = 1e-9  # relative: bounds this close to the best are met
 PROVER = "branch and bound, dynamic program over ideals x replicas"
+ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "relaxation: all work on all devices, and one chain of ops"
 LEDGERS = "memory by formula and by the ledger of the schedule"
 RULES = f"contiguous ranks; {LEDGERS}"
 
 
+class Listening(Protocol):
+    """Who is told how far the search is."""
+
+    def found(self, text: str) -> None:
+        """The search for a cut has something better."""
+
+    def better(self, text: str) -> None:
+        """A plan is better than all before it."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def found(self, text: str) -> None:
+        """Forgotten."""
+
+    def better(self, text: str) -> None:
+        """Forgotten."""
+
+
 @dataclass
 class PlanSearch:
-    """One search: the best candidate so far and what is left."""
+    """One search: what was tried, and what is left."""
 
     graph_at: Callable[[int], OpGraph]
     problem_at: Callable[[int], PartitionProblem]
@@ -74,34 +85,42 @@ class PlanSearch:
     training: Training
     time_limit: float | None
     seed: int
-    progress: Progress
+    listener: Listening
     budget: Budget
+    trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
-    found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     floor: float = math.inf  # bound of what was left unfinished
     unproved: list[str] = field(default_factory=list)  # why something was
-    doubtful: list[tuple[float, Candidate]] = field(default_factory=list)  # step seconds
-    tried: float = 0.0  # candidates that were simulated
-    seen: set[Candidate] = field(default_factory=set)
+    bounds: dict[Setting, float] = field(default_factory=dict)  # seconds of a step
     prepared: dict[int, PreparedProblem] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trials = Trials(
+            self.graph_at, self._prepared, self.cluster, self.training, self.budget,
+            self.listener.better,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Search until nothing is left or the budget is spent."""
+        if not (self.space.cut_alone or self.space.placement):
+            every = list(settings(self.space, self.training, len(self.cluster.devices)))
+            lines = LineSearch(self.trials, self.space, every, self._prepared)
+            lines.run()
+            self.bounds = lines.bounds
         self._branch_and_bound()
-        self._settle()
+        left = self.trials.settle(SETTLING)
+        if left < math.inf:
+            self._unfinished(left, "time was over")
 
     def _branch_and_bound(self) -> None:
-        ticket = count()
-        every = branches(self.cluster, self.space, self.training, self._prepared)
-        heap = [(branch.bound, next(ticket), branch) for branch in every]
+        ticket, trials = count(), self.trials
+        heap, tried = [], trials.tried
+        for branch in branches(self.cluster, self.space, self.training, self._prepared):
+            branch.bound = max(branch.bound, self.bounds.get(branch.setting, 0.0))
+            heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
-        while heap and heap[0][0] < self._below():
-            many = self.tried >= MAX_TRIED and self.found  # without a plan, time alone ends it
-            begun = self.seen or self.budget.stopped
-            over = begun and (many or self._spent(SEARCHING))  # one is tried at least
-            # The search for a cut alone ends by itself, with a plan.
-            if over and not self.space.cut_alone:
-                why = f"{MAX_TRIED} plans were tried" if many else "time was over"
+        while heap and heap[0][0] < trials.below:
+            if why := self._enough(heap[0][2], tried):
                 self._unfinished(heap[0][0], why)
                 return
             bound, _, branch = heapq.heappop(heap)
@@ -110,46 +129,45 @@ class PlanSearch:
             if branch.bound < math.inf:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
-    def _settle(self) -> None:
-        """Judge the candidates that were put off, the fastest first."""
-        doubtful = deque(sorted(self.doubtful, key=lambda one: one[0]))
-        while doubtful and doubtful[0][0] < self._below():
-            if self._spent(SETTLING):
-                self._unfinished(doubtful[0][0], "time was over")
-                return
-            self._judge(*doubtful.popleft())
-
-    def _spent(self, share: float) -> bool:
-        """Whether that share of the time is over."""
-        whole = max(self.budget.spent + self.budget.left, 1e-9)
-        return self.budget.late or self.budget.spent > share * whole
+    def _enough(self, branch: Branch, tried: float) -> str:
+        """Why the search ends though this branch may hold a better plan; empty: it goes on."""
+        trials = self.trials
+        if self.space.cut_alone:  # ends by itself, with a plan
+            return ""
+        if trials.found and not self.space.placement and not branch.prepared.complete:
+            return branch.left_out(self.space)
+        if trials.found and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
+            return f"{MAX_TRIED} plans were tried"
+        begun = trials.seen or trials.budget.stopped  # one is tried at least
+        return "time was over" if begun and trials.over(SEARCHING) else ""
 
     def improve(self) -> None:
-        """Move single groups of the best candidate over a boundary as long as that helps."""
-        left, moved = MAX_MOVES, True
-        while self.found and moved and self.floor < self._below() * (1 - EQUAL):
-            moved, best = False, self.found[-1][1]
-            prepared = self._prepared(best.setting.num_microbatches)
-            ranks = tuple(rank for ranks in best.ranks for rank in ranks)
-            branch = Branch(best.setting, Seats(self.cluster, ranks), (), None, prepared)
-            decide = self.space.decides_recomputation
-            for one in neighbours(prepared, self.cluster, best, decide=decide):
+        """Move single groups of the best candidate over a boundary as long as that helps, and
+        first whole boundaries where there are too many groups."""
+        trials, left, moved = self.trials, MAX_MOVES, True
+        while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
+            moved, best = False, trials.best
+            for one in self._next_to(best):
                 left -= 1
-                if left < 0 or self.budget.late:
+                if left < 0 or trials.over(1.0):
                     return
-                self._try(branch, one)
-                if self.found[-1][1] is not best:
+                trials.offer(one, now=True)
+                if trials.best is not best:
                     moved = True
                     break
+
+    def _next_to(self, best: Candidate) -> Iterator[Candidate]:
+        prepared = self._prepared(best.setting.num_microbatches)
+        if not (self.space.placement or prepared.complete):
+            return shifted(prepared, best)
+        decide = self.space.decides_recomputation
+        return neighbours(prepared, self.cluster, best, decide=decide)
 
     def _unfinished(self, bound: float, why: str) -> None:
         """What was not tried may cost as little as its bound."""
         self.floor = min(self.floor, bound)
         if why not in self.unproved:
             self.unproved.append(why)
-
-    def _below(self) -> float:
-        return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
 
     # -- problems ----------------------------------------------------------------------------
 
@@ -171,16 +189,16 @@ class PlanSearch:
             branch.bound = math.inf
             return
         pipelines = branch.pipelines(self.space)
-        bound = pipelines.bound() * branch.scale
+        bound = pipelines.bound() * branch.setting.scale
         if not (left_out := branch.left_out(self.space)):
             branch.bound = max(branch.bound, bound)
-        elif branch.bound < self._below():
+        elif branch.bound < self.trials.below:
             self._unfinished(branch.bound, left_out)
-        branch.candidates = pipelines.candidates(lambda: self._below() / branch.scale)
+        branch.candidates = pipelines.candidates(lambda: self.trials.below / branch.setting.scale)
         if bound == math.inf:
             branch.bound = math.inf
             return
-        if bound < self._below():
+        if bound < self.trials.below:
             self._probe(branch, branch.pipelines(self.space, likely=True))
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
@@ -195,9 +213,9 @@ class PlanSearch:
             return True
         if search.best is None:
             return search.impossible
-        bound = search.bound * (1 - 1e-12) * branch.scale
+        bound = search.bound * (1 - 1e-12) * branch.setting.scale
         branch.bound = max(branch.bound, bound)
-        fits = self._try(branch, branch.straight(search.best.stage_of))
+        fits = self.trials.offer(branch.straight(search.best.stage_of), now=True)
         if search.proved and fits:
             self.floor = min(self.floor, bound)
         return search.proved and fits
@@ -207,9 +225,11 @@ class PlanSearch:
 
         def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
             found, certificate = partition(
-                limited, time_limit=self.time_limit, seed=self.seed, progress=self.progress
+                limited, time_limit=self.time_limit, seed=self.seed, progress=self.listener.found
             )
-            plan = self._plan(problem, branch.straight(found.stage_of))
+            graph = self.graph_at(branch.setting.num_microbatches)
+            candidate = branch.straight(found.stage_of)
+            plan = candidate_plan(graph, problem, candidate, self.training, self.cluster)
             return replace(plan, certificate=certificate), found
 
         return replace(within_ledgers(problem, planned), problem=problem)
@@ -221,91 +241,40 @@ class PlanSearch:
         if likely.bound() < math.inf:
             listed = likely.candidates(lambda: math.inf)
             for _, (_, candidate) in zip(range(PROBES), listed, strict=False):
-                self._try(branch, candidate)
+                self.trials.offer(candidate, now=True)
 
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
         if not branch.left_out(self.space) or bound == math.inf:
-            branch.bound = max(branch.bound, bound * branch.scale)
-        self._try(branch, candidate)
-
-    def _try(self, branch: Branch, candidate: Candidate | None) -> bool:
-        """Make it the best if it is; False where a better one lacks memory, or may lack it."""
-        self.tried += CHEAP
-        if candidate is None or candidate in self.seen:
-            return candidate is not None
-        self.seen.add(candidate)
-        problem = branch.prepared.problem
-        limit = self._below() / branch.scale
-        seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
-        if seconds >= limit:
-            return True
-        self.tried += 1
-        if fits:
-            return self._judge(seconds * branch.scale, candidate)
-        self.doubtful.append((seconds * branch.scale, candidate))
-        return False
-
-    def _judge(self, seconds: float, candidate: Candidate) -> bool:
-        """Make it the best if it is; False where its plan exceeds a limit on memory."""
-        if seconds >= self._below():
-            return True
-        if limited(self.cluster) and exceeds(self._ledgers(candidate), self.cluster):
-            return False
-        self.found.append((seconds, candidate))
-        self.progress(f"a plan of {seconds:.6g} s a step: {describe(candidate)}")
-        return True
-
-    # -- plans -------------------------------------------------------------------------------
-
-    def _ledgers(self, candidate: Candidate) -> Sequence[MemoryLedger]:
-        """The ledgers of every rank, of the plan that would be returned."""
-        problem = self._prepared(candidate.setting.num_microbatches).problem
-        forecast = self._plan(problem, candidate).forecast
-        assert forecast is not None
-        return forecast.ledgers
-
-    def _residents(self, candidate: Candidate) -> Sequence[Resident]:
-        """An estimate of what each stage holds, summed over its ops, which is quick."""
-        m = candidate.setting.num_microbatches
-        graph, items = self.graph_at(m), self._prepared(m).problem.items
-        pairs = zip(items, candidate.stage_of, strict=True)
-        stage_of = {name: s for item, s in pairs for name in item.ops}
-        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
-        placed = [stage_of[op.name] for op in graph.ops]
-        return rough_forecast(graph, placed, len(candidate.options), b)
-
-    def _plan(self, problem: PartitionProblem, candidate: Candidate) -> Plan:
-        graph = self.graph_at(candidate.setting.num_microbatches)
-        return candidate_plan(graph, problem, candidate, self.training, self.cluster)
+            branch.bound = max(branch.bound, bound * branch.setting.scale)
+        self.trials.offer(candidate, now=True)
 
     def result(self) -> Plan:
         """The best plan with its certificate.  Raises InfeasibleError when there is none."""
         if self.proved is not None:
             return self.proved
-        if not self.found:
+        if not self.trials.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
             raise no_plan(
                 self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
-        seconds, candidate = self.found[-1]
+        seconds, candidate = self.trials.found[-1]
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
-        plan = self._plan(problem, candidate)
+        plan = self.trials.plan(candidate)
         broken = violations(problem, self.cluster, candidate)
         assert plan.forecast is not None
         if broken or exceeds(plan.forecast.ledgers, self.cluster):
             what = broken[0] if broken else "a ledger exceeds its device"
             raise PlanError(f"internal error: the search's answer breaks its rules: {what}")
-        every = setting.num_microbatches if kind_of(setting.schedule).stream else 1
         certificate = Certificate(
-            objective_seconds=seconds / every,
-            bound_seconds=min(self.floor, seconds) / every,
+            objective_seconds=seconds / setting.scale,
+            bound_seconds=min(self.floor, seconds) / setting.scale,
             status="feasible",
-            prover=RELAXATION if self.space.placement else PROVER,
+            prover=self._prover(setting),
             seconds=self.budget.spent,
             scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
         )
@@ -314,6 +283,12 @@ class PlanSearch:
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
         plan = replace(plan, certificate=certificate, notes=notes)
         return with_problem(plan, problem, self.cluster)
+
+    def _prover(self, setting: Setting) -> str:
+        if self.space.placement:
+            return RELAXATION
+        complete = self.prepared[setting.num_microbatches].complete
+        return PROVER if complete else ALONG
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
@@ -364,7 +339,7 @@ def best_plan(
     *,
     time_limit: float | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    listener: Listening | None = None,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -387,20 +362,8 @@ def best_plan(
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, time_limit, seed,
-            progress or (lambda _: None), budget,
+            listener or Silent(), budget,
         )  # fmt: skip
         search.run()
         search.improve()
         return search.result()
-
-
-def describe(candidate: Candidate) -> str:
-    """``2bw, 16 microbatches, stages of 4-2-2 ranks``."""
-    widths = "-".join(str(option.replicas) for option in candidate.options)
-    again = sum(option.recompute for option in candidate.options)
-    setting = candidate.setting
-    text = f"{name_of(setting.schedule)}, {setting.num_microbatches} microbatches, "
-    where = f"{len(candidate.ranks)} stages on {len(set(candidate.ranks))} ranks"
-    where += f" x {candidate.options[0].replicas}" * (not candidate.straight)
-    where = where if candidate.shared else f"stages of {widths} ranks"
-    return text + where + (f", {again} recompute" if again else "")

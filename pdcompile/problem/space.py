@@ -175,6 +175,11 @@ class Setting:
     clipping: bool = False
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)  # as in the plan's training
 
+    @property
+    def scale(self) -> int:
+        """Microbatches of a step, where what is minimised are the seconds of one."""
+        return self.num_microbatches if kind_of(self.schedule).stream else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

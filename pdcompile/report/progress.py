@@ -79,6 +79,9 @@ class _Bar(Listener):
     def found(self, text: str) -> None:
         self._bar.update(self._task, description=f"{self._title}: searching, {text}")
 
+    def better(self, text: str) -> None:
+        self._bar.console.print(f"plan after {text}", soft_wrap=True)
+
 
 class _Lines(Listener):
     def __init__(self, console: Console, title: str):
@@ -94,3 +97,6 @@ class _Lines(Listener):
         if time.monotonic() - self._told >= EVERY:
             self._told = time.monotonic()
             self._console.print(f"{self._title}: searching, {text}", soft_wrap=True)
+
+    def better(self, text: str) -> None:
+        self._console.print(f"plan after {text}", soft_wrap=True)

@@ -13,6 +13,7 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.space.pipelines import timed
 from pdcompile.passes.planning import branch_and_bound
+from pdcompile.passes.planning.search import trials
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.graphs import chain
 from tests.helpers.whole_space import WholeSpace, at, explored, random_space, verdict
@@ -39,7 +40,7 @@ def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubted(*case: Any) -> tuple[float, bool]:
         return timed(*case)[0], False
 
-    monkeypatch.setattr(branch_and_bound, "timed", doubted)
+    monkeypatch.setattr(trials, "timed", doubted)
     assert {verdict(random_space(seed)) for seed in range(11, 17)} == {"optimal", "infeasible"}
     monkeypatch.setattr(branch_and_bound, "SETTLING", 0.0)
     devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
@@ -70,7 +71,7 @@ def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.Monk
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
     for share in ("SEARCHING", "SETTLING"):
         monkeypatch.setattr(branch_and_bound, share, 0.0)
-    monkeypatch.setattr(branch_and_bound.PlanSearch, "_judge", lambda *_: False)  # of the first
+    monkeypatch.setattr(trials.Trials, "judge", lambda *_: False)  # of the first
     with pytest.raises(NotFoundError, match="time was over") as caught:
         explored(case)
     assert "not proved" in str(caught.value)

@@ -134,6 +134,28 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
     return min(most // replicas, cap)
 
 
+def held_counts(
+    setting: Setting, option: StageOption, depth: int, first: int, like: int
+) -> tuple[int, float, int, int, int]:
+    """How often a rank holds what, as `Segments.bytes` takes it.
+
+    `depth`: its warm-up; `first`: that of the first stage; `like`: of which depth a schedule that
+    splits backwards may hold as much.
+    """
+    kind, r = kind_of(setting.schedule), option.replicas
+    share = -(-setting.num_microbatches // r)
+    buffers = kind.gradient_buffers(depth, first, late=setting.clipping or r > 1)
+    held = kind.depth_held(depth, like)
+    in_flight = kind.in_flight(held, share)
+    return (
+        kind.versions(depth, first),
+        buffers + setting.optimizer_factor,
+        1 if option.recompute else in_flight,
+        kind.slots(held, share),
+        min(GRADIENT_SLOTS, in_flight),
+    )
+
+
 @dataclass
 class Matrices:
     """Costs of one setting; `last` is the group of the model's output, if it is pinned."""
@@ -265,20 +287,9 @@ class Matrices:
 
     def bytes(self, seats: Seats, p: int, option: StageOption, rows: slice) -> Matrix:
         """Memory of one rank of such a stage, at least."""
-        setting, m, r = self.setting, self.setting.num_microbatches, option.replicas
-        kind = kind_of(setting.schedule)
-        depth, first, share = self.depth(seats, p, r), self.depth(seats, 0, 1), -(-m // r)
-        buffers = kind.gradient_buffers(depth, first, late=setting.clipping or r > 1)
-        held = kind.depth_held(depth, first if self.straight else depth)
-        in_flight = kind.in_flight(held, share)
-        return self.segments.bytes(
-            kind.versions(depth, first),
-            buffers + setting.optimizer_factor,
-            1 if option.recompute else in_flight,
-            kind.slots(held, share),
-            min(GRADIENT_SLOTS, in_flight),
-            rows,
-        )
+        depth, first = self.depth(seats, p, option.replicas), self.depth(seats, 0, 1)
+        counts = held_counts(self.setting, option, depth, first, first if self.straight else depth)
+        return self.segments.bytes(*counts, rows)
 
     def structure(self, seats: Seats, p: int, r: int, rows: slice) -> Bool:
         """Whether J∖I may be the stage if memory does not matter."""

@@ -18,9 +18,11 @@ from pdcompile.passes.partition.model import (
     prefixes,
     single_moves,
 )
+from pdcompile.passes.partition.path_bounds import heaviest_path
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece
+from pdcompile.passes.partition.space.line import Line
 from pdcompile.passes.partition.space.matrices import Matrices
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.graph_free import plan_of
@@ -36,6 +38,8 @@ Residents = Callable[[Candidate], Sequence[Resident]]
 """What every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000
+CHEAP = 1.25  # times the least that crosses a cut, where little crosses
+CUTS = 200  # that are looked at at least
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -52,8 +56,8 @@ class PreparedProblem:
     seed: int = 0
 
     @cached_property
-    def segments(self) -> Segments:
-        """Raises InfeasibleError: constraints contradict each other."""
+    def whole(self) -> Model:
+        """All groups.  Raises InfeasibleError: constraints contradict each other."""
         problem, stages = self.problem, self.stages
         free = replace(
             problem,
@@ -65,17 +69,42 @@ class PreparedProblem:
             wishes=(),
             memory=MemoryRule(1, 0, 0.0, (1,) * (stages or 1)),
         )
-        most = max(20, min(MAX_IDEALS, int((MAX_CELLS / max(self.tables, 1)) ** 0.5)))
-        model = build(free)
-        small = contracted(model, most - 1, most - 1)
-        ideals = all_ideals(small, most)
-        complete = ideals is not None and small is model
+        return build(free)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Raises InfeasibleError: constraints contradict each other."""
+        most = self._most
+        small = contracted(self.whole, most - 1, most - 1)
+        ideals = self._every if self.complete else all_ideals(small, most)
         chosen = ideals or prefixes(small, most, self.seed)
-        return Segments.build(small, chosen, complete=complete)
+        return Segments.build(small, chosen, complete=self.complete)
 
     @property
     def complete(self) -> bool:
-        return self.segments.complete
+        return self._every is not None
+
+    @property
+    def _most(self) -> int:
+        return max(20, min(MAX_IDEALS, int((MAX_CELLS / max(self.tables, 1)) ** 0.5)))
+
+    @cached_property
+    def _every(self) -> list[int] | None:
+        """All ideals of all groups, if they are few."""
+        if self.whole.num_groups > self._most - 1:
+            return None
+        return all_ideals(self.whole, self._most)
+
+    @cached_property
+    def order_lines(self) -> tuple[Line, Line]:
+        """The groups in their order, to be cut where little crosses, and anywhere."""
+        line = Line.of_order(self.whole)
+        return line.cheap(CHEAP, CUTS), line
+
+    @cached_property
+    def path_line(self) -> Line:
+        """The groups along the heaviest path of values with gradients."""
+        return Line.along(self.whole, heaviest_path(self.whole))
 
     @property
     def model(self) -> Model:

@@ -32,11 +32,6 @@ class Branch:
     candidates: Iterator[tuple[float, Candidate | None]] | None = None
 
     @property
-    def scale(self) -> int:
-        """Microbatches in what the search calls seconds."""
-        return self.setting.num_microbatches if kind_of(self.setting.schedule).stream else 1
-
-    @property
     def warmup(self) -> tuple[int, ...]:
         """Of one rank a stage."""
         setting = self.setting
@@ -121,10 +116,10 @@ def branches(
     cap = prepared_at(space.microbatches[0]).problem.max_stages
     for ranks, counts, stages in _shapes(cluster, space, cap):
         seats = Seats(cluster, ranks)
-        for setting in _settings(space, training, len(ranks)):
+        for setting in settings(space, training, len(ranks)):
             prepared = prepared_at(setting.num_microbatches)
             branch = Branch(setting, seats, counts, stages, prepared)
-            branch.bound = simple_bound(prepared, space, setting, seats) * branch.scale
+            branch.bound = simple_bound(prepared, space, setting, seats) * setting.scale
             if space.placement:
                 least = least_seconds(prepared, setting, seats, counts[0])
                 branch.bound = max(branch.bound, least)
@@ -186,7 +181,8 @@ def _widths(
             yield (width,), stages if wanted else None
 
 
-def _settings(space: SearchSpace, training: Training, used: int) -> Iterator[Setting]:
+def settings(space: SearchSpace, training: Training, used: int) -> Iterator[Setting]:
+    """Every schedule with every number of microbatches and extra warm-up."""
     clips = training.max_grad_norm is not None
     for schedule, m in product(space.schedules, space.microbatches):
         # whatever the warm-up is to be

@@ -1,0 +1,170 @@
+"""Pipelines from the line of a model's order, and bounds along its heaviest path.
+
+For models with too many cuts to look at each: what a probe finds takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.space.candidates import violations
+from pdcompile.passes.partition.space.pipelines import (
+    PreparedProblem,
+    limited,
+    recomputing,
+    simple_bound,
+)
+from pdcompile.passes.partition.space.probing import Late, Probing
+from pdcompile.passes.partition.space.reach import Reach
+from pdcompile.passes.partition.space.seats import Seats, arrangements
+from pdcompile.passes.schedules import warmup
+from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
+from pdcompile.schedule.registry import kind_of
+
+MARGINS = (1.0, 0.9, 0.75)  # of the memory: ledgers count more than a line does
+MOST_ORDERS = 6  # of unlike devices
+MOST_DOUBLED = 40  # times, from all work on all devices, until some seconds are enough
+
+
+@dataclass
+class LinePlans:
+    """What lines say of one number of microbatches."""
+
+    prepared: PreparedProblem
+    space: SearchSpace
+    cluster: Cluster
+
+    def bound(self, setting: Setting, lower: float, upper: float, late: Late) -> float:
+        """Seconds from `lower` to `upper` that no candidate of the setting is below."""
+        seats = Seats(self.cluster, tuple(range(len(self.cluster.devices))))
+        menu = self._menu(self.space.counts(len(seats.ranks)))
+        widest: dict[int, int] = {}
+        if not kind_of(setting.schedule).stream:
+            menu, widest = shortened(menu, setting.num_microbatches, limited(self.cluster))
+        reach = Reach(self.prepared.path_line, setting, seats, menu, widest)
+        return self._probing(reach).least(lower, upper, late)[0] * (1 - 1e-9)
+
+    def menus(self) -> tuple[list[tuple[int, ...]], ...]:
+        """Replicas that stages may have: equally many that leave no rank, equally many, any."""
+        ranks = len(self.cluster.devices)
+        counts = self.space.counts(ranks)
+        if self.space.widths or len(counts) == 1:
+            return ([counts],)
+        equal: list[tuple[int, ...]] = [(r,) for r in sorted(counts)]
+        even = [menu for menu in equal if ranks % menu[0] == 0]
+        odd = [menu for menu in equal if ranks % menu[0]]
+        return even, [counts] if self.space.replicas == "any" else [], odd
+
+    def offer(
+        self,
+        setting: Setting,
+        counts: tuple[int, ...],
+        below: Callable[[], float],
+        late: Late,
+        take: Callable[[Candidate], bool],
+    ) -> None:
+        """Give likely candidates that may take less, whose stages have one of so many replicas.
+
+        `take`: says False of one that lacks memory; then less of it is used.
+        """
+        margins = MARGINS if limited(self.cluster) else MARGINS[:1]
+        cases = product(self._orders(), self.prepared.order_lines, (False, True))
+        for order, line, balanced in cases:
+            seats, menu = Seats(self.cluster, order), self._menu(counts)
+            reach = Reach(line, setting, seats, menu, balanced=balanced)
+            for reach.memory in margins:
+                if late():
+                    return
+                found = self._found(self._probing(reach), below(), late)
+                if found is None or take(found):
+                    break
+
+    def _orders(self) -> tuple[tuple[int, ...], ...]:
+        if self.space.in_order and self.space.stages:
+            return (tuple(range(self.space.stages)),)
+        return arrangements(self.cluster)[0][:MOST_ORDERS]
+
+    def _probing(self, reach: Reach) -> Probing:
+        space = self.space
+        return Probing(reach, space.stages, space.widths, space.recomputed)
+
+    def _menu(self, counts: tuple[int, ...]) -> tuple[StageOption, ...]:
+        again = sorted(set(self.space.recompute))
+        return tuple(StageOption(r, more) for r in counts for more in again)
+
+    def _found(self, probing: Probing, below: float, late: Late) -> Candidate | None:
+        """The pipeline of the least seconds below a limit; None where there is none."""
+        reach = probing.reach
+        lower = simple_bound(self.prepared, self.space, reach.setting, reach.seats)
+        upper, doubled = below * (1 - 1e-9), 0
+        if upper == math.inf:
+            upper = 2 * lower
+            while not probing.possible(upper):
+                upper, doubled = 2 * upper, doubled + 1
+                if doubled > MOST_DOUBLED or late():
+                    return None
+        _, upper = probing.least(lower, upper, late)
+        if upper == math.inf or not probing.possible(upper):
+            return None
+        return self._candidate(probing)
+
+    def _candidate(self, probing: Probing) -> Candidate | None:
+        chain, model, reach = probing.chain(), self.prepared.whole, probing.reach
+        order = reach.seats.ranks
+        used = sum(option.replicas for _, option in chain)
+        if used < len(order) and not self.space.idle:
+            return None
+        begins = np.searchsorted(reach.line.most.work, [begin for begin, _ in chain])
+        groups = np.searchsorted(begins, np.arange(model.num_groups), "right") - 1
+        ranks, position = [], len(order) - used
+        for _, option in chain:
+            ranks.append(order[position : position + option.replicas])
+            position += option.replicas
+        options = tuple(option for _, option in chain)
+        setting, counts = reach.setting, tuple(option.replicas for option in options)
+        depths = warmup(
+            setting.schedule, len(chain), setting.num_microbatches, counts, setting.extra_warmup
+        )
+        stage_of = model.items_of(groups.tolist())
+        found = Candidate(setting, stage_of, options, tuple(ranks), depths)
+        if self.space.decides_recomputation:
+            found = recomputing(self.prepared.problem, self.cluster, found)
+        return found if not violations(self.prepared.problem, self.cluster, found) else None
+
+
+def shortened(
+    menu: tuple[StageOption, ...], num_microbatches: int, memory: bool
+) -> tuple[tuple[StageOption, ...], dict[int, int]]:
+    """The rows with the fewest replicas of those that have as many microbatches each, which take
+    no longer; and of these the most, which may hold less.  Without limits on memory nothing
+    recomputes unless it has to."""
+    fewest: dict[int, int] = {}
+    widest: dict[int, int] = {}
+    for r in sorted(option.replicas for option in menu):
+        widest[fewest.setdefault(-(-num_microbatches // r), r)] = r
+    again = memory or all(option.recompute for option in menu)
+    kept = (option for option in menu if again or not option.recompute)
+    return tuple(option for option in kept if option.replicas in widest), widest
+
+
+def shifted(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with one boundary where little crosses next to it, in every way."""
+    model, (line, _) = prepared.whole, prepared.order_lines
+    stage = np.array([candidate.stage_of[members[0]] for members in model.members])
+    if (np.diff(stage) < 0).any() or line.cuts is None:
+        return
+    ends = np.searchsorted(stage, np.arange(1, len(candidate.options)))
+    for s, end in enumerate(ends):
+        at = np.searchsorted(line.cuts, end)
+        for cut in line.cuts[max(at - 1, 0) : at + 2]:
+            moved = np.array(ends)
+            moved[s] = cut
+            if cut != end and (np.diff([0, *moved, model.num_groups]) > 0).all():
+                groups = np.searchsorted(moved, np.arange(model.num_groups), "right")
+                yield replace(candidate, stage_of=model.items_of(groups.tolist()))

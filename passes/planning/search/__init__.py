@@ -1,0 +1,1 @@
+"""Candidates of a search over the whole space: likely ones, and what was tried of them."""

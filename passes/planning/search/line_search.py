@@ -1,0 +1,89 @@
+"""The first part of the search for a plan: likely plans of every setting, and its bound.
+
+Along the order of the model's ops a likely plan takes milliseconds, whatever the replicas, and so
+does the bound of a setting along its heaviest path (`passes.partition.space.line_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdcompile.passes.partition.space.line_plans import LinePlans
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.planning.search.trials import Trials
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.schedule.registry import kind_of
+
+SHARE = 0.5  # of the time, for all of it
+SETTLING = 0.6  # of the time, until plans of it are judged
+
+
+@dataclass
+class LineSearch:
+    """What lines say of the whole space; `bounds` are seconds of a step."""
+
+    trials: Trials
+    space: SearchSpace
+    settings: Sequence[Setting]
+    prepared_at: Callable[[int], PreparedProblem]
+    bounds: dict[Setting, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cluster, space = self.trials.cluster, self.space
+        seats = Seats(cluster, tuple(range(len(cluster.devices))))
+        self._plans = {
+            m: LinePlans(self.prepared_at(m), space, cluster) for m in space.microbatches
+        }
+        # All forwards first holds the most: the others are likelier to fit, and as fast.
+        self.settings = sorted(
+            self.settings, key=lambda setting: kind_of(setting.schedule).warmup == "all"
+        )
+        for setting in self.settings:
+            prepared = self.prepared_at(setting.num_microbatches)
+            seconds = simple_bound(prepared, space, setting, seats)
+            self.bounds[setting] = seconds * setting.scale
+        self.trials.floor = min(self.bounds.values())
+
+    def run(self) -> None:
+        """Try likely plans, with equal replicas first, and bound every setting by the best."""
+        bounded = False
+        for menus in next(iter(self._plans.values())).menus():
+            for counts in menus:
+                self._try(counts)
+                if not self.trials.found or self.trials.quick:
+                    self.trials.settle(SETTLING, doubtful=False)
+            self.trials.settle(SETTLING, doubtful=False)
+            if self.trials.found and not bounded:
+                bounded = True
+                self._bound()
+
+    def _try(self, counts: tuple[int, ...]) -> None:
+        """Pipelines of every setting whose stages have one of so many replicas."""
+        trials = self.trials
+        late = partial(trials.over, SHARE)
+        for setting in self.settings:
+            if late():
+                return
+            plans, scale = self._plans[setting.num_microbatches], setting.scale
+            if self.bounds[setting] < trials.below:
+                plans.offer(setting, counts, partial(self._below, scale), late, self._take)
+
+    def _take(self, candidate: Candidate) -> bool:
+        return self.trials.offer(candidate, now=not self.trials.found)
+
+    def _below(self, scale: int) -> float:
+        return self.trials.below / scale
+
+    def _bound(self) -> None:
+        """Raise the bounds of settings to where nothing shows that a plan takes longer."""
+        late = partial(self.trials.over, SHARE)
+        for setting in self.settings:
+            known, upper = self.bounds[setting], self.trials.below
+            if known < upper and not late():
+                plans, scale = self._plans[setting.num_microbatches], setting.scale
+                found = plans.bound(setting, known / scale, upper / scale, late)
+                self.bounds[setting] = max(known, found * scale)
+        self.trials.floor = min(self.bounds.values())

@@ -1,0 +1,168 @@
+"""Trials: candidates that a search tried, the best of them first among those whose memory suffices.
+
+Where memory has limits a candidate is made into the plan that would be returned, and dropped where
+a ledger of that plan exceeds them.  That takes long: candidates wait for it, the fastest goes
+first, and those that do not fit by the graph-free estimate come last.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdcompile.cluster import Cluster
+from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.costs import Resident, rough_forecast
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
+from pdcompile.passes.planning.candidate_plan import candidate_plan
+from pdcompile.plan import Plan, Training
+from pdcompile.problem.space import Candidate
+from pdcompile.schedule.registry import name_of
+from pdcompile.units import format_seconds
+
+CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
+QUICK = 0.03  # of the time
+EXACT = 1e-9  # relative: bounds this close to the best are met
+
+
+@dataclass
+class Trials:
+    """The best candidate so far, and what may be better but was not judged."""
+
+    graph_at: Callable[[int], OpGraph]
+    prepared_at: Callable[[int], PreparedProblem]
+    cluster: Cluster
+    training: Training
+    budget: Budget
+    tell: Callable[[str], None]
+    floor: float = 0.0  # no candidate is better
+    found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
+    waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
+    tried: float = 0.0  # candidates that were simulated
+    seen: set[Candidate] = field(default_factory=set)
+    making: float = 0.0  # seconds that the plan of a candidate took, at most
+    _made: tuple[Candidate, Plan] | None = None
+
+    @property
+    def below(self) -> float:
+        """Seconds of a step that a better candidate has less of."""
+        return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
+
+    @property
+    def best(self) -> Candidate:
+        return self.found[-1][1]
+
+    @property
+    def quick(self) -> bool:
+        """Does it take next to nothing of the time to make a plan?"""
+        return self.making < QUICK * (self.budget.spent + self.budget.left)
+
+    def over(self, share: float) -> bool:
+        """Whether that share of the time is over, without what the last plan takes."""
+        whole = max(self.budget.spent + self.budget.left, 1e-9)
+        return self.budget.late or self.budget.spent > share * max(whole - self.making, 0.0)
+
+    def offer(self, candidate: Candidate | None, *, now: bool = False) -> bool:
+        """Try a candidate; False where a better one lacks memory, or may lack it.
+
+        `now`: where it fits by the estimate its plan is made at once, and not by `settle`.
+        """
+        self.tried += CHEAP
+        if candidate is None or candidate in self.seen:
+            return candidate is not None
+        self.seen.add(candidate)
+        problem = self.prepared_at(candidate.setting.num_microbatches).problem
+        limit = self.below / candidate.setting.scale
+        seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
+        if seconds >= limit:
+            return True
+        self.tried += 1
+        if fits and (now or not limited(self.cluster)):
+            return self.judge(seconds * candidate.setting.scale, candidate)
+        self.waiting.append((not fits, seconds * candidate.setting.scale, candidate))
+        return fits
+
+    def settle(self, share: float, *, doubtful: bool = True) -> float:
+        """Judge what waits, the fastest first, until that share of the time is over.
+
+        Returns the seconds of the fastest that is left, which may be better; without `doubtful`
+        those that do not fit by the estimate go on waiting.
+        """
+        self.waiting.sort(key=lambda one: one[:2])
+        while self.waiting:
+            unfit, seconds, candidate = self.waiting[0]
+            if seconds >= self.below:
+                self.waiting = [one for one in self.waiting if one[1] < self.below]
+                continue
+            if unfit and not doubtful:
+                return math.inf
+            if self.over(share):
+                return min(one[1] for one in self.waiting)
+            del self.waiting[0]
+            self.judge(seconds, candidate)
+        return math.inf
+
+    def judge(self, seconds: float, candidate: Candidate) -> bool:
+        """Make it the best if it is; False where its plan exceeds a limit on memory."""
+        if seconds >= self.below:
+            return True
+        if limited(self.cluster) and not self._keeps_limits(candidate):
+            return False
+        self.found.append((seconds, candidate))
+        gap = 100 * (1 - min(self.floor, seconds) / seconds) if seconds > 0 else 0.0
+        self.tell(
+            f"{self.budget.spent:.1f} s: {format_seconds(seconds)} a step, gap {gap:.1f} %: "
+            f"{describe(candidate)}"
+        )
+        return True
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Its plan, not certified.  The last one is kept."""
+        if self._made is None or self._made[0] != candidate:
+            began, m = time.monotonic(), candidate.setting.num_microbatches
+            made = candidate_plan(
+                self.graph_at(m),
+                self.prepared_at(m).problem,
+                candidate,
+                self.training,
+                self.cluster,
+            )
+            self._made = candidate, made
+            self.making = max(self.making, time.monotonic() - began)
+        return self._made[1]
+
+    def _keeps_limits(self, candidate: Candidate) -> bool:
+        """Do the ledgers of every rank, of the plan that would be returned?"""
+        forecast = self.plan(candidate).forecast
+        assert forecast is not None
+        return not exceeds(forecast.ledgers, self.cluster)
+
+    def _residents(self, candidate: Candidate) -> Sequence[Resident]:
+        """An estimate of what each stage holds, summed over its ops, which is quick."""
+        m = candidate.setting.num_microbatches
+        graph, items = self.graph_at(m), self.prepared_at(m).problem.items
+        pairs = zip(items, candidate.stage_of, strict=True)
+        stage_of = {name: s for item, s in pairs for name in item.ops}
+        b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
+        placed = [stage_of[op.name] for op in graph.ops]
+        return rough_forecast(graph, placed, len(candidate.options), b)
+
+
+def describe(candidate: Candidate) -> str:
+    """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputes``."""
+    widths = [option.replicas for option in candidate.options]
+    again = sum(option.recompute for option in candidate.options)
+    setting, stages = candidate.setting, len(candidate.options)
+    text = f"{name_of(setting.schedule)}, {setting.num_microbatches} microbatches, "
+    if setting.extra_warmup:
+        text += f"{setting.extra_warmup} more in flight a stage, "
+    where = f"{stages} stage" + "s" * (stages > 1)
+    if candidate.shared:
+        where += f" on {len(set(candidate.ranks))} places"
+    each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
+    where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
+    recomputing = f", {'all' if again == stages else again} recompute" if again else ""
+    return text + where + recomputing
