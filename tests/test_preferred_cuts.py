@@ -16,6 +16,7 @@ from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
+from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.module_borders import (
     Unit,
     balanced,
@@ -28,8 +29,8 @@ from pdcompile.passes.planning.module_borders import (
 )
 from pdcompile.passes.planning.preferred_cuts import preference, sent_bytes
 from pdcompile.passes.planning.preferred_plan import preferred_plan
-from pdcompile.passes.planning.solved_problem import placed
-from pdcompile.plan import Plan, check
+from pdcompile.passes.planning.solved_problem import candidate_of, placed
+from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.evaluate import Evaluation, violations
 from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
 from pdcompile.report.plan_table import certificate_line
@@ -127,6 +128,30 @@ def test_a_simple_cut_that_is_faster_than_what_was_searched_is_the_fastest() -> 
     best = preference(found, graph, 0.01)
     assert best.fastest == best.chosen
     assert best.fastest.seconds == pytest.approx(plan.certificate.objective_seconds)
+
+
+def test_updates_count_among_simple_cuts() -> None:
+    """The head takes longest wherever the blocks are; their updates are shorter apart."""
+    graph, cluster = transformer([1.0] * 6, head=4.0), links(4)
+    training = Training(step_moved=10.0, moving_seconds=2e-4)
+    fastest = planned(graph, cluster, training=training)
+    plan = preferred_plan(fastest, graph, cluster, 0.01)
+    assert plan.forecast is not None
+    assert fastest.forecast is not None
+    assert plan.problem is not None
+    parts = units(graph, plan.problem, 3.0)
+    steps = []
+    for cut in simple_cuts(parts, plan.problem, 4):
+        stage_of = [sum(b <= i for b in cut) for i in range(len(plan.problem.items))]
+        candidate = replace(candidate_of(plan), stage_of=tuple(stage_of))
+        other = candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
+        assert other.forecast is not None
+        steps.append(other.forecast.step_seconds)
+    assert plan.forecast.step_seconds <= min(steps) * (1 + 1e-6)
+    assert plan.forecast.step_seconds < fastest.forecast.step_seconds
+    (note,) = (one for one in plan.notes if "slower" in one)
+    assert "with updates a step takes" in note
+    check(plan, graph, cluster)
 
 
 def test_what_a_certificate_says_of_the_fastest_is_checked() -> None:

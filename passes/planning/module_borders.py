@@ -71,23 +71,25 @@ def simple_cuts(
     parts: Sequence[Unit], problem: PartitionProblem, stages: int
 ) -> Iterator[tuple[int, ...]]:
     """Boundaries that people choose: equally many blocks a stage, and equal shares of seconds and
-    of parameters, at borders that divide nothing."""
-    before = divided_before(parts, len(problem.items))
-    borders = [p for p in range(1, len(problem.items)) if not before[p]]
+    of parameters, at borders that divide nothing and at those of blocks alone."""
+    before, n = divided_before(parts, len(problem.items)), len(problem.items)
+    borders = [[p for p in range(1, n) if not before[p]]]
     outer = blocks(parts)
     if len(outer) >= stages:
         begins, end = [unit.items[0] for unit in outer], outer[-1].items[-1] + 1
+        borders.append([p for p in (*begins, end) if 0 < p < n])
         for first, last in ((0, 0), (1, 1), (1, 0), (0, 1)):  # does embedding count, does the head?
             edges = [0] * first + begins + [end] * last
             for extra in (0, stages - 1):  # of uneven shares the larger ones last, or first
                 cut = tuple(edges[(len(edges) * s + extra) // stages] for s in range(1, stages))
-                if cut[0] > 0 and cut[-1] < len(problem.items):
+                if cut[0] > 0 and cut[-1] < n:
                     yield cut
     for weigh in (_seconds, _forward, _parameters):
         total = list(accumulate(map(weigh, problem.items), initial=0.0))
-        found = balanced(total, borders, stages)
-        if found is not None:
-            yield found
+        for places in borders:
+            found = balanced(total, places, stages)
+            if found is not None:
+                yield found
 
 
 def blocks(parts: Sequence[Unit]) -> list[Unit]:

@@ -40,7 +40,7 @@ WORK = 2_000_000  # items, values and instructions that are evaluated, in all
 SEARCHES = 6  # with modules kept whole
 EQUAL = 1e-9  # relative, of seconds
 
-Fits = Callable[[Sequence[int]], bool]
+Fits = Callable[[tuple[int, ...]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The fastest plan that was found, and the one that is preferred."""
+    """The fastest plan that was found, and the one that is preferred.
+
+    `simple`: simple cuts, the fastest first, that may be faster where updates count too.
+    """
 
     fastest: Choice
     chosen: Choice
+    simple: tuple[Choice, ...] = ()
 
 
 def preference(
@@ -66,6 +70,7 @@ def preference(
     graph: OpGraph,
     tolerance: float = TOLERANCE,
     *,
+    with_updates: float = 0.0,
     fits: Fits = lambda _: True,
     seconds: float = math.inf,
 ) -> Preference:
@@ -73,12 +78,13 @@ def preference(
 
     Args:
         graph: of the problem's ops, with their modules.
+        with_updates: seconds of the plan where these count, 0 if not known.
         fits: whether an assignment may be used, by what the evaluator does not know (ledgers).
         seconds: of wall time that it may take, about; the work is bounded without it.
     """
     total = sum(item.forward_seconds + item.backward_seconds for item in plan.problem.items)
     used = len(set(plan.stage_of))
-    most = seconds_of(plan) * (1 + max(0.0, tolerance))
+    most = max(with_updates, seconds_of(plan) * (1 + max(0.0, tolerance)))
     search = Search(plan, units(graph, plan.problem, total / used), most, Budget(seconds))
     own = search.choice(tuple(plan.stage_of))
     if own is None or used < 2 or tolerance <= 0:
@@ -127,7 +133,8 @@ class Search:
             and rank(one)[:2] < rank(fastest)[:2]
         ]
         chosen = next((one for one in sorted(may, key=rank) if fits(one.stage_of)), fastest)
-        return Preference(fastest, chosen)
+        simple = sorted(dict.fromkeys(simple), key=lambda one: one.seconds)
+        return Preference(fastest, chosen, tuple(one for one in simple if one != chosen))
 
     def choice(self, stage_of: tuple[int, ...]) -> Choice | None:
         """None where the assignment breaks a rule, or its busiest stage alone takes too long."""

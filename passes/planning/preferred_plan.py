@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
 from pdcompile.passes.planning.candidate_plan import assembled_plan, candidate_plan
-from pdcompile.passes.planning.preferred_cuts import EQUAL, Choice, preference
+from pdcompile.passes.planning.preferred_cuts import EQUAL, Choice, Fits, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.embedded import plain
+from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
+
+MOST_SIMULATED = 6  # simple cuts, which may be faster once updates count
+NOTICED = 1e-6  # relative, of seconds of a step
 
 
 def preferred_plan(
@@ -44,27 +49,31 @@ def preferred_plan(
     if not math.isclose(seconds_of(found), claimed, rel_tol=1e-6):
         return plan  # what the search went by is not what is compared here
 
-    def made(stage_of: Sequence[int]) -> Plan:
-        candidate = replace(candidate_of(plan), stage_of=tuple(stage_of))
+    @cache
+    def made(stage_of: tuple[int, ...]) -> Plan:
+        if stage_of == tuple(found.stage_of) and plan.forecast is not None:
+            return plan
+        candidate = replace(candidate_of(plan), stage_of=stage_of)
         assert plan.problem is not None
         return candidate_plan(graph, plan.problem, candidate, plan.training, cluster)
 
-    def fits(stage_of: Sequence[int]) -> bool:
+    def fits(stage_of: tuple[int, ...]) -> bool:
         if not limited(cluster):
             return True
         forecast = made(stage_of).forecast
         return forecast is None or not exceeds(forecast.ledgers, cluster)
 
-    best = preference(found, graph, tolerance, fits=fits, seconds=seconds)
-    if best.chosen.stage_of == tuple(found.stage_of):
+    best = preference(found, graph, tolerance, with_updates=_step(plan), fits=fits, seconds=seconds)
+    chosen = _with_updates(best, made, fits)
+    new = made(chosen.stage_of)
+    if new is plan:
         return plan
-    new = made(best.chosen.stage_of)
     notes = [*new.notes, *_of_search(plan, new, graph, cluster)]
-    certificate = replace(plan.certificate, objective_seconds=best.chosen.seconds)
+    certificate = replace(plan.certificate, objective_seconds=chosen.seconds)
     certificate = replace(certificate, seconds=certificate.seconds + time.monotonic() - begin)
-    if best.chosen.seconds > best.fastest.seconds * (1 + EQUAL):
+    if chosen.seconds > best.fastest.seconds * (1 + EQUAL):
         certificate = replace(certificate, fastest_seconds=best.fastest.seconds)
-        notes.append(saving(best.fastest, best.chosen))
+        notes.append(saving(best.fastest, chosen, _step(made(best.fastest.stage_of)), _step(new)))
     certificate = _judged(certificate, optimal=plain(plan) or plan.certificate.status == "optimal")
     return replace(new, certificate=certificate, notes=tuple(notes), problem=plan.problem)
 
@@ -87,16 +96,40 @@ def _judged(certificate: Certificate, *, optimal: bool) -> Certificate:
     return replace(certificate, status="optimal" if proved else "feasible")
 
 
-def saving(fastest: Choice, chosen: Choice) -> str:
-    """What a preferred plan costs and what it saves, in one line."""
+def _step(plan: Plan) -> float:
+    """Forecast seconds of a step with a flush, updates among them; 0 without one."""
+    if kind_of(plan.training.schedule).stream or plan.forecast is None:
+        return 0.0
+    return plan.forecast.step_seconds
+
+
+def _with_updates(best: Preference, made: Callable[[tuple[int, ...]], Plan], fits: Fits) -> Choice:
+    """What is preferred, or a simple cut whose step is shorter once updates count."""
+    chosen, least = best.chosen, 0.0
+    for one in best.simple[:MOST_SIMULATED]:
+        least = least or _step(made(chosen.stage_of))
+        if one.seconds >= least:
+            break
+        step = _step(made(one.stage_of))
+        if step < least * (1 - NOTICED) and fits(one.stage_of):
+            chosen, least = one, step
+    return chosen
+
+
+def saving(fastest: Choice, chosen: Choice, before: float = 0.0, after: float = 0.0) -> str:
+    """What a preferred plan costs and what it saves, in one line; `before` and `after` are
+    seconds of a step with updates."""
     slower = 100 * (chosen.seconds / fastest.seconds - 1)
     parts = []
+    if after < before * (1 - NOTICED):
+        parts.append(f"with updates a step takes {format_seconds(after)}, not "
+                     f"{format_seconds(before)}")  # fmt: skip
     if chosen.divided < fastest.divided:
         where = f"cuts divide {chosen.divided} modules instead of {fastest.divided}"
         parts.append(where if chosen.divided else "cuts lie at borders of modules")
     if chosen.sent_bytes < fastest.sent_bytes:
-        sent, before = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
-        parts.append(f"sends {sent} instead of {before} a step")
+        sent, more = format_bytes(chosen.sent_bytes), format_bytes(fastest.sent_bytes)
+        parts.append(f"sends {sent} instead of {more} a step")
     return (
         f"{slower:.2g} % slower than the fastest plan found "
         f"({format_seconds(fastest.seconds)}): {'; '.join(parts)}; "
