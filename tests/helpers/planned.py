@@ -24,7 +24,7 @@ def planned(
     microbatches: int = 4,
     batch_size: int = 16,
     constraints: Sequence[Constraint] = (),
-    training: Training = Training(),
+    training: Training | None = None,
 ) -> Plan:
     """One stage a device, the problem inside; `training`: the rest of it."""
     stages = len(cluster.devices)
@@ -37,7 +37,7 @@ def planned(
     space = SearchSpace(
         schedules=(schedule,), microbatches=(microbatches,), stages=stages, in_order=True
     )
-    training = replace(training, batch_size=batch_size)
+    training = replace(training or Training(), batch_size=batch_size)
     return best_plan(lambda _: graph, lambda _: problem, cluster, space, training)
 
 
