@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pdcompile.steps import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
-PREFERRING = 0.03  # of the time limit, for the choice among plans that are almost as fast
+PREFERRING = 0.05  # of the time limit, for the choice among plans that are almost as fast
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -164,7 +164,8 @@ class Planner:
         whole = DEFAULT_SECONDS if limit is None else limit
         plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=limit, seed=self.options.seed, listener=self.listener,
+            time_limit=None if limit is None else (1 - PREFERRING) * limit,
+            seed=self.options.seed, listener=self.listener,
         )  # fmt: skip
         graph = graphs[plan.training.num_microbatches]
         plan = preferred_plan(

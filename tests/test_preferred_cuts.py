@@ -17,6 +17,7 @@ from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
+from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.module_borders import (
     Unit,
     balanced,
@@ -33,6 +34,7 @@ from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Plan, Training, check
 from pdcompile.plan.evaluate import Evaluation, violations
 from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
+from pdcompile.report.explain_table import boundary_table
 from pdcompile.report.plan_table import certificate_line
 from pdcompile.units import format_bytes
 from tests.helpers.graphs import B, GraphBuilder, chain
@@ -101,6 +103,15 @@ def test_a_cut_between_blocks_wins_where_it_costs_little() -> None:
     assert "--cut-tolerance 0" in note
     assert "which is proved optimal" in str(certificate_line(plan))
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_explain_calls_a_faster_cut_faster() -> None:
+    """What was passed over is no next-best cut."""
+    graph, cluster = uneven(), links(2)
+    fastest = planned(graph, cluster)
+    for plan, says in ((fastest, False), (preferred_plan(fastest, graph, cluster, 0.03), True)):
+        (row,) = boundary_table(explain(plan)).columns[2].cells
+        assert str(row).startswith("faster: ") == says
 
 
 def test_a_cut_inside_of_a_block_that_pays_for_itself_stays() -> None:
