@@ -26,7 +26,7 @@ from pdcompile.given import (
 from pdcompile.ir.graph import Capture
 from pdcompile.ir.training_check import check_loss
 from pdcompile.options import Options
-from pdcompile.options.configuration import Configuration, configure
+from pdcompile.options.configuration import Configuration, capture_size, configure
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
@@ -129,7 +129,7 @@ def _captured(
     """The model's ops, with a loss that depends on something."""
     found = capture(
         model, flat, layout, options.loss_fn,
-        microbatch_size=chosen.microbatch_size, autocast=chosen.training.autocast,
+        microbatch_size=capture_size(options, chosen), autocast=chosen.training.autocast,
     )  # fmt: skip
     check_loss(found.train)
     return found

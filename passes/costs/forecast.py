@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
@@ -19,6 +21,17 @@ from pdcompile.passes.form.lifetimes import Lifetimes, Step, operands
 
 _LOG = logging.getLogger(__name__)
 _CACHED_STAGES = 512
+
+
+@dataclass
+class Rehearsals:
+    """What rehearsing has taken in this process, so that one can say what it will take."""
+
+    seconds: float = 0.0
+    ops: int = 0
+
+
+rehearsals = Rehearsals()
 _cache: dict[str, Resident | None] = {}  # by structure; None: cannot be rehearsed
 
 
@@ -116,6 +129,7 @@ def _rehearsed(
     steps = lifetimes.steps([call.op for call in calls], set(ports.results))
     key, index = f"{_key(calls, steps, ports)} {splits}", calls[0].index
     if key not in _cache:
+        began = time.monotonic()
         try:
             found = rehearse(index, steps, ports, splits=splits)
         except Exception as error:  # of a user's op: the sum remains
@@ -124,6 +138,8 @@ def _rehearsed(
         if len(_cache) >= _CACHED_STAGES:
             _cache.clear()
         _cache[key] = found
+        rehearsals.seconds += time.monotonic() - began
+        rehearsals.ops += len(calls)
     return _cache[key]
 
 

@@ -34,7 +34,7 @@ from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.search.line_search import LineSearch
-from pdcompile.passes.planning.search.trials import Trials
+from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Partition, PartitionProblem
@@ -46,6 +46,7 @@ MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is 
 SEARCHING = 0.8  # of the time; then what was put off is settled
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
+GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
@@ -145,13 +146,14 @@ class PlanSearch:
         """Move single groups of the best candidate over a boundary as long as that helps, and
         first whole boundaries where there are too many groups."""
         trials, left, moved = self.trials, MAX_MOVES, True
+        gain = EXACT if trials.found and trials.quick else GAIN
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
             for one in self._next_to(best):
                 left -= 1
                 if left < 0 or trials.over(1.0):
                     return
-                trials.offer(one, now=True)
+                trials.offer(one, now=True, gain=gain)
                 if trials.best is not best:
                     moved = True
                     break

@@ -468,13 +468,22 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     near = [
         m
         for m in range(1, batch + 1)
-        if batch % m == 0 and usual <= SPREAD * m <= SPREAD * SPREAD * usual
+        if m == usual or (batch % m == 0 and usual <= SPREAD * m <= SPREAD * SPREAD * usual)
         if _fits(batch, m, sizes)
     ]
     while len(near) > MOST_COUNTS:  # thin out the side that has more of them
         below = sum(m < usual for m in near)
         near.pop(-2 if below * 2 < len(near) else 1)
-    return tuple(dict.fromkeys((usual, *near)))
+    return tuple(sorted(near, key=lambda m: (m != usual, m))) or (usual,)
+
+
+def capture_size(options: Options, configuration: Configuration) -> int:
+    """Samples to capture with: two at least where the number of microbatches is open, since what
+    a single sample skips (a copy, an `expand`) makes a graph of its own for it."""
+    size, batch = configuration.microbatch_size, configuration.training.batch_size
+    if not options.searches or options.microbatches != "auto" or _updates_each(options):
+        return size
+    return max(size, min(2, batch // min(options.microbatch_counts or (1,))))
 
 
 def _fits(batch: int, m: int, sizes: SizeRange) -> bool:

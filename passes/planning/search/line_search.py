@@ -55,10 +55,10 @@ class LineSearch:
                 self._try(counts)
                 if not self.trials.found or self.trials.quick:
                     self.trials.settle(SETTLING, doubtful=False)
+                if self.trials.found and not bounded:
+                    bounded = True
+                    self._bound()
             self.trials.settle(SETTLING, doubtful=False)
-            if self.trials.found and not bounded:
-                bounded = True
-                self._bound()
 
     def _try(self, counts: tuple[int, ...]) -> None:
         """Pipelines of every setting whose stages have one of so many replicas."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import Resident, rough_forecast
+from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan
@@ -43,7 +46,7 @@ class Trials:
     waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
     tried: float = 0.0  # candidates that were simulated
     seen: set[Candidate] = field(default_factory=set)
-    making: float = 0.0  # seconds that the plan of a candidate took, at most
+    others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: tuple[Candidate, Plan] | None = None
 
     @property
@@ -58,24 +61,40 @@ class Trials:
     @property
     def quick(self) -> bool:
         """Does it take next to nothing of the time to make a plan?"""
-        return self.making < QUICK * (self.budget.spent + self.budget.left)
+        return self._making < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
-        """Whether that share of the time is over, without what the last plan takes."""
+        """Whether that share of the time is over, without what making the best plan takes."""
+        made = not self.found or (self._made is not None and self._made[0] == self.best)
         whole = max(self.budget.spent + self.budget.left, 1e-9)
-        return self.budget.late or self.budget.spent > share * max(whole - self.making, 0.0)
+        left = max(whole - (0.0 if made else self._making), 0.0)
+        return self.budget.late or self.budget.spent > share * left
 
-    def offer(self, candidate: Candidate | None, *, now: bool = False) -> bool:
+    @property
+    def _making(self) -> float:
+        """Seconds that the plan of the best candidate takes: stages of one size mostly are equal,
+        and are rehearsed once."""
+        unlike = sum(set(Counter(self.best.stage_of).values()))
+        ops = unlike * self._ops_per_item
+        return self.others + rehearsals.seconds / max(rehearsals.ops, 1) * ops
+
+    @cached_property
+    def _ops_per_item(self) -> float:
+        m = self.best.setting.num_microbatches
+        return len(self.graph_at(m).ops) / len(self.prepared_at(m).problem.items)
+
+    def offer(self, candidate: Candidate | None, *, now: bool = False, gain: float = EXACT) -> bool:
         """Try a candidate; False where a better one lacks memory, or may lack it.
 
-        `now`: where it fits by the estimate its plan is made at once, and not by `settle`.
+        `now`: where it fits by the estimate its plan is made at once, and not by `settle`;
+        `gain`: how much better it has to be, relative.
         """
         self.tried += CHEAP
         if candidate is None or candidate in self.seen:
             return candidate is not None
         self.seen.add(candidate)
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
-        limit = self.below / candidate.setting.scale
+        limit = self.below * (1 - gain) / candidate.setting.scale
         seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
         if seconds >= limit:
             return True
@@ -117,12 +136,15 @@ class Trials:
             f"{self.budget.spent:.1f} s: {format_seconds(seconds)} a step, gap {gap:.1f} %: "
             f"{describe(candidate)}"
         )
+        if not self.others:
+            self.plan(candidate)  # how long that takes has to be kept free in the end
         return True
 
     def plan(self, candidate: Candidate) -> Plan:
         """Its plan, not certified.  The last one is kept."""
         if self._made is None or self._made[0] != candidate:
-            began, m = time.monotonic(), candidate.setting.num_microbatches
+            m = candidate.setting.num_microbatches
+            began = time.monotonic() - rehearsals.seconds
             made = candidate_plan(
                 self.graph_at(m),
                 self.prepared_at(m).problem,
@@ -131,7 +153,8 @@ class Trials:
                 self.cluster,
             )
             self._made = candidate, made
-            self.making = max(self.making, time.monotonic() - began)
+            took = time.monotonic() - rehearsals.seconds - began
+            self.others = max(self.others, took)
         return self._made[1]
 
     def _keeps_limits(self, candidate: Candidate) -> bool:
@@ -156,9 +179,9 @@ def describe(candidate: Candidate) -> str:
     widths = [option.replicas for option in candidate.options]
     again = sum(option.recompute for option in candidate.options)
     setting, stages = candidate.setting, len(candidate.options)
-    text = f"{name_of(setting.schedule)}, {setting.num_microbatches} microbatches, "
-    if setting.extra_warmup:
-        text += f"{setting.extra_warmup} more in flight a stage, "
+    text = f"{name_of(setting.schedule)}, "
+    text += f"extra warm-up {setting.extra_warmup}, " if setting.extra_warmup else ""
+    text += f"{setting.num_microbatches} microbatches, "
     where = f"{stages} stage" + "s" * (stages > 1)
     if candidate.shared:
         where += f" on {len(set(candidate.ranks))} places"
