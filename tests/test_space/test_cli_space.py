@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,39 @@ def test_auto_means_the_same_to_compile_and_to_the_command_line(tmp_path: Path, 
     assert ours.training.warmup == told.training.warmup
     assert ours.certificate.scope == told.certificate.scope
     assert [stage.ops for stage in ours.stages] == [stage.ops for stage in told.stages]
+
+
+def test_everything_open_means_the_same_to_compile_and_to_the_command_line(
+    tmp_path: Path, call: Call
+) -> None:
+    file = tmp_path / "plan.json"
+    flags = ("--cluster", "2x2", "--costs", "estimated", "--memory", "1 GB", "-o", str(file))
+    auto = ("--schedule", "auto", "--replicas", "any", "--recompute", "auto")
+    code, _, err = call("plan", WORKLOAD, *auto, *flags)
+    assert code == 0, err
+    told = re.findall(r"^plan after \S+ s: (.*) a step, gap (.*) %: (.*)$", err, re.MULTILINE)
+    assert told
+    workload = load_target(WORKLOAD)
+    with pdcompile.compile(
+        workload.model,
+        workload.example_inputs,
+        example_target=next(iter(workload.batches()))[1],
+        loss_fn=workload.loss_fn,
+        cluster="2x2",
+        schedule="auto",
+        replicas="any",
+        recompute="auto",
+        memory="1 GB",
+        costs="estimated",
+    ) as pipe:
+        ours = pipe.plan
+    file_plan = Plan.from_json(file.read_text())
+    assert ours.certificate.objective_seconds == file_plan.certificate.objective_seconds
+    assert ours.certificate.bound_seconds == file_plan.certificate.bound_seconds
+    assert ours.certificate.scope == file_plan.certificate.scope
+    assert ours.stages == file_plan.stages
+    assert ours.training == file_plan.training
+    assert f"{ours.training.num_microbatches} microbatches" in told[-1][-1]
 
 
 def test_a_plan_of_stages_that_recompute_runs_and_is_explained(tmp_path: Path, call: Call) -> None:
