@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.explain import explain
@@ -28,7 +30,13 @@ from pdcompile.passes.planning.module_borders import (
     simple_cuts,
     units,
 )
-from pdcompile.passes.planning.preferred_cuts import preference, sent_bytes
+from pdcompile.passes.planning.preferred_cuts import (
+    Choice,
+    Search,
+    preference,
+    sent_bytes,
+    worth,
+)
 from pdcompile.passes.planning.preferred_plan import preferred_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Plan, Training, check
@@ -161,8 +169,33 @@ def test_updates_count_among_simple_cuts() -> None:
     assert plan.forecast.step_seconds <= min(steps) * (1 + 1e-6)
     assert plan.forecast.step_seconds < fastest.forecast.step_seconds
     (note,) = (one for one in plan.notes if "slower" in one)
-    assert "with updates a step takes" in note
+    assert "shorter once updates count" in note
     check(plan, graph, cluster)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_a_step_with_updates_is_the_simulators(data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 1.3]), min_size=2, max_size=4))
+    graph, cluster = transformer(seconds), links(data.draw(st.integers(2, 4)), 1e3)
+    training = Training(step_moved=10.0, moving_seconds=data.draw(st.sampled_from([0.0, 1e-4])))
+    schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+    plan = planned(graph, cluster, schedule=schedule, training=training)
+    update = partial(training.update_seconds, versions=False)
+    found = Search(placed(plan), (), Budget(1.0), update).step(placed(plan))
+    assert plan.forecast is not None
+    assert found == pytest.approx(plan.forecast.step_seconds, rel=1e-9)
+
+
+def test_what_saves_little_may_cost_little() -> None:
+    fastest = Choice((0, 1), 1.0, 8, 1000)
+    assert worth(fastest, replace(fastest, divided=4)) == 1.0
+    assert worth(fastest, replace(fastest, sent_bytes=500)) == 1.0
+    assert worth(fastest, replace(fastest, divided=7)) == pytest.approx(0.25)
+    assert worth(fastest, replace(fastest, sent_bytes=900, divided=7)) == pytest.approx(0.25)
+    whole = replace(fastest, divided=0)
+    assert worth(whole, replace(whole, sent_bytes=800)) == pytest.approx(0.4)
+    assert worth(whole, whole) == 0.0
 
 
 def test_what_a_certificate_says_of_the_fastest_is_checked() -> None:

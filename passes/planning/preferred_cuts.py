@@ -2,9 +2,10 @@
 
 Within a tolerance of the fastest plan's objective, and sending no more bytes a step, that plan is
 preferred which divides the fewest modules (see `module_borders`); of these the one that sends the
-least, in steps of 1 % of what the fastest sends; of these the fastest.  It is never slower than a
-simple cut, of equally many blocks, seconds or parameters a stage, that may be used as well; where
-one of those is faster than what was searched, it is the fastest.
+least, in steps of 1 % of what the fastest sends; of these the fastest.  A plan that halves neither
+of the two may only cost a part of the tolerance (`worth`).  It is never slower than a simple cut,
+of equally many blocks, seconds or parameters a stage, that may be used as well, updates counted;
+where one of those is faster than what was searched, it is the fastest.
 
 Candidates come from two programs.  `BoundaryProgram` cuts so that no stage is above some load;
 how high that may be is found by bisection, with the one evaluator as judge.  Where stages have a
@@ -24,6 +25,7 @@ from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import solve
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
+from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.passes.planning.module_borders import (
     Unit,
     divided,
@@ -32,6 +34,7 @@ from pdcompile.passes.planning.module_borders import (
     units,
 )
 from pdcompile.plan.evaluate import Evaluation
+from pdcompile.plan.makespan import with_updates
 
 TOLERANCE = 0.01  # where the user says nothing
 STEPS = 100  # of bytes sent, in which savings count
@@ -39,8 +42,10 @@ LOADS = 10  # that are tried
 WORK = 2_000_000  # items, values and instructions that are evaluated, in all
 SEARCHES = 6  # with modules kept whole
 EQUAL = 1e-9  # relative, of seconds
+ROUNDING = 1e-6  # of a step with updates
 
 Fits = Callable[[tuple[int, ...]], bool]
+Update = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,12 @@ class Choice:
 class Preference:
     """The fastest plan that was found, and the one that is preferred.
 
-    `simple`: simple cuts, the fastest first, that may be faster where updates count too.
+    `shorter`: the share by which a step of the latter is, once updates count; 0: it is not.
     """
 
     fastest: Choice
     chosen: Choice
-    simple: tuple[Choice, ...] = ()
+    shorter: float = 0.0
 
 
 def preference(
@@ -70,7 +75,7 @@ def preference(
     graph: OpGraph,
     tolerance: float = TOLERANCE,
     *,
-    with_updates: float = 0.0,
+    update: Update | None = None,
     fits: Fits = lambda _: True,
     seconds: float = math.inf,
 ) -> Preference:
@@ -78,14 +83,14 @@ def preference(
 
     Args:
         graph: of the problem's ops, with their modules.
-        with_updates: seconds of the plan where these count, 0 if not known.
+        update: seconds that a device of speed 1 needs to update so many bytes.
         fits: whether an assignment may be used, by what the evaluator does not know (ledgers).
         seconds: of wall time that it may take, about; the work is bounded without it.
     """
     total = sum(item.forward_seconds + item.backward_seconds for item in plan.problem.items)
     used = len(set(plan.stage_of))
-    most = max(with_updates, seconds_of(plan) * (1 + max(0.0, tolerance)))
-    search = Search(plan, units(graph, plan.problem, total / used), most, Budget(seconds))
+    search = Search(plan, units(graph, plan.problem, total / used), Budget(seconds), update)
+    search.most = max(search.step(plan), seconds_of(plan) * (1 + max(0.0, tolerance)))
     own = search.choice(tuple(plan.stage_of))
     if own is None or used < 2 or tolerance <= 0:
         own = own or Choice(tuple(plan.stage_of), seconds_of(plan), 0, 0)
@@ -99,8 +104,9 @@ class Search:
 
     plan: Evaluation
     units: tuple[Unit, ...]
-    most: float  # seconds of what is worth to be evaluated
     budget: Budget
+    update: Update | None
+    most: float = math.inf  # seconds of what is worth to be evaluated
     seen: dict[tuple[int, ...], Choice | None] = field(default_factory=dict)
     searched: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
@@ -118,11 +124,8 @@ class Search:
         limit = min(limit, fastest.seconds * (1 + tolerance))
 
         def rank(one: Choice) -> tuple[int, int, float]:
-            return (
-                one.divided,
-                -(-one.sent_bytes * STEPS // max(1, fastest.sent_bytes)),
-                one.seconds,
-            )
+            sent = -(-one.sent_bytes * STEPS // max(1, fastest.sent_bytes))
+            return one.divided, sent, one.seconds
 
         may = [
             one
@@ -131,10 +134,32 @@ class Search:
             and one.seconds <= limit
             and one.sent_bytes <= fastest.sent_bytes
             and rank(one)[:2] < rank(fastest)[:2]
+            and one.seconds <= fastest.seconds * (1 + tolerance * worth(fastest, one))
         ]
         chosen = next((one for one in sorted(may, key=rank) if fits(one.stage_of)), fastest)
-        simple = sorted(dict.fromkeys(simple), key=lambda one: one.seconds)
-        return Preference(fastest, chosen, tuple(one for one in simple if one != chosen))
+        return self._with_updates(Preference(fastest, chosen), simple, fits)
+
+    def _with_updates(self, found: Preference, simple: list[Choice], fits: Fits) -> Preference:
+        """With a simple cut in place of what is preferred, where its step is shorter."""
+        least = self.step(self.plan.of(found.chosen.stage_of))
+        for one in sorted(dict.fromkeys(simple), key=lambda one: one.seconds):
+            if one.seconds >= least:
+                break
+            step = self.step(self.plan.of(one.stage_of))
+            if step < least * (1 - ROUNDING) and fits(one.stage_of):
+                least, found = step, replace(found, chosen=one)
+        before = self.step(self.plan.of(found.fastest.stage_of)) if least else 0.0
+        return replace(found, shorter=max(0.0, 1 - least / before) if before else 0.0)
+
+    def step(self, plan: Evaluation) -> float:
+        """Seconds of the objective with updates, of a flush with a rank each stage; else 0."""
+        on, times = plan.deployment, plan.times
+        if self.update is None or not (on.flush and times.straight) or on.clips:
+            return 0.0
+        problem, stage_of = plan.problem, plan.stage_of
+        sizes = [sum(updated_sizes(problem, stage_of, s)) for s in plan.stages]
+        updates = [self.update(size) / v for size, v in zip(sizes, on.speeds, strict=True)]
+        return with_updates(times.timing, plan.warmup, plan.m, on.schedule, updates)
 
     def choice(self, stage_of: tuple[int, ...]) -> Choice | None:
         """None where the assignment breaks a rule, or its busiest stage alone takes too long."""
@@ -207,6 +232,15 @@ class Search:
         except InfeasibleError:
             return None
         return None if best is None else self.choice(best.stage_of)
+
+
+def worth(fastest: Choice, other: Choice) -> float:
+    """The share of the tolerance that the other may cost: all of it where it halves something."""
+    pairs = (
+        (other.divided, fastest.divided),
+        (other.sent_bytes, fastest.sent_bytes),
+    )
+    return min(1.0, 2 * max(1 - now / before if before else 0.0 for now, before in pairs))
 
 
 def busiest(plan: Evaluation) -> float:

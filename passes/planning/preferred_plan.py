@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import exceeds, limited
 from pdcompile.passes.planning.candidate_plan import assembled_plan, candidate_plan
-from pdcompile.passes.planning.preferred_cuts import EQUAL, Choice, Fits, Preference, preference
+from pdcompile.passes.planning.preferred_cuts import EQUAL, Preference, preference
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Certificate, Plan
 from pdcompile.plan.embedded import plain
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes, format_seconds
-
-MOST_SIMULATED = 6  # simple cuts, which may be faster once updates count
-NOTICED = 1e-6  # relative, of seconds of a step
 
 
 def preferred_plan(
@@ -63,8 +59,13 @@ def preferred_plan(
         forecast = made(stage_of).forecast
         return forecast is None or not exceeds(forecast.ledgers, cluster)
 
-    best = preference(found, graph, tolerance, with_updates=_step(plan), fits=fits, seconds=seconds)
-    chosen = _with_updates(best, made, fits)
+    training = plan.training
+    best = preference(
+        found, graph, tolerance,
+        update=partial(training.update_seconds, versions=kind_of(training.schedule).stream),
+        fits=fits, seconds=seconds,
+    )  # fmt: skip
+    chosen = best.chosen
     new = made(chosen.stage_of)
     if new is plan:
         return plan
@@ -73,7 +74,7 @@ def preferred_plan(
     certificate = replace(certificate, seconds=certificate.seconds + time.monotonic() - begin)
     if chosen.seconds > best.fastest.seconds * (1 + EQUAL):
         certificate = replace(certificate, fastest_seconds=best.fastest.seconds)
-        notes.append(saving(best.fastest, chosen, _step(made(best.fastest.stage_of)), _step(new)))
+        notes.append(saving(best))
     certificate = _judged(certificate, optimal=plain(plan) or plan.certificate.status == "optimal")
     return replace(new, certificate=certificate, notes=tuple(notes), problem=plan.problem)
 
@@ -96,34 +97,13 @@ def _judged(certificate: Certificate, *, optimal: bool) -> Certificate:
     return replace(certificate, status="optimal" if proved else "feasible")
 
 
-def _step(plan: Plan) -> float:
-    """Forecast seconds of a step with a flush, updates among them; 0 without one."""
-    if kind_of(plan.training.schedule).stream or plan.forecast is None:
-        return 0.0
-    return plan.forecast.step_seconds
-
-
-def _with_updates(best: Preference, made: Callable[[tuple[int, ...]], Plan], fits: Fits) -> Choice:
-    """What is preferred, or a simple cut whose step is shorter once updates count."""
-    chosen, least = best.chosen, 0.0
-    for one in best.simple[:MOST_SIMULATED]:
-        least = least or _step(made(chosen.stage_of))
-        if one.seconds >= least:
-            break
-        step = _step(made(one.stage_of))
-        if step < least * (1 - NOTICED) and fits(one.stage_of):
-            chosen, least = one, step
-    return chosen
-
-
-def saving(fastest: Choice, chosen: Choice, before: float = 0.0, after: float = 0.0) -> str:
-    """What a preferred plan costs and what it saves, in one line; `before` and `after` are
-    seconds of a step with updates."""
+def saving(found: Preference) -> str:
+    """What a preferred plan costs and what it saves, in one line."""
+    fastest, chosen = found.fastest, found.chosen
     slower = 100 * (chosen.seconds / fastest.seconds - 1)
     parts = []
-    if after < before * (1 - NOTICED):
-        parts.append(f"with updates a step takes {format_seconds(after)}, not "
-                     f"{format_seconds(before)}")  # fmt: skip
+    if found.shorter > 0:
+        parts.append(f"a step is {100 * found.shorter:.2g} % shorter once updates count")
     if chosen.divided < fastest.divided:
         where = f"cuts divide {chosen.divided} modules instead of {fastest.divided}"
         parts.append(where if chosen.divided else "cuts lie at borders of modules")

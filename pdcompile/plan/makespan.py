@@ -130,6 +130,21 @@ def makespan(
     return walk.finished(timing)[0]
 
 
+def with_updates(
+    timing: Timing,
+    warmup: Sequence[int],
+    num_microbatches: int,
+    schedule: str,
+    updates: Sequence[float],
+) -> float:
+    """`makespan` and then updates, of so many seconds each stage; final hops follow them."""
+    full_duplex = timing.full_duplex
+    walk = _walk(timing, warmup, num_microbatches, schedule, full_duplex=full_duplex)
+    ends = [now + seconds for now, seconds in zip(walk.done, updates, strict=True)]
+    finals = (max(ends[a], ends[b]) + seconds for (a, b), seconds in timing.final_hops.items())
+    return max(*ends, *finals)
+
+
 def critical_path(
     timing: Timing, warmup: Sequence[int], num_microbatches: int, schedule: str = DEFAULT
 ) -> Path:
