@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pdcompile.steps import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
-PREFERRING = 0.05  # of the time limit, for the choice among plans that are almost as fast
+PREFERRING = 0.05  # of the time limit at least, to choose among plans that are almost as fast
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -170,7 +170,7 @@ class Planner:
         graph = graphs[plan.training.num_microbatches]
         plan = preferred_plan(
             plan, graph, self.cluster, TOLERANCE if tolerance is None else tolerance,
-            seconds=PREFERRING * whole,
+            seconds=max(PREFERRING * whole, whole - plan.certificate.seconds),
         )  # fmt: skip
         check_plan(plan, graph, self.cluster)
         return replace(plan, notes=(*plan.notes, *self.cluster.notes, *self._notes))

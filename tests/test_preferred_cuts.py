@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import signal
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PdcompileError, PlanError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.planning import preferred_cuts
 from pdcompile.passes.planning.boundary_program import BoundaryProgram
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.explain import explain
@@ -126,6 +129,28 @@ def test_a_cut_inside_of_a_block_that_pays_for_itself_stays() -> None:
     graph, cluster = uneven(), links(2)
     fastest = planned(graph, cluster)
     assert preferred_plan(fastest, graph, cluster, 0.01) is fastest
+
+
+def test_without_time_the_plan_stays_as_it_was_found() -> None:
+    graph, cluster = uneven(), links(2)
+    fastest = planned(graph, cluster)
+    assert preferred_plan(fastest, graph, cluster, 0.03, seconds=0.0) is fastest
+
+
+def test_ctrl_c_ends_the_choice_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = uneven(), links(2)
+    fastest, times = planned(graph, cluster), []
+
+    def interrupted(plan: Evaluation) -> float:
+        times.append(plan)
+        if len(times) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return seconds_of(plan)
+
+    monkeypatch.setattr(preferred_cuts, "seconds_of", interrupted)
+    plan = preferred_plan(fastest, graph, cluster, 0.03)
+    assert len(times) == 2
+    check(plan, graph, cluster)
 
 
 def test_the_fastest_stays_where_nothing_is_saved() -> None:

@@ -85,17 +85,19 @@ def preference(
         graph: of the problem's ops, with their modules.
         update: seconds that a device of speed 1 needs to update so many bytes.
         fits: whether an assignment may be used, by what the evaluator does not know (ledgers).
-        seconds: of wall time that it may take, about; the work is bounded without it.
+        seconds: of wall time that it may take, about; the work is bounded without it.  Ctrl-C
+            ends it with the best so far.
     """
     total = sum(item.forward_seconds + item.backward_seconds for item in plan.problem.items)
     used = len(set(plan.stage_of))
-    search = Search(plan, units(graph, plan.problem, total / used), Budget(seconds), update)
-    search.most = max(search.step(plan), seconds_of(plan) * (1 + max(0.0, tolerance)))
-    own = search.choice(tuple(plan.stage_of))
-    if own is None or used < 2 or tolerance <= 0:
-        own = own or Choice(tuple(plan.stage_of), seconds_of(plan), 0, 0)
-        return Preference(own, own)
-    return search.run(own, tolerance, fits)
+    with Budget(seconds) as budget:
+        search = Search(plan, units(graph, plan.problem, total / used), budget, update)
+        own = search.choice(tuple(plan.stage_of))
+        if own is None or used < 2 or tolerance <= 0:
+            own = own or Choice(tuple(plan.stage_of), seconds_of(plan), 0, 0)
+            return Preference(own, own)
+        search.most = max(search.step(plan), own.seconds * (1 + tolerance))
+        return search.run(own, tolerance, fits)
 
 
 @dataclass(slots=True)
@@ -141,6 +143,8 @@ class Search:
 
     def _with_updates(self, found: Preference, simple: list[Choice], fits: Fits) -> Preference:
         """With a simple cut in place of what is preferred, where its step is shorter."""
+        if self.budget.late:
+            return found
         least = self.step(self.plan.of(found.chosen.stage_of))
         for one in sorted(dict.fromkeys(simple), key=lambda one: one.seconds):
             if one.seconds >= least:
@@ -162,8 +166,11 @@ class Search:
         return with_updates(times.timing, plan.warmup, plan.m, on.schedule, updates)
 
     def choice(self, stage_of: tuple[int, ...]) -> Choice | None:
-        """None where the assignment breaks a rule, or its busiest stage alone takes too long."""
+        """None where the assignment breaks a rule, its busiest stage alone takes too long, or time
+        is over."""
         if stage_of not in self.seen:
+            if self.budget.late:
+                return None
             same = stage_of == tuple(self.plan.stage_of)
             one = self.plan if same else self.plan.of(stage_of)
             dropped = busiest(one) > self.most or any(one.violations())
