@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import PdcompileError
 from pdcompile.passes.partition.alternatives import (
     Boundary,
@@ -24,7 +25,9 @@ from pdcompile.passes.partition.alternatives import (
     seconds_of,
     stage_uses,
 )
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
+from pdcompile.passes.planning.search.freed_choices import Freed, freed
 from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
@@ -34,6 +37,7 @@ from pdcompile.problem import MemoryRule, PartitionProblem
 from pdcompile.units import format_bytes
 
 DEFAULT_SECONDS = 10.0
+FREEING = 0.3  # of the time, for choices that were fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Explanation:
     edited: bool = False
     names: tuple[str, ...] = ()  # of the items
     seconds: float = 0.0  # wall time of explaining
+    freed: Freed | None = None  # the choice that costs most of those that were fixed
 
 
 def explain(
@@ -66,8 +71,8 @@ def explain(
     """Measure the plan's stages on its problem, its neighbours, and the problem with less limits.
 
     Args:
-        time_limit: wall seconds for looser limits, which are solved anew; None: 10.  Where the
-            plan itself took the planner longer, none is tried.
+        time_limit: wall seconds for looser limits, which are solved anew, each with its share of
+            what is left, and for choices that were fixed; None: 10.
 
     Raises:
         PlanError: the plan holds no problem, or its stages tear an item apart.
@@ -78,11 +83,11 @@ def explain(
     claimed = plan.certificate.objective_seconds
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
     limit = DEFAULT_SECONDS if time_limit is None else time_limit
+    cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
+    costs_much = freed(plan, found, cluster, Budget(FREEING * limit)) if limit > 0 else None
     deeper = None if found.placed else _deeper(problem, plan.training)
     breaks = _by_ledger(plan, found)
     wanted = (*relaxations(found, deeper), *_activations_kept(plan, where))
-    if plan.certificate.seconds > limit and not found.placed:
-        wanted = tuple(_too_long(one, plan.certificate.seconds) for one in wanted)
     return Explanation(
         objective_seconds=objective,
         flush=found.deployment.flush,
@@ -92,11 +97,14 @@ def explain(
         stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(found)[1] if chained(found) else 0.0,
         boundaries=boundaries(found, breaks),
-        relaxed=relax(wanted, breaks, time_limit=limit, seed=plan.training.seed),
+        relaxed=relax(
+            wanted, breaks, time_limit=limit - (time.monotonic() - begin), seed=plan.training.seed
+        ),
         broken=tuple(broken(found)),
         edited=edited,
         names=tuple(item.name for item in problem.items),
         seconds=time.monotonic() - begin,
+        freed=costs_much,
     )
 
 
@@ -163,8 +171,3 @@ def _deeper(problem: PartitionProblem, training: Training) -> MemoryRule | None:
     except PdcompileError:
         return None  # a schedule that has no deeper form
     return rule if sum(rule.in_flight) > sum(problem.memory.in_flight) else None
-
-
-def _too_long(one: Relaxation, seconds: float) -> Relaxation:
-    reason = f"planning took {seconds:.0f} s; --time-limit {math.ceil(2 * seconds)} tries it"
-    return replace(one, plan=None, reason=one.reason or reason)

@@ -167,12 +167,31 @@ def forecast_line(plan: Plan) -> Text:
     sent = " + ".join(format_bytes(count) for count in forecast.sent_bytes)
     if len(forecast.sent_bytes) > 4:
         sent = f"{format_bytes(sum(forecast.sent_bytes))} over all ranks"
-    replicated = any(stage.replicas > 1 for stage in plan.stages)
-    summed = ", sums of gradients over replicas among it" if replicated else ""
     return Text(
         f"forecast: {format_seconds(forecast.step_seconds)} a step, "
         f"{forecast.samples_per_second:,.0f} samples/s, "
-        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{summed}"
+        f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{_sums(plan)}"
+    )
+
+
+def _sums(plan: Plan) -> str:
+    """What of that are sums of gradients over replicas, in bytes and seconds where the plan holds
+    the problem that says so."""
+    if all(stage.replicas == 1 for stage in plan.stages):
+        return ""
+    from pdcompile.errors import PlanError
+    from pdcompile.passes.planning.solved_problem import placed
+
+    try:
+        times = placed(plan).times
+    except PlanError:  # without a problem, or with other stages than it has
+        return ", sums of gradients over replicas among it"
+    pairs = zip(plan.stages, times.reduced, strict=True)
+    summed = sum(2 * (stage.replicas - 1) * size for stage, size in pairs)
+    longest = max(map(times.reduction, range(len(plan.stages))))
+    return (
+        f", {format_bytes(summed)} of it sums of gradients over replicas, which take "
+        f"{format_seconds(longest)} at the slowest stage"
     )
 
 

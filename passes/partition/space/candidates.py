@@ -1,4 +1,4 @@
-"""A candidate's ranks on a cluster, for the one evaluator."""
+"""A candidate's ranks on a cluster, for the one evaluator; and a candidate in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pdcompile.plan.evaluate import Deployment, Evaluation, Holding
 from pdcompile.plan.times import half_duplex
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
-from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
+from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of, name_of
 
 
 def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Evaluation:
@@ -69,3 +69,20 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
     if repeated or not set(flat) <= set(range(len(cluster.devices))):
         found.append(f"ranks {flat} are not devices of the cluster, each once")
     return found or list(evaluation(problem, cluster, candidate).violations())
+
+
+def describe(candidate: Candidate) -> str:
+    """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputes``."""
+    widths = [option.replicas for option in candidate.options]
+    again = sum(option.recompute for option in candidate.options)
+    setting, stages = candidate.setting, len(candidate.options)
+    text = f"{name_of(setting.schedule)}, "
+    text += f"extra warm-up {setting.extra_warmup}, " if setting.extra_warmup else ""
+    text += f"{setting.num_microbatches} microbatches, "
+    where = f"{stages} stage" + "s" * (stages > 1)
+    if candidate.shared:
+        where += f" on {len(set(candidate.ranks))} places"
+    each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
+    where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
+    recomputing = f", {'all' if again == stages else again} recompute" if again else ""
+    return text + where + recomputing

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.costs import Resident
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -34,7 +34,10 @@ from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
-Residents = Callable[[Candidate], Sequence[Resident]]
+if TYPE_CHECKING:
+    from pdcompile.passes.costs import Resident
+
+Residents = Callable[[Candidate], Sequence["Resident"]]
 """What every stage of a candidate holds of a microbatch."""
 
 MAX_IDEALS = 1_000

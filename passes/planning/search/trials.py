@@ -19,11 +19,11 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs import Resident, rough_forecast
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import Candidate
-from pdcompile.schedule.registry import name_of
 from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
@@ -172,20 +172,3 @@ class Trials:
         b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
         placed = [stage_of[op.name] for op in graph.ops]
         return rough_forecast(graph, placed, len(candidate.options), b)
-
-
-def describe(candidate: Candidate) -> str:
-    """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputes``."""
-    widths = [option.replicas for option in candidate.options]
-    again = sum(option.recompute for option in candidate.options)
-    setting, stages = candidate.setting, len(candidate.options)
-    text = f"{name_of(setting.schedule)}, "
-    text += f"extra warm-up {setting.extra_warmup}, " if setting.extra_warmup else ""
-    text += f"{setting.num_microbatches} microbatches, "
-    where = f"{stages} stage" + "s" * (stages > 1)
-    if candidate.shared:
-        where += f" on {len(set(candidate.ranks))} places"
-    each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
-    where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
-    recomputing = f", {'all' if again == stages else again} recompute" if again else ""
-    return text + where + recomputing

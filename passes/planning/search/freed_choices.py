@@ -1,0 +1,125 @@
+"""What a plan would gain if a choice that was fixed were left to the planner.
+
+From the plan's own problem, with the costs of its microbatches: likely plans of the larger space,
+by the one evaluator, and memory as graph-free plans hold it.  So a gain is a hint, not a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pdcompile.cluster import Cluster
+from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.space.candidates import describe
+from pdcompile.passes.partition.space.line_plans import LinePlans
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, timed
+from pdcompile.plan import Plan
+from pdcompile.plan.evaluate import Evaluation
+from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.schedule.registry import KINDS, kind_of
+
+MUCH = 1.1  # times as fast, from which it is worth a line
+ALMOST = 0.97  # of what all choices together gain: then one of them is named
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What would be left to the planner, how many times as fast that is, and the plan in words."""
+
+    choice: str
+    times: float
+    plan: str
+
+    def __str__(self) -> str:
+        return f"{self.choice} would be {self.times:.2g} times as fast: {self.plan}"
+
+
+def freed(plan: Plan, found: Evaluation, cluster: Cluster, budget: Budget) -> Freed | None:
+    """The gain of what costs most of what was fixed; None where nothing costs much.
+
+    `found`: the plan as its evaluator sees it.
+    """
+    kind, problem = kind_of(plan.training.schedule), found.problem
+    last = len(problem.stages) - 1
+    numbered = problem.forbidden or any(s != last for _, s in problem.pins)
+    if kind.updates_each or kind.written or numbered or len(cluster.devices) < 2:
+        return None
+    prepared, seconds = PreparedProblem(problem, 1), found.seconds
+    seconds *= found.m if kind.stream else 1
+    each: list[Freed] = []
+    for choice, space in _spaces(plan):
+        least, best = _least(prepared, space, cluster, plan, budget)
+        if best is not None and least < seconds / MUCH:
+            each.append(Freed(choice, seconds / least, describe(best)))
+    most = max((one.times for one in each), default=0.0)
+    return next((one for one in each if one.times >= ALMOST * most), None)
+
+
+def _spaces(plan: Plan) -> Iterator[tuple[str, SearchSpace]]:
+    """Each choice alone, then all of them; of those that were not open already."""
+    open_, training = plan.certificate.scope, plan.training
+    recomputes = tuple(stage.recompute for stage in plan.stages)
+    widths, stages = tuple(stage.replicas for stage in plan.stages), len(plan.stages)
+    fixed = SearchSpace(
+        "1" if set(widths) == {1} else widths, tuple(sorted(set(recomputes))),
+        (training.schedule,), (training.num_microbatches,), stages=stages,
+        recomputed=recomputes if len(set(recomputes)) > 1 else (),
+    )  # fmt: skip
+    kinds = (kind for kind in KINDS.values() if kind.by_planner and not kind.stream)
+    schedules = tuple(dict.fromkeys((training.schedule, *(kind.name for kind in kinds))))
+    wider: dict[str, dict[str, Any]] = {
+        "replicas='any'": {"replicas": "any", "stages": None, "recomputed": ()},
+        "recompute='auto'": {"recompute": (False, True), "recomputed": ()},
+        "schedule='auto'": {"schedules": schedules, "extra_warmup": (0, 1)},
+    }
+    if "replicas any" in open_:
+        del wider["replicas='any'"]
+    if "recomputation by stage" in open_ or True not in recomputes:
+        del wider["recompute='auto'"]
+    if "schedules gpipe, 1f1b" in open_:
+        del wider["schedule='auto'"]
+    for name, change in wider.items():
+        yield name, replace(fixed, **change)
+    if len(wider) > 1:
+        together = {key: value for change in wider.values() for key, value in change.items()}
+        yield ", ".join(wider), replace(fixed, **together)
+
+
+def _least(
+    prepared: PreparedProblem, space: SearchSpace, cluster: Cluster, plan: Plan, budget: Budget
+) -> tuple[float, Candidate | None]:
+    """The least seconds of a step among likely plans of the space."""
+    plans, training = LinePlans(prepared, space, cluster), plan.training
+    best: list[tuple[float, Candidate | None]] = [(math.inf, None)]
+
+    def take(setting: Setting, candidate: Candidate) -> bool:
+        below = best[-1][0] / setting.scale
+        seconds, fits = timed(prepared.problem, cluster, candidate, below)
+        if fits and seconds < below:
+            best.append((seconds * setting.scale, candidate))
+        return fits
+
+    def below(setting: Setting) -> float:
+        return best[-1][0] / setting.scale
+
+    late: Callable[[], bool] = partial(getattr, budget, "late")
+    for schedule in space.schedules:
+        for extra in space.extra_warmup:
+            setting = Setting(
+                schedule, training.num_microbatches, extra, training.optimizer_factor,
+                training.max_grad_norm is not None, training.step,
+            )  # fmt: skip
+            for menus in plans.menus()[:2]:
+                for counts in menus:
+                    try:
+                        plans.offer(
+                            setting, counts, partial(below, setting), late, partial(take, setting)
+                        )
+                    except InfeasibleError:
+                        return math.inf, None
+    return best[-1]
