@@ -206,7 +206,7 @@ class Search:
         if least is None:
             return
         low, high = heaviest / 2, least[1]  # of equal weight the cut whose stages have least
-        best: tuple[int, ...] = self.plan.stage_of  # type: ignore[assignment]
+        best = tuple(self.plan.stage_of)
         for _ in range(LOADS):
             load = math.sqrt(low * high)
             found = program.cut(load)

@@ -157,7 +157,10 @@ def _own_cut(
     if wrong := broken(own):
         return None, tuple(wrong)
     objective = own.seconds
-    found = planned(stage_of, replace(certificate, objective_seconds=objective, bound_seconds=0.0))
+    unknown = replace(
+        certificate, objective_seconds=objective, bound_seconds=0.0, fastest_seconds=None
+    )
+    found = planned(stage_of, unknown)
     over = excess(changed, found) if found.forecast is not None else {}
     if over:
         return None, tuple(
