@@ -14,7 +14,8 @@ from pdcompile.passes.partition.bounds import flush_bound, seed_paths
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.dynamic_program import solve
 from pdcompile.passes.partition.model import all_ideals, build, single_moves
-from pdcompile.passes.partition.search import Search, _barred
+from pdcompile.passes.partition.moves import barred_by
+from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
@@ -343,7 +344,7 @@ def test_moves_that_a_path_bars_are_no_better() -> None:
             continue
         search = Search(problem, model, Budget())
         search.offer(tuple(found.stage_of[group[0]] for group in model.members))
-        tells, best = _barred(search), search.groups
+        tells, best = barred_by(search), search.groups
         for v, s in single_moves(model.arcs, best):
             groups = (*best[:v], s, *best[v + 1 :])
             if model.lowest[v] <= s <= model.highest[v] and tells(groups):

@@ -26,12 +26,13 @@ from pdcompile.passes.partition.model import (
     build,
     contracted,
     prefixes,
-    single_moves,
 )
-from pdcompile.passes.partition.path_bounds import path_bound
+from pdcompile.passes.partition.moves import move_groups, shift_more
+from pdcompile.passes.partition.path.path_bounds import path_bound
+from pdcompile.passes.partition.path.path_plans import path_plans
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan import Certificate
-from pdcompile.plan.evaluate import Evaluation, measure, path_of, violations
+from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
@@ -170,7 +171,8 @@ def solve(
     segments = cut_by_program(search)
     if search.best is None and thorough:
         find_any(search)
-    for step in (_improve, evaluate_all, _bound, *((prove,) if thorough else ())):
+    quick = (_follow_path, move_groups, evaluate_all, _bound)
+    for step in (*quick, shift_more, prove) if thorough else quick:
         if search.best is not None and not search.proved and not search.late:
             step(search, segments)
     return search
@@ -279,42 +281,13 @@ def _bound(search: Search, segments: Segments) -> None:
         search.prove(min(bound, search.upper), "dynamic program along a path")
 
 
-def _improve(search: Search, _: Segments) -> None:
-    """Move single groups across a boundary as long as that helps."""
-    improved, left = True, 200
-    while improved and left > 0 and not search.late:
-        improved = False
-        barred = _barred(search)
-        model, best = search.model, search.groups
-        for v, s in single_moves(model.arcs, best):
-            if not model.lowest[v] <= s <= model.highest[v]:
-                continue
-            groups = (*best[:v], s, *best[v + 1 :])
-            left -= 1
-            if not barred(groups) and search.offer(groups):
-                improved = True
-                break
-            if left <= 0 or search.late:
+def _follow_path(search: Search, segments: Segments) -> None:
+    """Evaluates plans along the heaviest path, where the groups are no chain."""
+    if search.problem.objective == "flush" and not applies(segments):
+        for groups in path_plans(search.model):
+            if search.late:
                 return
-
-
-def _barred(search: Search) -> Callable[[tuple[int, ...]], bool]:
-    """A test for assignments that one path proves to be no better than the best.
-
-    The best one's critical path is a chain in every assignment that has its hops.  To add it up
-    takes far less than to walk through a schedule of many stages and microbatches.
-    """
-    problem, model = search.problem, search.model
-    full_duplex = all(stage.full_duplex for stage in problem.stages)
-    if problem.objective != "flush" or not full_duplex:
-        return lambda _: False
-    path = path_of(problem, model.items_of(search.groups))
-    upper = search.upper * (1 + 1e-12)  # rounding of sums must bar nothing that is better
-
-    def barred(groups: tuple[int, ...]) -> bool:
-        return path.seconds(Evaluation(problem, model.items_of(groups)).times.timing) >= upper
-
-    return barred
+            search.offer(groups)
 
 
 def prove(search: Search, _: Segments | None = None) -> None:

@@ -18,7 +18,7 @@ from pdcompile.passes.partition.model import (
     prefixes,
     single_moves,
 )
-from pdcompile.passes.partition.path_bounds import heaviest_path
+from pdcompile.passes.partition.path.beside import heaviest_path
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.chains import Chains, Piece

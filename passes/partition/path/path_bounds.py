@@ -1,0 +1,91 @@
+"""A lower bound on the makespan of a flush schedule, along a path of the model.
+
+Stages that hold groups of the path wait for each other along it, there and back, and each holds an
+interval of it; `beside` says what else a stage with some interval surely holds.
+
+Is a makespan possible?  As in `bounds`, from a makespan follows which (stage, interval) may be; D
+and T are the way of one microbatch down to the stage and up from it, and beyond it and back, F and
+W what the stage surely computes, w its warm-up, and S all work and all transfers of one microbatch:
+
+- D + m·(F+W);
+- S + (m−1)·max(F, W) + (m−1−w)·min(F, W);
+- D + q·(F+W+T) + r·(F+W), q round trips, from 2 to ⌈m/(w+1)⌉, r = m−1−(q−1)(w+1);
+- of two stages s and t that follow each other, between which d = w_s − w_t + 1 microbatches are in
+  flight: D + w_t·(F_s+W_s) + q·(F_s+W_s + F_t+W_t + transfers) + r·(F_s+W_s), q and r of the
+  m − w_t others, with d for w + 1;
+- the way down, F + W, and m gradients of a parameter that the stage shares with the first one; and
+  S and all but two of these gradients, for which there are receive slots (`path_cases`).
+
+Each of these also says how much a stage may compute besides F + W.  What all stages may compute
+together has to be all work.
+
+Where every stage holds a group of the path, S is all work there is.  Where some do not, what they
+hold may be on no way that follows the path: `branches` says how much that can be, by where they
+lie.  The bound is the least of both.  What is sent where the path is cut: `crossings`.
+
+Holds for gpipe and 1f1b, and with W up to the gradients of the inputs where backward is split
+(docs/planner.md; tests hold it against brute force).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcompile.passes.partition.bounds import bisected
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
+from pdcompile.passes.partition.path.path_case import Case
+from pdcompile.passes.partition.path.path_cases import cases_of
+
+CLOSE = 1e-4  # relative: where the bisection ends
+SIZES = 80, MOST  # groups of the path that are told apart: cuts between them are looked at as one
+
+
+def path_bound(
+    model: Model,
+    lower: float,
+    upper: Callable[[], float],
+    budget: Budget,
+    offer: Callable[[tuple[int, ...]], object],
+) -> float:
+    """Seconds from `lower` up to `upper()` that no assignment of `model` is below.
+
+    What is possible as far as the bound knows is offered, stages of groups, and `upper` asked
+    again.  A budget that ends leaves the bound as far as it has come.
+    """
+    path = heaviest_path(model)
+    for most in SIZES:
+        beside = Beside.of(model, path, most)
+        if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
+            lower = _bound(beside, lower, upper, budget, offer)
+        if len(path) <= most:
+            break
+    return lower
+
+
+def _bound(
+    beside: Beside,
+    lower: float,
+    upper: Callable[[], float],
+    budget: Budget,
+    offer: Callable[[tuple[int, ...]], object],
+) -> float:
+    cases = list(cases_of(beside))
+
+    def chain(makespan: float) -> tuple[Case, list[int]] | None:
+        for case in cases:
+            ends = case.chain(makespan, budget)
+            if ends is not None:
+                cases.remove(case)  # it is the one to ask first
+                cases.insert(0, case)
+                return case, ends
+        return None
+
+    def found(one: tuple[Case, list[int]]) -> None:
+        case, ends = one
+        if case.parallel is None:
+            for groups in beside.assignments(ends):
+                offer(groups)
+
+    return bisected(chain, lower, upper() * (1 - 1e-9), CLOSE, budget, found)

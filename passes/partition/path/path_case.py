@@ -1,0 +1,297 @@
+"""Which intervals of a path its stages may hold, if the schedule is to take no longer than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcompile.passes.partition.bounds import trips_in_turn
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.path.beside import Array
+from pdcompile.passes.partition.path.branches import Parallel
+from pdcompile.passes.partition.path.crossings import Hop
+
+Mask = NDArray[np.bool_]
+
+NEAR = 3  # stages: what lies between those further apart is counted as one
+
+
+class Ways(NamedTuple):
+    """Seconds of ways with the path on every stage, and of those without it on some."""
+
+    all: Array
+    some: Array | None
+
+    def least(self, wide: Array | float = 0.0) -> Array:
+        return self.all if self.some is None else np.minimum(self.all, self.some - wide)
+
+    def skipping(self, seconds: Array) -> Ways:
+        """With others that leave stages out."""
+        some = np.broadcast_to(seconds, self.all.shape)
+        return Ways(self.all, some if self.some is None else np.minimum(self.some, some))
+
+    def joined(self, others: list[Array | None], *, skipped: bool) -> Ways:
+        """With those of another stage, where that leaves some out."""
+        on_all, on_some = others
+        if skipped:
+            found = self if on_all is None else self.skipping(on_all)
+            return found if on_some is None else found.skipping(on_some)
+        every = self.all if on_all is None else np.minimum(self.all, on_all)
+        return (
+            Ways(every, self.some) if on_some is None else Ways(every, self.some).skipping(on_some)
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """From a stage to the next one with some of the path.
+
+    `least` seconds, less what may be between them and out of the way; besides, where they are not
+    `far` from each other, what spans either of them.
+    """
+
+    hop: Hop
+    least: Array
+    left: Array = field(default_factory=lambda: np.zeros((1, 1)))
+    right: Array = field(default_factory=lambda: np.zeros((1, 1)))
+    far: bool = False
+
+    @staticmethod
+    def of(hop: Hop, parallel: Parallel | None, others: int) -> _Step:
+        if parallel is None or not others:
+            return _Step(hop, hop.least)
+        least = np.where(parallel.most >= others, hop.least, np.inf)
+        if others >= NEAR:
+            return _Step(hop, least - parallel.spans, far=True)
+        shared = (others - 1) / others  # all but the one with most
+        left, right = parallel.ahead / others, parallel.behind / others
+        return _Step(hop, least - shared * parallel.spans, left, right)
+
+
+@dataclass(eq=False)
+class Case:
+    """What a stage takes, if it holds an interval of the path.
+
+    Matrices [j, k] of intervals j + 1 to k, vectors by boundary.  `parallel`: of stages without
+    the path; None where every stage holds some of it.
+    """
+
+    own: list[tuple[Array, Array]]  # forward and backward seconds, per stage
+    speeds: list[float]  # of the stages, relative to the fastest
+    warmup: tuple[int, ...]
+    allowed: list[Mask]
+    hop: Callable[[int, int], Hop]  # from a stage to another one
+    before: Array  # work of one microbatch on earlier stages
+    rest: Array  # on this one and later ones
+    most: Array  # that an interval's stage can have
+    whole: float  # on all
+    final: Array  # after the first stage's last backward, by its end
+    shared: list[Array]  # until the last gradient of a tied parameter, without the way down
+    returned: list[Array]  # and until the first stage has worked with it, without hops
+    microbatches: int
+    parallel: Parallel | None
+    left_out: bool  # some stage surely is without the path
+    first: tuple[int, int]  # so many stages may be without the path before it, at least and at most
+    last: int  # and at most behind it
+    _paths: list[list[tuple[Array, int, int, int]]] = field(init=False)
+    _steps: dict[tuple[int, int], _Step] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """`_paths`: of each stage; how often the ways before it and after it are in each, and, at
+        least, what it computes besides."""
+        m, before = self.microbatches, self.before[:, None]
+        self._paths = []
+        for s, (f, w) in enumerate(self.own):
+            own, depth = f + w, self.warmup[s] + 1
+            ends = self.whole + (m - 1) * np.maximum(f, w) + (m - depth) * np.minimum(f, w)
+            found = [(before + m * own, 1, 0, m), (ends, 1, 1, m - depth)]
+            found.append((self.shared[s], 0, 0, 1))
+            found.append((self.returned[s], 1, 1, 1))
+            for trips, others in trips_in_turn(m, depth):
+                around = before + trips * self.rest[:, None] + others * own
+                found.append((around, 1, trips, others))
+            last = self._last(s)
+            self._paths.append([(path + last, *times) for path, *times in found])
+        count = len(self.own)
+        self._steps = {
+            (s, t): _Step.of(self.hop(s, t), self.parallel, t - s - 1)
+            for s in range(count)
+            for t in range(s + 1, count if self.parallel else min(s + 2, count))
+        }
+
+    def _last(self, s: int) -> Array:
+        """Seconds after the first stage's last backward, by the intervals of stage s."""
+        return self.final[None, :] if s == 0 else self.final[:, None]
+
+    def chain(self, makespan: float, budget: Budget) -> list[int] | None:
+        """The ends of intervals of which nothing shows that they take longer; None if there is
+        no such chain.  None of them is empty only where `parallel` is None."""
+        count = len(self.own)
+        states = [mask.copy() for mask in self.allowed]
+        size = -1
+        while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
+            ahead, behind = self.ahead(states), self.behind(states)
+            most = [self._most(s, ahead[s], behind[s], makespan) for s in range(count)]
+            for s in range(count):
+                states[s] &= most[s] >= 0
+            wide = 0.0 if self.parallel is None else self.parallel.before[:, None]
+            self._between([ways.least(wide) for ways in ahead], states, makespan)
+            if self.parallel is None:
+                self._all_work(states, most)
+            if not self._any(states):
+                return None
+        ends = [0]
+        for mask, ways in zip(states, self.behind(states), strict=True):
+            ends.append(int(np.where(mask[ends[-1]], ways.all[ends[-1]], np.inf).argmin()))
+        return ends[1:]
+
+    def _any(self, states: list[Mask]) -> bool:
+        if self.parallel is None:
+            return all(mask.any() for mask in states)
+        return any(mask[0].any() for mask in states) and any(mask[:, -1].any() for mask in states)
+
+    def _most(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Array:
+        """Seconds of a microbatch's work, at full speed, that stage s may compute; negative where
+        it takes longer than the makespan as it is."""
+        own = self.own[s][0] + self.own[s][1]
+        found = np.full(own.shape, -1.0)
+        for down, up, wide in self._ways(ahead, behind):
+            besides = np.full(own.shape, np.inf)
+            for path, downs, ups, times in self._paths[s]:
+                left = makespan - path
+                left = left - downs * down if downs else left
+                left = left - ups * up if ups else left
+                left = left + wide if downs == ups == 1 else left
+                more = left / times if times else np.where(left < 0, -1, np.inf)
+                besides = np.minimum(besides, more)
+            most = np.minimum((own + besides) * self.speeds[s], self.most)
+            found = np.maximum(found, np.where(besides < 0, -1.0, most))
+        return found
+
+    def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array | float]]:
+        """The least way down to a stage and on from it, with and without stages left out, and what
+        may be on neither of them because it may be before the stage or behind it."""
+        if not self.left_out:
+            yield ahead.all, behind.all, 0.0
+        if self.parallel is not None:
+            wide, before, beyond = self.parallel.apart()
+            if behind.some is not None:
+                yield ahead.all, behind.some - beyond, wide - beyond
+            if ahead.some is not None:
+                yield ahead.some - before, behind.all, wide - before
+            if ahead.some is not None and behind.some is not None:
+                yield ahead.some - before, behind.some - beyond, wide - before - beyond
+
+    def _all_work(self, states: list[Mask], most: list[Array]) -> None:
+        """Drop intervals without which, or with which, the stages may not compute all work."""
+        least = self.whole * (1 - 1e-9)
+        ahead = [np.where(np.arange(len(self.before)) == 0, 0.0, -np.inf)]
+        for mask, own in zip(states, most, strict=True):
+            ahead.append(np.where(mask, ahead[-1][:, None] + own, -np.inf).max(0))
+        behind = np.where(np.arange(len(self.before)) == len(self.before) - 1, 0.0, -np.inf)
+        for s in reversed(range(len(states))):
+            with_it = ahead[s][:, None] + most[s] + behind[None, :]
+            behind = np.where(states[s], most[s] + behind[None, :], -np.inf).max(1)
+            states[s] &= with_it >= least
+
+    def _between(self, ahead: list[Array], states: list[Mask], makespan: float) -> None:
+        """Drop intervals whose round trips to the next stage with some of the path, and from the
+        one before, take too long with every interval of every such stage."""
+        count = len(states)
+        onward, since = ([np.zeros(self.most.shape, dtype=bool) for _ in states] for _ in range(2))
+        for s in range(count):
+            onward[s][:, -1] = count - 1 - s <= self.last
+            since[s][0] = self.first[0] <= s <= self.first[1]
+        for (s, t), step in self._steps.items():
+            if not step.far:
+                left, right = self._round_trips(s, t, ahead[s], states, makespan)
+            else:  # hardly ever too long
+                left = (states[t].any(1) & (step.least < np.inf))[None, :]
+                right = (states[s].any(0) & (step.least < np.inf))[:, None]
+            onward[s] |= left
+            since[t] |= right
+        for s in range(count):
+            states[s] &= onward[s] & since[s]
+
+    def _round_trips(
+        self, s: int, t: int, ahead: Array, states: list[Mask], makespan: float
+    ) -> tuple[Mask, Mask]:
+        """Intervals of stage s that leave time for stage t as the next one, and of stage t."""
+        here, there = self.warmup[s], self.warmup[t]
+        own, beyond = (f + w for f, w in (self.own[s], self.own[t]))
+        hop = self._steps[s, t].hop
+        possible = self._steps[s, t].least < np.inf
+        onward, since = possible[None, :], possible[:, None]
+        for trips, others in trips_in_turn(self.microbatches - there, here - there + 1):
+            left = ahead + self.before[:, None] + (there + trips + others) * own
+            left = left + trips * hop.least[None, :] + self._last(s)
+            right = trips * beyond
+            after = hop.after(np.where(states[t], right, np.inf), trips)
+            before = hop.before(np.where(states[s], left, np.inf), trips)
+            onward = onward & (left + after <= makespan)
+            since = since & (right + before <= makespan)
+        return onward, since
+
+    def ahead(self, states: list[Mask]) -> list[Ways]:
+        """The least transfers on the way to each stage, by its interval, less what is out of the
+        way."""
+        found: list[Ways] = []
+        nearest: list[Array] = []
+        for t in range(len(states)):
+            start = np.full(self.most.shape, np.inf)
+            start[0] = 0.0 if self.first[0] <= t <= self.first[1] else np.inf
+            ways = Ways(start, None)
+            for s in range(t):
+                step = self._steps.get((s, t))
+                if step is None:
+                    continue
+                if step.far:
+                    ways = ways.skipping((nearest[s] + step.least)[:, None])
+                    continue
+                arrived = [
+                    None
+                    if one is None
+                    else step.hop.before(np.where(states[s], one - step.left, np.inf))
+                    + step.least[:, None]
+                    - step.right
+                    for one in found[s]
+                ]
+                ways = ways.joined(arrived, skipped=t > s + 1)
+            found.append(ways)
+            nearest.append(np.where(states[t], ways.least(), np.inf).min(0))
+        return found
+
+    def behind(self, states: list[Mask]) -> list[Ways]:
+        """The least transfers after each stage, by its interval, less what is out of the way."""
+        count = len(states)
+        found: dict[int, Ways] = {}
+        nearest: dict[int, Array] = {}
+        for s in reversed(range(count)):
+            end = np.full(self.most.shape, np.inf)
+            end[:, -1] = 0.0 if count - 1 - s <= self.last else np.inf
+            ways = Ways(end, None)
+            if s < count - 1:
+                ways = Ways(np.full(end.shape, np.inf), end if self.parallel else None)
+            for t in range(s + 1, count):
+                step = self._steps.get((s, t))
+                if step is None:
+                    continue
+                if step.far:
+                    ways = ways.skipping((nearest[t] + step.least)[None, :])
+                    continue
+                arrived = [
+                    None
+                    if one is None
+                    else step.hop.after(np.where(states[t], one - step.right, np.inf))
+                    + step.least[None, :]
+                    - step.left
+                    for one in found[t]
+                ]
+                ways = ways.joined(arrived, skipped=t > s + 1)
+            found[s] = ways
+            nearest[s] = np.where(states[s], ways.least(), np.inf).min(1)
+        return [found[s] for s in range(count)]

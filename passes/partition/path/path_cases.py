@@ -1,0 +1,221 @@
+"""The cases that a bound along a path tells apart: on how many and which stages the path is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pdcompile.passes.partition.model import Flow, Model
+from pdcompile.passes.partition.path.beside import Array, Beside
+from pdcompile.passes.partition.path.branches import Parallel, parallels
+from pdcompile.passes.partition.path.crossings import Hop, branches_of, hop_over
+from pdcompile.passes.partition.path.path_case import Case, Mask
+from pdcompile.plan.makespan import warmup_of
+from pdcompile.problem import StageLimits
+from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
+
+
+def cases_of(beside: Beside) -> Iterator[Case]:
+    """All stages hold groups of the path; or some do not, and it begins on one of these."""
+    model = beside.model
+    alone = model.num_stages == 1
+    if alone or in_order(model):
+        yield _case(beside, None, (0, 0))
+    if alone:
+        return
+    firsts = list(_firsts(beside))
+    found = [
+        _case(beside, parallel, firsts[0])
+        for parallel in parallels(beside, _work(model), filled=in_order(model))
+    ]
+    best = max(found, key=_through)
+    yield best
+    for first in firsts[1:]:
+        yield _case(beside, best.parallel, first)
+
+
+def _firsts(beside: Beside) -> Iterator[tuple[int, int]]:
+    """Where the path may begin: on the first stage or later, stages in a row, told apart where a
+    shared parameter may have to go over another kind of link."""
+    model, stages = beside.model, beside.model.problem.stages
+    if not in_order(model):
+        yield 0, len(stages) - 1
+        return
+    yield 0, 0
+    most, start = min(int(np.count_nonzero(beside.low == 0)), len(stages) - 1), 1
+    if any(flow.tied for flow in model.flows):
+        links = [(stage.bytes_per_second, stage.latency_seconds) for stage in stages]
+        for s in range(2, most + 1):
+            if links[s - 1] != links[s - 2]:
+                yield start, s - 1
+                start = s
+    if start <= most:
+        yield start, most
+
+
+def in_order(model: Model) -> bool:
+    """Whether every stage holds something."""
+    return model.most_used == model.num_stages and not model.problem.allow_empty
+
+
+def _through(case: Case) -> float:
+    """Seconds of a microbatch on its least way through the pipeline."""
+    assert case.parallel is not None
+    behind, wide = case.behind(case.allowed), case.parallel.beyond[:, None]
+    return case.whole + min(
+        float(ways.least(wide)[0][mask[0]].min(initial=np.inf))
+        for ways, mask in zip(behind, case.allowed, strict=True)
+    )
+
+
+def _work(model: Model) -> Array:
+    """Seconds of each group at the highest speed, until gradients of its inputs are there."""
+    part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
+    fastest = max(stage.speed for stage in model.problem.stages)
+    return (np.array(model.forward) + part * np.array(model.backward)) / fastest
+
+
+def _case(beside: Beside, parallel: Parallel | None, first: tuple[int, int]) -> Case:
+    """`parallel`: where some stages hold nothing of the path."""
+    model, size, every = beside.model, beside.length, parallel is None
+    stages, m = model.problem.stages, model.problem.num_microbatches
+    part = kind_of(model.problem.memory.schedule).halves(1.0)[0]  # of a backward
+    fastest, work = max(stage.speed for stage in stages), _work(model)
+    f, w = (
+        beside.inside(one, every=every)
+        for one in (np.array(model.forward), part * np.array(model.backward))
+    )
+    before, rest, total = beside.before(work), beside.behind(work), float(work.sum())
+    most = np.maximum(total - before[:, None] - rest[None, :], 0.0)
+    outside = np.where((beside.low == 0) & (first[1] > 0) & (not every), work, 0.0)
+    own = [(f / stage.speed, w / stage.speed) for stage in stages]
+    whole, missing = total - float(outside.sum()), 0.0
+    if parallel is not None:
+        missing = float(work[parallel.wide].sum())
+    lasts = int(np.count_nonzero(beside.high == size + 1)) if in_order(model) else len(stages)
+    links = [stages[min(first[1], s) : s] for s in range(len(stages))]
+    return Case(
+        own=own,
+        speeds=[stage.speed / fastest for stage in stages],
+        warmup=warmup_of(model.problem.memory.in_flight, len(stages), m),
+        allowed=[_allowed(beside, s, every=every) for s in range(len(stages))],
+        hop=_hops(beside, work),
+        before=before - beside.before(outside),
+        rest=rest - beside.behind(outside),
+        most=most,
+        whole=whole,
+        final=_final(beside) if every else np.zeros(size + 1),
+        shared=[
+            _shared(beside, between, f + w, missing, every=every)
+            for between, (f, w) in zip(links, own, strict=True)
+        ],
+        returned=[_returned(beside, between, whole, every=every) for between in links],
+        microbatches=m,
+        parallel=parallel,
+        left_out=not every and in_order(model) and first == (0, 0),
+        first=first,
+        last=0 if every else lasts,
+    )
+
+
+def _hops(beside: Beside, work: Array) -> Callable[[int, int], Hop]:
+    """From a stage to another: over the slowest link between them, or, where stages may hold
+    nothing, over any."""
+    stages = beside.model.problem.stages
+    if not in_order(beside.model):
+        any_link = hop_over(beside, stages)
+        return lambda s, t: any_link
+    short = branches_of(beside, work, len(stages))
+    hops = [hop_over(beside, [stage], short) for stage in stages]
+
+    def hop(s: int, t: int) -> Hop:
+        if t == s + 1:
+            return hops[s]
+        least = np.max([one.least for one in hops[s:t]], axis=0)
+        return replace(hops[s], least=least, more=np.zeros_like(least))
+
+    return hop
+
+
+def _allowed(beside: Beside, s: int, *, every: bool) -> Mask:
+    """[j, k]: whether the stage may hold the interval, by its memory and by where groups may be."""
+    model, size = beside.model, beside.length
+    ends = np.arange(size + 1)
+    limit = model.problem.stages[s].memory_bytes
+    found: Mask = ends[:, None] < ends[None, :]
+    if limit is not None:
+        held = [
+            model.fixed_bytes(v, s) + model.saved(s) * model.saved_bytes[v]
+            for v in range(model.num_groups)
+        ]
+        least = beside.inside(np.array(held, dtype=np.float64), every=every)
+        found &= least <= limit * (1 + 1e-12) + 0.5
+    barred = [not a <= s <= b for a, b in zip(model.lowest, model.highest, strict=True)]
+    found &= beside.inside(np.array(barred, dtype=np.float64), every=every) < 0.5
+    return found
+
+
+def _shared(
+    beside: Beside, links: Sequence[StageLimits], own: Array, missing: float, *, every: bool
+) -> Array:
+    """[j, k]: seconds until the last gradient of a parameter that a group of the stage shares
+    with one before the path has arrived there over these links, after the least way down."""
+    model, found = beside.model, np.zeros_like(own)
+    m, fastest = model.problem.num_microbatches, max(one.speed for one in model.problem.stages)
+    down = np.maximum(beside.before(np.array(model.forward)) / fastest - missing, 0.0)
+    for _, once, held in _tied(beside, links, every=every):
+        found = np.maximum(found, np.where(held, down[:, None] + own + m * once, 0.0))
+    return found
+
+
+def _returned(beside: Beside, links: Sequence[StageLimits], whole: float, *, every: bool) -> Array:
+    """[j, k]: seconds of all work and, over these links, the gradients of a parameter that a group
+    of the stage shares with the first one of the path.
+
+    Whoever receives them has slots for some, and the next one leaves when it has done a backward;
+    all its holders but the last are on the path, up and down which that backward has been.
+    """
+    found = np.zeros((beside.length + 1, beside.length + 1))
+    others = beside.model.problem.num_microbatches - GRADIENT_SLOTS
+    for flow, once, held in _tied(beside, links, every=every):
+        near = sorted({*flow.sources, *flow.sinks})[:-1]
+        if others > 0 and all(beside.low[v] == beside.high[v] for v in near):
+            found = np.maximum(found, np.where(held, whole + others * once, 0.0))
+    return found
+
+
+def _tied(
+    beside: Beside, links: Sequence[StageLimits], *, every: bool
+) -> Iterator[tuple[Flow, float, Mask]]:
+    """Shared parameters whose first holder is at or before the first of the path: seconds of one
+    microbatch's gradient over the slowest link that surely is between the first holder and the
+    last one (from holder to holder, one of which sends over it), and where that one is."""
+    model = beside.model
+    for flow in model.flows:
+        last = flow.sinks[-1]
+        if not flow.tied or beside.high[min(*flow.sources, *flow.sinks)] != 1:
+            continue
+        if links:
+            has = np.zeros(model.num_groups)
+            has[last] = 1.0
+            once = max(flow.backward_seconds(link) for link in links)
+            yield flow, once, beside.inside(has, every=every) > 0
+
+
+def _final(beside: Beside) -> Array:
+    """By the end of the first stage: seconds of new weights that it sends after its update.
+
+    Of a parameter that a group surely on it shares with one that surely is not.
+    """
+    model = beside.model
+    m, found = model.problem.num_microbatches, np.zeros(beside.length + 1)
+    for flow in model.flows:
+        if flow.tied:
+            first = min(int(beside.high[v]) for v in flow.sources)
+            last = max(int(beside.low[v]) for v in flow.sinks)
+            once = m * flow.forward_seconds(model.problem.stages[0])
+            if first == 1:  # surely on the first stage
+                found[:last] = np.maximum(found[:last], once)
+    return found

@@ -1,0 +1,106 @@
+"""Plans along the heaviest path, and moves of several groups: what a search begins with."""
+
+import pytest
+
+from pdcompile.errors import InfeasibleError
+from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.model import build
+from pdcompile.passes.partition.moves import move_groups
+from pdcompile.passes.partition.path.path_plans import path_plans
+from pdcompile.passes.partition.search import Search
+from pdcompile.passes.partition.segments import Segments
+from pdcompile.plan.evaluate import measure, violations
+from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
+from tests.helpers.problems import brute_force, chain_problem
+from tests.test_partition_path_bounds import branched
+
+
+def objectives(problem: PartitionProblem) -> list[float]:
+    model = build(problem)
+    found = [model.items_of(groups) for groups in path_plans(model)]
+    return [measure(problem, one).objective for one in found if not violations(problem, one)]
+
+
+def test_plans_keep_the_order_of_groups() -> None:
+    plans = 0
+    for seed in range(200):
+        try:
+            model = build(branched(seed))
+        except InfeasibleError:
+            continue
+        for groups in path_plans(model):
+            plans += 1
+            assert all(groups[u] <= groups[v] for u, v in model.arcs)
+            assert all(0 <= s < model.num_stages for s in groups)
+    assert plans > 1000
+
+
+def test_a_branch_gets_a_stage_of_its_own() -> None:
+    """b and x run beside each other between a and c: 2 (1 + 2 + 1) + 1.5, nothing else is as
+    fast."""
+    items = tuple(
+        Item(name, (name,), f, f) for name, f in zip("abxc", (1.0, 2.0, 1.5, 1.0), strict=True)
+    )
+    traffic = (
+        Traffic("a", 0, (1, 2), 1, 1), Traffic("b", 1, (3,), 1, 1), Traffic("x", 2, (3,), 1, 1),
+    )  # fmt: skip
+    problem = PartitionProblem(items, traffic, (StageLimits(),) * 4, objective="flush")
+    assert min(objectives(problem)) == brute_force(problem) == 9.5
+
+
+def decoder_beside_encoder(stages: int) -> PartitionProblem:
+    """An encoder whose output every layer of a decoder projects: the projections may all be done
+    as soon as it is there."""
+    items = [Item(f"e{i}", (f"e{i}",), 1.0, 2.0) for i in range(4)]
+    traffic = [Traffic(f"e{i}", i, (i + 1,), 1, 1) for i in range(3)]
+    layers = range(4)
+    items += [Item(f"k{i}", (f"k{i}",), 1.0, 2.0) for i in layers]
+    items += [Item(f"d{i}", (f"d{i}",), 2.0, 4.0) for i in layers]
+    traffic.append(Traffic("e3", 3, (4, 5, 6, 7, 8), 1, 1))
+    traffic += [Traffic(f"k{i}", 4 + i, (8 + i,), 1, 1) for i in layers]
+    traffic += [Traffic(f"d{i}", 8 + i, (9 + i,), 1, 1) for i in range(3)]
+    return PartitionProblem(
+        tuple(items), tuple(traffic), (StageLimits(),) * stages, objective="flush"
+    )
+
+
+def test_what_many_layers_read_is_made_beside_the_first_of_them() -> None:
+    """Without stages of their own the projections are on the way: 16 seconds, three times."""
+    problem = decoder_beside_encoder(6)
+    in_a_row = 3 * (4 * 1.0 + 4 * 1.0 + 4 * 2.0)
+    found = min(objectives(problem))
+    assert found <= in_a_row - 3 * 2.0
+    best, certificate = partition(problem, time_limit=5)
+    assert best.objective <= found
+    assert certificate.gap < 0.2
+
+
+def test_a_path_with_a_shared_parameter_stays_behind_a_slow_link() -> None:
+    """Two constants may lie on the stages before it: its gradients then never cross the link."""
+    constants = [Item(f"c{i}", (f"c{i}",), 0.0, 0.0) for i in range(2)]
+    layers = [Item(f"l{i}", (f"l{i}",), 1.0, 2.0) for i in range(4)]
+    traffic = [Traffic(f"l{i}", 2 + i, (3 + i,), 1, 1) for i in range(3)]
+    traffic += [Traffic(f"c{i}", i, (5,), 0, 0) for i in range(2)]
+    fast, slow = (StageLimits(bytes_per_second=rate) for rate in (1e6, 1.0))
+    shared = (SharedParameter("w", 50, True, (2, 5)),)
+    problem = PartitionProblem(
+        (*constants, *layers), tuple(traffic), (fast, slow, fast, fast), shared,
+        num_microbatches=8, objective="flush",
+    )  # fmt: skip
+    one_link = 8 * 50.0  # seconds of its gradients
+    assert min(objectives(problem)) < 2 * 3 * 9 + 2 < one_link
+
+
+def test_moves_of_several_groups_end_at_no_worse_a_plan() -> None:
+    """Thirty groups on the first stage: single moves only shift the last one on and on."""
+    problem = chain_problem([1.0] * 32, 3, num_microbatches=8, objective="flush")
+    model = build(problem)
+    with Budget(30) as budget:
+        search = Search(problem, model, budget)
+        search.offer((0,) * 30 + (1, 2))
+        before = search.upper
+        move_groups(search, Segments.build(model, []))
+    even = measure(problem, (0,) * 11 + (1,) * 11 + (2,) * 10).objective
+    assert search.upper < before
+    assert search.upper == pytest.approx(even, rel=0.05)
