@@ -72,17 +72,17 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
 
 
 def describe(candidate: Candidate) -> str:
-    """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputes``."""
+    """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputing``."""
     widths = [option.replicas for option in candidate.options]
     again = sum(option.recompute for option in candidate.options)
     setting, stages = candidate.setting, len(candidate.options)
     text = f"{name_of(setting.schedule)}, "
     text += f"extra warm-up {setting.extra_warmup}, " if setting.extra_warmup else ""
-    text += f"{setting.num_microbatches} microbatches, "
+    text += f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1) + ", "
     where = f"{stages} stage" + "s" * (stages > 1)
     if candidate.shared:
         where += f" on {len(set(candidate.ranks))} places"
     each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
     where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
-    recomputing = f", {'all' if again == stages else again} recompute" if again else ""
+    recomputing = f", {'all' if again == stages else again} recomputing" if again else ""
     return text + where + recomputing
