@@ -165,7 +165,7 @@ def test_the_period_is_what_a_stream_takes(data: st.DataObject, n: int, extra: i
     sent, received = times.traffic(16)
     assume(max(*sent.values(), *received.values()) < period)
     found = simulate(plan, steps=12).forecast.step_seconds / 16
-    assert 0.99 * period <= found <= 1.03 * period  # an average over whole minibatches
+    assert 0.99 * period <= found <= 1.05 * period  # the first microbatch of each goes alone
 
 
 def test_recomputing_adds_a_forward_and_keeps_one_set() -> None:
