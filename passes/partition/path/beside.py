@@ -99,16 +99,6 @@ class Beside:
         found: Array = counted[::-1].cumsum()[::-1][1:]
         return np.concatenate(([of_groups.sum()], found[1:]))
 
-    def spanning(self, of_groups: Array) -> Array:
-        """[j]: the sum over groups that may be on either side of boundary j, or on no stage with
-        the path."""
-        ends = np.zeros(self.length + 3)
-        apart = self.low < self.high
-        np.add.at(ends, self.low[apart], of_groups[apart])
-        np.add.at(ends, self.high[apart], -of_groups[apart])
-        found: Array = np.maximum(ends.cumsum()[: self.length + 1], 0.0)
-        return found
-
     def assignments(self, ends: list[int]) -> Iterator[tuple[int, ...]]:
         """Stages of groups whose path is cut at these boundaries, the last at its end: what is
         open as early or as late as may be, but what nothing of the path is before always late."""

@@ -129,7 +129,7 @@ class Case:
 
     def chain(self, makespan: float, budget: Budget) -> list[int] | None:
         """The ends of intervals of which nothing shows that they take longer; None if there is
-        no such chain.  None of them is empty only where `parallel` is None."""
+        no such chain.  Empty, if there is one, where stages may hold nothing of the path."""
         count = len(self.own)
         states = [mask.copy() for mask in self.allowed]
         size = -1
@@ -144,6 +144,8 @@ class Case:
                 self._all_work(states, most)
             if not self._any(states):
                 return None
+        if self.parallel is not None:
+            return []
         ends = [0]
         for mask, ways in zip(states, self.behind(states), strict=True):
             ends.append(int(np.where(mask[ends[-1]], ways.all[ends[-1]], np.inf).argmin()))
