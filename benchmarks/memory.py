@@ -179,10 +179,7 @@ The total of a rank's ledger beside the most that the rank held: training on
 torch's CPU allocator has given out since before the model was built, without the caller's inputs.
 Unlike above, that includes all that kernels allocate for themselves, of which the forecast knows
 the copies that convolutions make in oneDNN's layout: devices whose kernels make none, or other
-ones, hold less or more than it says.  Results of a stage count as held until its backward ends,
-also where autograd lets them go before: in the small network with batch norm that recomputes, 6 %.
-Of schedules in files, torch's DualPipeV comes out up to 9 % above what ranks hold of that network,
-and 4 % of the others.
+ones, hold less or more than it says.
 `clip`: the gradient's norm is clipped.  `outputs`: which ranks get the outputs of training; the
 loop assigns each step's result, so that two are alive."""
 RANK_COLUMNS = (

@@ -33,11 +33,17 @@ sys.path.insert(0, str(ROOT))  # also as `python benchmarks/whole_ranks.py`
 
 import pdcompile  # noqa: E402
 from benchmarks.side_by_side.counters import peak_memory  # noqa: E402
-from pdcompile.schedule.registry import KINDS  # noqa: E402
-from tests.helpers import models  # noqa: E402
+from pdcompile.schedule import files  # noqa: E402
+from pdcompile.schedule.registry import KINDS, ScheduleKind, kind_of  # noqa: E402
+from tests.helpers import models, torch_schedules  # noqa: E402
 
 RANKS, MICROBATCHES, CALLS = 2, 8, 5
 DETAILED = ("1f1b", "2bw")
+OF_TORCH = tuple(
+    name
+    for name in torch_schedules.CLASSES
+    if name in ("ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
+)  # what has no row among ours
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
@@ -135,6 +141,8 @@ def cases() -> Iterator[Case]:
             if schedule not in DETAILED and not refused:
                 yield Case(model, "AdamW", schedule)
                 yield Case(model, "SGD", schedule)
+        for schedule in OF_TORCH:
+            yield Case(model, "SGD", schedule)
         for schedule in DETAILED:
             for optimizer in OPTIMIZERS:
                 yield Case(model, optimizer, schedule)
@@ -148,15 +156,16 @@ def cases() -> Iterator[Case]:
 def measure(case: Case) -> RankRow:
     """Plan, write down the ledger, then train."""
     torch.manual_seed(0)
+    schedule, kind = _schedule(case.schedule)
     with peak_memory() as (peak, training):
         model, inputs, target, loss_fn = MODELS[case.model]()
         pipe = pdcompile.compile(
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer],
-            microbatches=1 if KINDS[case.schedule].updates_each else MICROBATCHES,
-            schedule=case.schedule, costs="estimated", verify="off",
+            microbatches=1 if kind.updates_each else MICROBATCHES,
+            schedule=schedule, costs="estimated", verify="off",
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
             recompute=case.recompute, replicas=case.replicas,
-            stages=RANKS // case.replicas * KINDS[case.schedule].usual,
+            stages=RANKS // case.replicas * kind.usual if case.schedule in KINDS else None,
         )  # fmt: skip
         with pipe:
             pipe.prepare(inputs, target=target)
@@ -171,6 +180,17 @@ def measure(case: Case) -> RankRow:
             del result
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
     return RankRow(case, rank, forecast, peak.num_bytes - given)
+
+
+def _schedule(name: str) -> tuple[str, ScheduleKind]:
+    """One of ours by its name, one of torch's as text."""
+    if name in KINDS:
+        return name, KINDS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = torch_schedules.dump(name, RANKS, MICROBATCHES, Path(folder, f"{name}.csv"))
+        assert path is not None
+        text = files.named(path)
+    return text, kind_of(text)
 
 
 def measured() -> list[RankRow]:

@@ -109,6 +109,27 @@ def test_values_in_flight_are_activations_and_not_sends() -> None:
     assert (second.activations_bytes, second.send_bytes) == (30, 20)  # gradients that are made anew
 
 
+def test_results_that_are_out_are_held_by_autograd_alone() -> None:
+    """In flight without those that it has no use for; a backward frees the others on its way."""
+    sizes = {"saved_bytes": 30, "loose_bytes": 4, "workspace_bytes": 9, "freed_bytes": 6}
+    plan = make_plan("gpipe", 2, 4, edges=chain(2, 10), **sizes)
+    sent = replace(plan, edges=(replace(plan.edges[0], bytes=10),))
+    first, second = ledgers(sent)
+    # Of 4 microbatches the first 2 are out at the first backward, which is that of one of them.
+    assert (first.activations_bytes, first.workspace_bytes) == (4 * 30 - 4, 9 - 6)
+    assert (second.activations_bytes, second.workspace_bytes) == (4 * 30, 9)
+    again = replace(sent, stages=tuple(replace(one, recompute=True) for one in sent.stages))
+    assert [one.workspace_bytes for one in ledgers(again)] == [3, 3]
+
+
+def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:
+    text = "mixed: 0F0 0F1 0B0 0I1 0W1 | 1F0 1B0 1F1 1B1"
+    sizes = {"saved_bytes": 30, "workspace_bytes": 50, "split_bytes": 35}
+    for whole, expected in ((0, 50), (60, 60)):
+        plan = make_plan(text, 2, 2, edges=chain(2, 0), whole_workspace_bytes=whole, **sizes)
+        assert [one.workspace_bytes for one in ledgers(plan)] == [expected, expected]
+
+
 def test_what_is_still_being_sent_outlives_the_first_part_of_a_backward() -> None:
     """As far as only the send holds it: what the second part needs is counted with that."""
     for freed, expected in ((0, 0), (10, 10), (4, 4)):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 SCRIPT = """
 import json
 import torch
-from benchmarks.whole_ranks import Case, measure
+from benchmarks.whole_ranks import OF_TORCH, Case, measure
 
 torch.set_num_threads(1)
 cases = [
@@ -37,6 +37,12 @@ cases = [
     Case("GPT", "SGD", "zb-v"),
     Case("residual, batch norm", "SGD", "zb-v"),
     Case("residual, batch norm", "SGD", "interleaved"),
+    Case("residual, batch norm", "AdamW", "1f1b", recompute=True),
+    Case("GPT, tied", "SGD", "gpipe"),
+    *(
+        Case(model, "SGD", schedule)
+        for model in ("residual, batch norm", "GPT, tied") for schedule in OF_TORCH
+    ),
     Case("residual, batch norm", "AdamW", "1f1b", replicas=2),
     Case("GPT", "AdamW", "1f1b", replicas=2),
     Case("GPT", "AdamW", "2bw", replicas=2),
@@ -54,7 +60,7 @@ def test_the_forecast_is_within_five_percent_of_what_two_processes_hold(tmp_path
     assert run.code == 0, run
     lines = [line for line in run.output.splitlines() if "ROW " in line]
     rows = [json.loads(line.partition("ROW ")[2]) for line in lines]
-    assert len(rows) == 36
+    assert len(rows) == 52
     for case, rank, forecast, peak in rows:
         assert forecast == pytest.approx(peak, rel=0.05), (case, rank)
 

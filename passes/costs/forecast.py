@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops, structural_key
@@ -43,17 +43,18 @@ def forecast(
     *,
     keeps_outputs: bool = True,
     splits: bool = False,
+    mixes: bool = False,
 ) -> tuple[Resident, ...]:
     """Forecasts what each stage holds, given the stage of each op, at microbatch size b.
 
     `keeps_outputs`: what the last stage makes for the caller outlives its forward; `splits`: its
-    backward runs in two parts.
+    backward runs in two parts; `mixes`: that of some microbatches does, and of others as a whole.
     """
     ports = ports_of(graph, stage_of, num_stages, keeps_outputs=keeps_outputs)
     lifetimes = Lifetimes.of(graph)
     members = _members(graph, stage_of, num_stages, b)
     pairs = zip(members, ports, strict=True)
-    found = [_rehearsed(lifetimes, *each, splits=splits) for each in pairs]
+    found = [_rehearsed(lifetimes, *each, splits=splits, mixes=mixes) for each in pairs]
     rough = rough_forecast(graph, stage_of, num_stages, b) if None in found else ()
     return tuple(rough[s] if one is None else one for s, one in enumerate(found))
 
@@ -120,10 +121,19 @@ def _members(
 
 
 def _rehearsed(
-    lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports, *, splits: bool
+    lifetimes: Lifetimes, calls: Sequence[CostedOp], ports: Ports, *, splits: bool, mixes: bool
 ) -> Resident | None:
     from pdcompile.passes.costs.rehearse import rehearse
 
+    if mixes:
+        whole = _rehearsed(lifetimes, calls, ports, splits=False, mixes=False)
+        parts = _rehearsed(lifetimes, calls, ports, splits=True, mixes=False)
+        if whole is None or parts is None:
+            return None
+        return replace(
+            parts, whole_workspace_bytes=whole.workspace_bytes, loose_bytes=whole.loose_bytes,
+            freed_bytes=whole.freed_bytes,
+        )  # fmt: skip
     if not calls:
         return None
     steps = lifetimes.steps([call.op for call in calls], set(ports.results))

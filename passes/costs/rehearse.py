@@ -9,6 +9,7 @@ estimated size.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
@@ -147,7 +149,9 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         super().__init__(given)
         self.gradient_bytes = 0
         self.first_peak_bytes = 0
+        self.out_peaks = [0, 0]  # the later and the first, if results are held by autograd alone
         self._counted: set[int] = set()
+        self._results: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
     def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
         size = super().size_of(storage, func, args)
@@ -156,8 +160,24 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         return size
 
     def sample(self) -> None:
-        super().sample()
-        self.first_peak_bytes = max(self.first_peak_bytes, self.now_bytes + self.gradient_bytes)
+        held = self.now_bytes + sum(size for one, size in self._results if one() is None)
+        self.peak_bytes = max(self.peak_bytes, held)
+        self.first_peak_bytes = max(self.first_peak_bytes, held + self.gradient_bytes)
+        first = self.now_bytes + self.gradient_bytes
+        self.out_peaks = [*map(max, self.out_peaks, (self.now_bytes, first))]
+
+    def let_go(self, results: dict[str, Any]) -> int:
+        """The caller drops the results: what of them dies, here or later, counts for the peaks of
+        one who holds them until the end.  Returns the bytes that have died at once."""
+        before, storages = self.now_bytes, storages_in([*results.values()])
+        sizes = {one._cdata: one for one in storages if one._cdata in self._alive}
+        self._results = [(weakref.ref(one), one.nbytes()) for one in sizes.values()]
+        results.clear()
+        storages.clear()
+        sizes.clear()
+        loose = before - self.now_bytes
+        self.out_peaks = [self.peak_bytes + loose] * 2  # of the forward, with one more of them
+        return loose
 
     def accumulated(self, parameter: Tensor) -> None:
         """Notes that autograd has added to the gradient of a parameter."""
@@ -186,6 +206,7 @@ class Stage:
         if splits and not any(step.op.kind == "opaque" for step in self.steps):
             return self._two_parts(entered, results, resident)
         roots = self._roots(entered, results)
+        loose = self.meter.let_go(results)
         for fqn, tensor in self.fakes.tensors.items():
             if tensor.requires_grad and fqn not in self.ports.passed:
                 hook: Any = tensor.register_post_accumulate_grad_hook
@@ -193,10 +214,13 @@ class Stage:
         if roots:
             with self.meter:
                 accumulate(roots)
-        # A stage's caller keeps these until the end, too.
-        del entered, results
-        peak, first = self.meter.peak_bytes, self.meter.first_peak_bytes
-        return Resident(resident, max(0, peak - resident), first, rehearsed=True)
+        del entered  # a stage's caller keeps these until the end, too
+        peaks = self.meter.peak_bytes, self.meter.first_peak_bytes
+        freed = min(max(0, a - b) for a, b in zip(peaks, self.meter.out_peaks, strict=True))
+        return Resident(
+            resident, max(0, peaks[0] - resident), peaks[1], True, loose_bytes=loose,
+            freed_bytes=freed,
+        )  # fmt: skip
 
     def _two_parts(
         self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
@@ -289,7 +313,7 @@ class Stage:
             elif name in sums or (name in self.ports.roots and value.requires_grad):
                 gradient = torch.empty_like(value)
                 self.meter.give([gradient])
-                roots.append((value, gradient))
+                roots.append((value if name in sums else get_gradient_edge(value), gradient))
         return roots
 
 

@@ -23,7 +23,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     this stage updates itself (not the copies of a tied parameter that another stage owns).
     Gradients: buffers of the same parameters, from a minibatch's first backward, which makes
     them one by one, to its update.
-    Activations: saved bytes times the microbatches between forward and backward; a stage that
+    Activations: saved bytes times the microbatches between forward and backward, without those of
+    results that autograd has no use for once they are out; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
     is held, and the gradients that the second part needs.
@@ -81,6 +82,7 @@ class _StageLedger:
     made: Counter[int] = field(default_factory=Counter)  # the most of them so far
     pool: int = 0  # bytes of those
     leaving: Counter[tuple[_Microbatch, int]] = field(default_factory=Counter)  # peers of values
+    out: set[_Microbatch] = field(default_factory=set)  # between the passes, its values received
     over: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)  # bytes, see _leave
     sending: int = 0  # bytes that only a send still needs
     inputs: Counter[int] = field(default_factory=Counter)  # microbatches to come, by minibatch
@@ -143,15 +145,21 @@ class _StageLedger:
         """All of it, or a part: the first takes the gradients, the last ends the microbatch."""
         update = self.spec.closing(self.index, at[0])
         workspace, second = self.stage.workspace_bytes, action is Action.BACKWARD_WEIGHT
-        first = action is Action.BACKWARD and update not in self.buffers
+        whole = action is Action.BACKWARD
+        # The results of a second run die with it.
+        freed = self.stage.freed_bytes if self.stage.recompute or at in self.out else 0
+        self.out.discard(at)
+        if whole:
+            workspace = max(0, (self.stage.whole_workspace_bytes or workspace) - freed)
         to_come = 0  # bytes of gradients that are not there when the first backward needs the most
-        if first and (all_of_it := self.stage.first_workspace_bytes):
+        if whole and update not in self.buffers and self.stage.first_workspace_bytes:
+            all_of_it = max(0, self.stage.first_workspace_bytes - freed)
             to_come = max(0, self.owned - all_of_it)
             workspace = max(0, all_of_it - self.owned)
         self.buffers.add(update)
         if second and self.stage.split_bytes:
             workspace = self.stage.split_workspace_bytes
-        elif action is Action.BACKWARD:  # whole, though the stage was rehearsed in two parts
+        elif whole and not self.stage.whole_workspace_bytes:  # rehearsed only in two parts
             between = self.stage.split_bytes + self.stage.split_workspace_bytes
             workspace = max(workspace, between - self.stage.saved_bytes)
         self._note(workspace=workspace, to_come=to_come, running=not second)
@@ -197,6 +205,8 @@ class _StageLedger:
                     self.sending -= size
                 elif at in self.over:
                     self._leave(at, self.over[at][0])
+                elif not any(other == at for other, _ in self.leaving):
+                    self.out.add(at)
 
     def _free(self, at: _Microbatch) -> None:
         self.taken.subtract(self.slots.pop(at, ()))
@@ -249,7 +259,8 @@ class _StageLedger:
         sets = int(running) if self.stage.recompute else self.in_flight - self.split
         gradients = len(self.buffers) * self.owned - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
-        kept, received = sets * self.stage.saved_bytes + between, self.pool + self.received
+        kept = sets * self.stage.saved_bytes + between - len(self.out) * self.stage.loose_bytes
+        received = self.pool + self.received
         # What is in flight has its outputs among its activations; a second run makes its own.
         apart = self.outputs.total() - (0 if self.stage.recompute else sets)
         made = max(0, apart) * self.stage.output_bytes

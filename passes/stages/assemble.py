@@ -20,6 +20,7 @@ from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
 from pdcompile.plan import Certificate, Plan, StagePlan, Training
 from pdcompile.problem import Partition, PartitionProblem, StageLimits
+from pdcompile.schedule import Action
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
@@ -86,13 +87,15 @@ def _resident(
     graph: OpGraph, stage_of: Mapping[str, int], num_stages: int, b: int, training: Training
 ) -> tuple[Resident, ...]:
     """What each stage holds of a microbatch; ops that were not planned are on the last one."""
+    kind = kind_of(training.schedule)
     return forecast(
         graph,
         [stage_of.get(op.name, num_stages - 1) for op in graph.ops],
         num_stages,
         b,
         keeps_outputs=training.keeps_outputs,
-        splits=kind_of(training.schedule).splits_backward,
+        splits=kind.splits_backward,
+        mixes=kind.splits_backward and Action.BACKWARD in kind.backwards,
     )
 
 
@@ -223,6 +226,9 @@ def _stage(
         split_bytes=resident.split_bytes,
         split_workspace_bytes=resident.split_workspace_bytes,
         split_freed_bytes=resident.split_freed_bytes,
+        whole_workspace_bytes=resident.whole_workspace_bytes,
+        loose_bytes=resident.loose_bytes,
+        freed_bytes=resident.freed_bytes,
     )
 
 
@@ -273,6 +279,9 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             split_bytes=held.split_bytes,
             split_workspace_bytes=held.split_workspace_bytes,
             split_freed_bytes=held.split_freed_bytes,
+            whole_workspace_bytes=held.whole_workspace_bytes,
+            loose_bytes=held.loose_bytes,
+            freed_bytes=held.freed_bytes,
             largest_gradient_bytes=_largest_gradient(graph, ops),
         )
         for name in _OWN_BYTES:

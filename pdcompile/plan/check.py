@@ -313,7 +313,8 @@ def _holding(plan: Plan, s: int, costs: Mapping[str, OpCost | None]) -> tuple[in
         + stage.trainable_bytes * (kind.versions(warmup[s], warmup[0]) - 1)
         + math.floor(owned * training.optimizer_factor)
     )
-    most = max(sets * stage.saved_bytes + first, sets * added + owned + largest)
+    kept = sets * (stage.saved_bytes - stage.loose_bytes)
+    most = max(kept + first - stage.freed_bytes, sets * added + owned + largest)
     return always, count * received + most
 
 
