@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, Attr, Ref, Value
@@ -138,12 +138,14 @@ class FakeTensors:
         """A fake of the same shape, strides, dtype and requires_grad on the capture's device."""
         if tensor.device.type != "meta":
             return self.mode.from_tensor(tensor)
-        with self.mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            bare = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
-            if isinstance(tensor, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fake = FakeTensor(self.mode, bare, self.device)
+            if isinstance(tensor, torch.nn.Parameter):  # as its class makes one, without two ops
+                fake.requires_grad_(tensor.requires_grad)
+                fake._is_param = True
         return fake
 
     def _constant(self, tensor: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pdcompile
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.trace.tape.known_results import KnownResults
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
@@ -200,6 +201,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved = False  # set_, which passes no torch function, gave a tensor another storage
         self.ran: Callable[..., None] = lambda *_: None  # called with every op
         self.selections: Any = None  # runs ops whose result sizes depend on values
+        self._known = KnownResults()
 
     def clear(self) -> None:
         """Resets the observations; called before each public call."""
@@ -220,7 +222,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written_by(func, args, kwargs):
             self.written.add(storage_key(tensor))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
-        result = func(*args, **kwargs) if chosen is None else chosen
+        result = self._known.result(func, args, kwargs) if chosen is None else chosen
         self.ran(called, args, kwargs, result)
         return result
 
