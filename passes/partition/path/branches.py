@@ -10,7 +10,8 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.path.beside import Array, Beside
 
-NARROW = 0.03, 0.1, 0.3, 1.0  # of an average stage: groups beside less are told apart
+NARROW = 0.03, 0.1, 0.3, 1.0, math.inf  # average stages: groups beside less are told apart
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,16 @@ class Parallel:
     behind: Array
     most: Array  # so many stages may be there, each with something
     wide_seconds: float
+    part: float  # see `NARROW`
 
     def apart(self) -> tuple[float, Array, Array]:
         """All wide work, and what of it is before and beyond boundary j of an interval [j, k]."""
         return self.wide_seconds, self.before[:, None], self.beyond[:, None]
 
 
-def parallels(beside: Beside, work: Array, *, filled: bool) -> list[Parallel]:
+def parallels(
+    beside: Beside, work: Array, parts: Iterable[float] = NARROW, *, filled: bool
+) -> list[Parallel]:
     """With more and more groups that are told apart; `filled`: every stage holds something."""
     loose = np.flatnonzero(beside.low < beside.high)
     joined = (beside.near_low[loose] > 0) & (beside.near_high[loose] <= beside.length)
@@ -53,12 +57,17 @@ def parallels(beside: Beside, work: Array, *, filled: bool) -> list[Parallel]:
     np.add.at(until, beside.low[on_path], work[on_path])
     until = until.cumsum()
     beside_it = until[beside.near_high[loose] - 1] - until[beside.near_low[loose]]
-    bounds = [part * work.sum() / beside.model.num_stages for part in NARROW] + [np.inf]
-    chosen = {tuple(loose[joined & (beside_it <= part)].tolist()) for part in bounds}
-    return [_parallel(beside, work, groups, filled=filled) for groups in sorted(chosen, key=len)]
+    average = work.sum() / beside.model.num_stages
+    chosen = {}
+    for part in sorted(parts):
+        narrow = joined & (beside_it <= (part * average if part < math.inf else math.inf))
+        chosen[tuple(loose[narrow].tolist())] = part
+    return [_parallel(beside, work, one, part, filled=filled) for one, part in chosen.items()]
 
 
-def _parallel(beside: Beside, work: Array, groups: Sequence[int], *, filled: bool) -> Parallel:
+def _parallel(
+    beside: Beside, work: Array, groups: Sequence[int], part: float, *, filled: bool
+) -> Parallel:
     size = beside.length
     wide = beside.low < beside.high
     number = np.zeros(size + 1)
@@ -76,4 +85,5 @@ def _parallel(beside: Beside, work: Array, groups: Sequence[int], *, filled: boo
     most = number if filled else np.full(size + 1, np.inf)
     of_wide = np.where(wide, work, 0.0)
     before, beyond = beside.before(of_wide), beside.behind(of_wide)
-    return Parallel(wide, before, beyond, spans, ahead, behind, most, float(of_wide.sum()))
+    total = float(of_wide.sum())
+    return Parallel(wide, before, beyond, spans, ahead, behind, most, total, part)

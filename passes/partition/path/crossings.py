@@ -41,9 +41,13 @@ class Hop:
     more: Array
     begins: NDArray[np.bool_]
     ends: NDArray[np.bool_]
+    branches: bool  # are there any
 
     def before(self, of_first: Array, times: int = 1) -> Array:
         """[k, l]: the least of the first stage's [j, k] and `times` what is sent besides."""
+        if not self.branches:
+            least: Array = of_first.min(0)[:, None]
+            return least
         far = np.where(self.begins, of_first, np.inf).min(0)
         near = np.where(self.begins, np.inf, of_first).min(0)
         with_it, without = np.minimum(far + times * self.more, near), np.minimum(far, near)
@@ -52,6 +56,9 @@ class Hop:
 
     def after(self, of_second: Array, times: int = 1) -> Array:
         """[j, k]: the least of the second stage's [k, l] and `times` what is sent besides."""
+        if not self.branches:
+            least: Array = of_second.min(1)[None, :]
+            return least
         far = np.where(self.ends, of_second, np.inf).min(1)
         near = np.where(self.ends, np.inf, of_second).min(1)
         with_it, without = np.minimum(far + times * self.more, near), np.minimum(far, near)
@@ -78,7 +85,8 @@ def hop_over(beside: Beside, links: Sequence[StageLimits], branches: Iterable[Br
                 more[k] += least_of_it
                 start[k], end[k] = min(start[k], branch.start), max(end[k], branch.end)
     numbers = np.arange(size + 1)
-    return Hop(least, more, numbers[:, None] < start[None, :], numbers[None, :] >= end[:, None])
+    begins, ends = numbers[:, None] < start[None, :], numbers[None, :] >= end[:, None]
+    return Hop(least, more, begins, ends, bool(more.any()))
 
 
 def branches_of(beside: Beside, work: Array, stages: int) -> list[Branch]:

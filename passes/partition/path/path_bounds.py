@@ -30,11 +30,13 @@ Holds for gpipe and 1f1b, and with W up to the gradients of the inputs where bac
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdcompile.passes.partition.bounds import bisected
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
+from pdcompile.passes.partition.path.branches import NARROW
 from pdcompile.passes.partition.path.path_case import Case
 from pdcompile.passes.partition.path.path_cases import cases_of
 
@@ -54,38 +56,50 @@ def path_bound(
     What is possible as far as the bound knows is offered, stages of groups, and `upper` asked
     again.  A budget that ends leaves the bound as far as it has come.
     """
-    path = heaviest_path(model)
+    path, parts = heaviest_path(model), set(NARROW)
     for most in SIZES:
         beside = Beside.of(model, path, most)
         if beside is not None and lower < upper() * (1 - 1e-9) and not budget.late:
-            lower = _bound(beside, lower, upper, budget, offer)
+            question = _Question([*cases_of(beside, parts)], budget)
+
+            def found(ends: list[int], beside: Beside = beside) -> None:
+                for groups in beside.assignments(ends) if ends else ():
+                    offer(groups)
+
+            lower = bisected(question.chain, lower, upper() * (1 - 1e-9), CLOSE, budget, found)
+            parts = question.parts or parts
         if len(path) <= most:
             break
     return lower
 
 
-def _bound(
-    beside: Beside,
-    lower: float,
-    upper: Callable[[], float],
-    budget: Budget,
-    offer: Callable[[tuple[int, ...]], object],
-) -> float:
-    cases = list(cases_of(beside))
+@dataclass
+class _Question:
+    """Whether a makespan is possible in any of the cases, in none of whose lists one denies it."""
 
-    def chain(makespan: float) -> tuple[Case, list[int]] | None:
-        for case in cases:
-            ends = case.chain(makespan, budget)
+    cases: list[list[Case]]
+    budget: Budget
+
+    def chain(self, makespan: float) -> list[int] | None:
+        """The ends of intervals where every stage holds some of the path, else empty; None if it
+        is not possible.  Who denies it, or allows it, is asked first the next time."""
+        for n, case in enumerate(self.cases):
+            ends = self._of(case, makespan)
             if ends is not None:
-                cases.remove(case)  # it is the one to ask first
-                cases.insert(0, case)
-                return case, ends
+                self.cases.insert(0, self.cases.pop(n))
+                return ends
         return None
 
-    def found(one: tuple[Case, list[int]]) -> None:
-        case, ends = one
-        if case.parallel is None:
-            for groups in beside.assignments(ends):
-                offer(groups)
+    def _of(self, case: list[Case], makespan: float) -> list[int] | None:
+        ends = None
+        for n, one in enumerate(case):
+            ends = one.chain(makespan, self.budget)
+            if ends is None:
+                case.insert(0, case.pop(n))
+                return None
+        return ends
 
-    return bisected(chain, lower, upper() * (1 - 1e-9), CLOSE, budget, found)
+    @property
+    def parts(self) -> set[float]:
+        """How many groups those tell apart that denied it last."""
+        return {case[0].parallel.part for case in self.cases if case[0].parallel is not None}

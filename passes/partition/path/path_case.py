@@ -115,7 +115,7 @@ class Case:
                 around = before + trips * self.rest[:, None] + others * own
                 found.append((around, 1, trips, others))
             last = self._last(s)
-            self._paths.append([(path + last, *times) for path, *times in found])
+            self._paths.append([(path + last, *times) for path, *times in found if path.any()])
         count = len(self.own)
         self._steps = {
             (s, t): _Step.of(self.hop(s, t), self.parallel, t - s - 1)
@@ -135,13 +135,17 @@ class Case:
         size = -1
         while size != (size := sum(map(np.count_nonzero, states))) and not budget.late:
             ahead, behind = self.ahead(states), self.behind(states)
-            most = [self._most(s, ahead[s], behind[s], makespan) for s in range(count)]
-            for s in range(count):
-                states[s] &= most[s] >= 0
-            wide = 0.0 if self.parallel is None else self.parallel.before[:, None]
-            self._between([ways.least(wide) for ways in ahead], states, makespan)
             if self.parallel is None:
+                most = [self._most(s, ahead[s].all, behind[s].all, makespan) for s in range(count)]
+                for s in range(count):
+                    states[s] &= most[s] >= 0
+                self._between([ways.all for ways in ahead], states, makespan)
                 self._all_work(states, most)
+            else:
+                for s in range(count):
+                    states[s] &= self._possible(s, ahead[s], behind[s], makespan)
+                wide = self.parallel.before[:, None]
+                self._between([ways.least(wide) for ways in ahead], states, makespan)
             if not self._any(states):
                 return None
         if self.parallel is not None:
@@ -156,37 +160,47 @@ class Case:
             return all(mask.any() for mask in states)
         return any(mask[0].any() for mask in states) and any(mask[:, -1].any() for mask in states)
 
-    def _most(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Array:
-        """Seconds of a microbatch's work, at full speed, that stage s may compute; negative where
-        it takes longer than the makespan as it is."""
+    def _most(self, s: int, ahead: Array, behind: Array, makespan: float) -> Array:
+        """Seconds of a microbatch's work, at full speed, that stage s may compute, where every
+        stage holds some of the path; negative where it takes longer than the makespan as it is."""
         own = self.own[s][0] + self.own[s][1]
-        found = np.full(own.shape, -1.0)
-        for down, up, wide in self._ways(ahead, behind):
-            besides = np.full(own.shape, np.inf)
-            for path, downs, ups, times in self._paths[s]:
-                left = makespan - path
-                left = left - downs * down if downs else left
-                left = left - ups * up if ups else left
-                left = left + wide if downs == ups == 1 else left
-                more = left / times if times else np.where(left < 0, -1, np.inf)
-                besides = np.minimum(besides, more)
-            most = np.minimum((own + besides) * self.speeds[s], self.most)
-            found = np.maximum(found, np.where(besides < 0, -1.0, most))
+        besides = np.full(own.shape, np.inf)
+        for path, downs, ups, times in self._paths[s]:
+            left = makespan - path
+            left = left - downs * ahead if downs else left
+            left = left - ups * behind if ups else left
+            more = left / times if times else np.where(left < 0, -1, np.inf)
+            besides = np.minimum(besides, more)
+        return np.where(besides < 0, -1.0, np.minimum((own + besides) * self.speeds[s], self.most))
+
+    def _possible(self, s: int, ahead: Ways, behind: Ways, makespan: float) -> Mask:
+        """Intervals of stage s that do not take longer, where some stages may hold nothing."""
+        found = np.zeros(self.most.shape, dtype=bool)
+        for down, up, whole in self._ways(ahead, behind):
+            one = np.ones(self.most.shape, dtype=bool)
+            for path, downs, ups, _ in self._paths[s]:
+                if downs == ups == 1:
+                    one &= path + whole <= makespan
+                elif ups:
+                    one &= path + down + ups * up <= makespan
+                else:
+                    one &= (path + down if downs else path) <= makespan
+            found |= one
         return found
 
-    def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array | float]]:
-        """The least way down to a stage and on from it, with and without stages left out, and what
-        may be on neither of them because it may be before the stage or behind it."""
+    def _ways(self, ahead: Ways, behind: Ways) -> Iterator[tuple[Array, Array, Array]]:
+        """The least way down to a stage, on from it, and both, with and without stages left out:
+        of wide work, what is before the stage or beyond it may be on the one or the other, and all
+        of it on neither."""
         if not self.left_out:
-            yield ahead.all, behind.all, 0.0
-        if self.parallel is not None:
-            wide, before, beyond = self.parallel.apart()
-            if behind.some is not None:
-                yield ahead.all, behind.some - beyond, wide - beyond
-            if ahead.some is not None:
-                yield ahead.some - before, behind.all, wide - before
-            if ahead.some is not None and behind.some is not None:
-                yield ahead.some - before, behind.some - beyond, wide - before - beyond
+            yield ahead.all, behind.all, ahead.all + behind.all
+        assert self.parallel is not None
+        wide, before, beyond = self.parallel.apart()
+        if behind.some is not None:
+            yield ahead.all, behind.some - beyond, ahead.all + behind.some - wide
+        if ahead.some is not None:
+            whole = ahead.some + behind.least() - wide
+            yield ahead.some - before, behind.least(beyond), whole
 
     def _all_work(self, states: list[Mask], most: list[Array]) -> None:
         """Drop intervals without which, or with which, the stages may not compute all work."""

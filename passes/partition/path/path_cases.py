@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,23 +17,20 @@ from pdcompile.problem import StageLimits
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of
 
 
-def cases_of(beside: Beside) -> Iterator[Case]:
-    """All stages hold groups of the path; or some do not, and it begins on one of these."""
+def cases_of(beside: Beside, parts: Iterable[float]) -> Iterator[list[Case]]:
+    """All stages hold groups of the path; or some do not, and it begins on one of these.
+
+    Each with more or fewer groups told apart (`branches.NARROW`): what is impossible in one of the
+    list is impossible.
+    """
     model = beside.model
     alone = model.num_stages == 1
     if alone or in_order(model):
-        yield _case(beside, None, (0, 0))
-    if alone:
-        return
-    firsts = list(_firsts(beside))
-    found = [
-        _case(beside, parallel, firsts[0])
-        for parallel in parallels(beside, _work(model), filled=in_order(model))
-    ]
-    best = max(found, key=_through)
-    yield best
-    for first in firsts[1:]:
-        yield _case(beside, best.parallel, first)
+        yield [_case(beside, None, (0, 0))]
+    if not alone:
+        choices = parallels(beside, _work(model), parts, filled=in_order(model))
+        for first in _firsts(beside):
+            yield [_case(beside, parallel, first) for parallel in choices]
 
 
 def _firsts(beside: Beside) -> Iterator[tuple[int, int]]:
@@ -58,16 +55,6 @@ def _firsts(beside: Beside) -> Iterator[tuple[int, int]]:
 def in_order(model: Model) -> bool:
     """Whether every stage holds something."""
     return model.most_used == model.num_stages and not model.problem.allow_empty
-
-
-def _through(case: Case) -> float:
-    """Seconds of a microbatch on its least way through the pipeline."""
-    assert case.parallel is not None
-    behind, wide = case.behind(case.allowed), case.parallel.beyond[:, None]
-    return case.whole + min(
-        float(ways.least(wide)[0][mask[0]].min(initial=np.inf))
-        for ways, mask in zip(behind, case.allowed, strict=True)
-    )
 
 
 def _work(model: Model) -> Array:
@@ -134,7 +121,7 @@ def _hops(beside: Beside, work: Array) -> Callable[[int, int], Hop]:
         if t == s + 1:
             return hops[s]
         least = np.max([one.least for one in hops[s:t]], axis=0)
-        return replace(hops[s], least=least, more=np.zeros_like(least))
+        return replace(hops[s], least=least, branches=False)
 
     return hop
 
