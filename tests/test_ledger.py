@@ -118,8 +118,16 @@ def test_results_that_are_out_are_held_by_autograd_alone() -> None:
     # Of 4 microbatches the first 2 are out at the first backward, which is that of one of them.
     assert (first.activations_bytes, first.workspace_bytes) == (4 * 30 - 4, 9 - 6)
     assert (second.activations_bytes, second.workspace_bytes) == (4 * 30, 9)
-    again = replace(sent, stages=tuple(replace(one, recompute=True) for one in sent.stages))
-    assert [one.workspace_bytes for one in ledgers(again)] == [3, 3]
+    twice = {"recompute": True, "forward_workspace_bytes": 5}
+    again = replace(sent, stages=tuple(replace(one, **twice) for one in sent.stages))
+    assert [one.workspace_bytes for one in ledgers(again)] == [5, 5]
+
+
+def test_a_forward_beside_a_split_backward_may_need_the_most() -> None:
+    """Of zero bubble: the next forward comes between the two parts of a backward."""
+    sizes = {"saved_bytes": 30, "split_bytes": 35, "forward_workspace_bytes": 20}
+    found = ledgers(make_plan("zb-h1", 2, 4, edges=chain(2, 0), **sizes))
+    assert [one.workspace_bytes for one in found] == [20, 20]
 
 
 def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:

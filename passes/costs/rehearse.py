@@ -12,14 +12,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.eager.entrance import Entrance
 from pdcompile.eager.randomness import preserved_rng
@@ -176,7 +176,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         storages.clear()
         sizes.clear()
         loose = before - self.now_bytes
-        self.out_peaks = [self.peak_bytes + loose] * 2  # of the forward, with one more of them
+        self.out_peaks = [self.now_bytes] * 2
         return loose
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -203,9 +203,11 @@ class Stage:
             entered = {name: Entrance(arguments[name]) for name in self.ports.entered}
             results = self._forward(arguments, entered)
         resident = self.meter.now_bytes
+        forward = self.meter.peak_bytes - resident
         if splits and not any(step.op.kind == "opaque" for step in self.steps):
-            return self._two_parts(entered, results, resident)
-        roots = self._roots(entered, results)
+            parts = self._two_parts(entered, results, resident)
+            return replace(parts, forward_workspace_bytes=forward)
+        roots = [(self._end(one), gradient) for one, gradient in self._roots(entered, results)]
         loose = self.meter.let_go(results)
         for fqn, tensor in self.fakes.tensors.items():
             if tensor.requires_grad and fqn not in self.ports.passed:
@@ -219,8 +221,12 @@ class Stage:
         freed = min(max(0, a - b) for a, b in zip(peaks, self.meter.out_peaks, strict=True))
         return Resident(
             resident, max(0, peaks[0] - resident), peaks[1], True, loose_bytes=loose,
-            freed_bytes=freed,
+            freed_bytes=freed, forward_workspace_bytes=forward,
         )  # fmt: skip
+
+    def _end(self, one: Any) -> Tensor | GradientEdge:
+        """Where a tensor was made, which does not hold it; a leaf and the loss are held anyway."""
+        return one if one.grad_fn is None or one.numel() == 1 else get_gradient_edge(one)
 
     def _two_parts(
         self, entered: dict[str, Entrance], results: dict[str, Any], resident: int
@@ -313,7 +319,7 @@ class Stage:
             elif name in sums or (name in self.ports.roots and value.requires_grad):
                 gradient = torch.empty_like(value)
                 self.meter.give([gradient])
-                roots.append((value if name in sums else get_gradient_edge(value), gradient))
+                roots.append((value, gradient))
         return roots
 
 

@@ -22,6 +22,7 @@ class Resident:
     of a split backward, with the gradients that the second part needs; 0 where that is not known.
     `split_workspace_bytes`: how far the second part exceeds that; then `workspace_bytes` is that
     of the first.  `split_freed_bytes`: results that are alive there only for somebody else.
+    `forward_workspace_bytes`: how far the forward alone exceeds `saved_bytes`.
     `whole_workspace_bytes`: `workspace_bytes` of a backward in one piece, where others are in two.
     All of this is with the results held until the end.  Where nobody needs them after the forward,
     `loose_bytes` fewer are held then, and a whole backward's peaks are `freed_bytes` lower.
@@ -35,6 +36,7 @@ class Resident:
     split_workspace_bytes: int = 0
     split_freed_bytes: int = 0
     whole_workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
     loose_bytes: int = 0
     freed_bytes: int = 0
 

@@ -24,16 +24,16 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     Gradients: buffers of the same parameters, from a minibatch's first backward, which makes
     them one by one, to its update.
     Activations: saved bytes times the microbatches between forward and backward, without those of
-    results that autograd has no use for once they are out; a stage that
+    results that autograd has no use for, once these are out; a stage that
     recomputes holds such a set only while it runs forward or backward, and between them the
     microbatch's inputs, which are receive slots.  Between the parts of a split backward the graph
     is held, and the gradients that the second part needs.
     Receive: slots of values, which are kept for the next ones, and the memory of other messages
     from their post to their use.  Send: gradients until they are out, and values where that is
     later than their microbatch's backward, or than the part of it that needs them (until then they
-    are activations, unless their stage recomputes).  Workspace is held
-    during a backward, temporaries during the optimizer's step: never both.  Inputs: copies of a
-    minibatch's, where the next one begins before its last backward.  Outputs: those of the
+    are activations, unless their stage recomputes).  Workspace is held during a forward or
+    backward, temporaries during the optimizer's step: never both.  Inputs: copies of a minibatch's,
+    where the next one begins before its last backward.  Outputs: those of the
     minibatch so far and of the one before, which a loop holds that assigns the result.
     """
     spec = spec_of(plan)
@@ -121,7 +121,7 @@ class _StageLedger:
         if action is Action.FORWARD:
             self.in_flight += 1
             self.outputs[at[0]] += 1
-            self._note(running=True)
+            self._note(workspace=self.stage.forward_workspace_bytes, running=True)
         elif action in BACKWARDS:
             self._backward(action, at)
         elif action is Action.STEP:
@@ -150,10 +150,11 @@ class _StageLedger:
         freed = self.stage.freed_bytes if self.stage.recompute or at in self.out else 0
         self.out.discard(at)
         if whole:
-            workspace = max(0, (self.stage.whole_workspace_bytes or workspace) - freed)
+            again = self.stage.forward_workspace_bytes if self.stage.recompute else 0
+            workspace = max(again, (self.stage.whole_workspace_bytes or workspace) - freed)
         to_come = 0  # bytes of gradients that are not there when the first backward needs the most
         if whole and update not in self.buffers and self.stage.first_workspace_bytes:
-            all_of_it = max(0, self.stage.first_workspace_bytes - freed)
+            all_of_it = max(again, self.stage.first_workspace_bytes - freed)
             to_come = max(0, self.owned - all_of_it)
             workspace = max(0, all_of_it - self.owned)
         self.buffers.add(update)

@@ -227,6 +227,7 @@ def _stage(
         split_workspace_bytes=resident.split_workspace_bytes,
         split_freed_bytes=resident.split_freed_bytes,
         whole_workspace_bytes=resident.whole_workspace_bytes,
+        forward_workspace_bytes=resident.forward_workspace_bytes,
         loose_bytes=resident.loose_bytes,
         freed_bytes=resident.freed_bytes,
     )
@@ -280,6 +281,7 @@ def with_own_bytes(plan: Plan, graph: OpGraph) -> Plan:
             split_workspace_bytes=held.split_workspace_bytes,
             split_freed_bytes=held.split_freed_bytes,
             whole_workspace_bytes=held.whole_workspace_bytes,
+            forward_workspace_bytes=held.forward_workspace_bytes,
             loose_bytes=held.loose_bytes,
             freed_bytes=held.freed_bytes,
             largest_gradient_bytes=_largest_gradient(graph, ops),
