@@ -3,12 +3,13 @@
     python benchmarks/runtime.py [--rounds 7] [--steps 3] [--emulated 4] [--real 2]
                                  [--models GPT "wide MLP"] [--only 1f1b 2bw]
                                  [--write docs/performance.md]
+    python benchmarks/runtime.py --python [--ranks 2]
     python benchmarks/runtime.py --shape 100mbit [--ranks 2] [--write docs/performance.md]
 
 Emulated: every layer waits as long as it took when it was timed, so that there can be more ranks
 than cores; real: everything is computed.  0 ranks leave one of them out.  `--shape`: links of that
 rate in network namespaces (as tc writes it; needs root, `ip` and `tc`), for the dense layers of
-VGG-16 and AlexNet.
+VGG-16 and AlexNet.  `--python`: what the interpreter takes for one instruction, of tiny stages.
 
 What was measured is kept in out/runtime.json, comparison by comparison, and the page has all that
 is there: parts can be measured at different times.  `--emulated 0 --real 0` measures nothing.
@@ -20,6 +21,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -137,6 +139,14 @@ def write(file: Path, arguments: str) -> None:
 def main() -> None:
     options = parsed()
     torch.set_num_threads(1)
+    if options.python:
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        command += [
+            f"--nproc-per-node={options.ranks}",
+            "-m",
+            "benchmarks.side_by_side.python_share",
+        ]
+        raise SystemExit(subprocess.run(command, cwd=ROOT).returncode)
     try:
         if options.shape:
             cluster(options.ranks, options.shape)
@@ -174,7 +184,10 @@ def parsed() -> argparse.Namespace:
         "--no-memory", action="store_true", help="leave the peaks out: half as long"
     )
     parser.add_argument("--shape", metavar="RATE", help="links of so many bits a second: 100mbit")
-    parser.add_argument("--ranks", type=int, default=2, help="with --shape (default 2)")
+    parser.add_argument(
+        "--python", action="store_true", help="what Python takes for an instruction, no more"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="with --shape, --python (default 2)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write docs/performance.md")
     return parser.parse_args()
 
