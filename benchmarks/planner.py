@@ -2,10 +2,10 @@
 
     python benchmarks/planner.py [--only placement,pipedream,…] [--write docs/planner.md]
 
-Sections: placement, pipedream, papers, piper, scale, own, real, auto, beside, random.  Without
---only all run, which takes half an hour on one core.  What is printed is kept in out/planner, so
-that --write can put together a page from sections that ran at different times (--only none: run
-nothing more).
+Sections: placement, pipedream, papers, piper, scale, own, real, auto, large, beside, random.
+Without --only all run, which takes half an hour on one core.  What is printed is kept in
+out/planner, so that --write can put together a page from sections that ran at different times
+(--only none: run nothing more).
 Published inputs are read from PDCOMPILE_REFERENCE (default: ../shared/reference).
 """
 
@@ -35,6 +35,7 @@ SECTIONS = {
     "own": "planning.own",
     "real": "planning.real",
     "auto": "planning.auto",
+    "large": "planning.large",
     "beside": "planning.beside",
     "random": "planning.agreement",
 }

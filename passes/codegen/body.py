@@ -341,7 +341,8 @@ def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
     """
     if not graph.training or not op.grad_enabled or op.mutates or op.buffers_written:
         return frozenset()
-    read = written_buffers(graph.ops).intersection(op.attributes)
+    held = [fqn for fqn in op.attributes if graph.tensors[fqn].kind == "buffer"]  # often none
+    read = written_buffers(graph.ops).intersection(held) if held else frozenset()
     return read if read and not _is_written_later(op, graph) else frozenset()
 
 

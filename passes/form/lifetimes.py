@@ -276,7 +276,7 @@ class Lifetimes:
         return skeleton(names, {info.fqn: info for info in self.tensors.values()}, ops, order)
 
 
-def _modules(op: Op) -> list[str]:
+def _modules(op: Op) -> tuple[str, ...]:
     """Paths of the modules whose forward calls the op, innermost first, the root left out."""
     return ancestors(scope_of(op))[::-1]
 

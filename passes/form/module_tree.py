@@ -8,6 +8,7 @@ literal only.
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -67,10 +68,11 @@ class Node:
         ]
 
 
-def ancestors(path: str) -> list[str]:
+@functools.lru_cache(maxsize=1 << 16)
+def ancestors(path: str) -> tuple[str, ...]:
     """Paths of the modules that lie on a path, the root left out, itself last."""
     parts = path.split(".") if path else []
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return tuple(".".join(parts[: n + 1]) for n in range(len(parts)))
 
 
 def is_container(class_name: str) -> bool:

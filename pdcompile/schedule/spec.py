@@ -166,9 +166,8 @@ class PipelineSpec:
         counts = [self.group(s) for s in range(len(self.ranks))]
         sent = (
             self.window(one.source, target) * lcm(counts[one.source], counts[target])
-            for one in self.edges
+            for one in (self.edges if lcm(*counts) > 1 else ())
             for target in one.targets
-            if self.period > 1
         )
         return max(2, *((1 + self.lag(s)) * n for s, n in enumerate(counts)), *sent)
 
