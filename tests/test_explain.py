@@ -440,7 +440,7 @@ def test_a_choice_that_costs_much_is_named() -> None:
 
 def test_what_was_left_open_is_not_named() -> None:
     plan = planned(chain(6), Cluster.parse("2"))
-    scope = "replicas any; recomputation by stage; schedules gpipe, 1f1b"
+    scope = "replicas any; recomputation by stage; schedules gpipe, 1f1b, zb-h1"
     assert explain(plan).freed is not None  # both ranks on all ops
     certificate = replace(plan.certificate, scope=scope)
     assert explain(replace(plan, certificate=certificate)).freed is None

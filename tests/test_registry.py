@@ -140,5 +140,6 @@ def test_the_readme_says_what_every_schedule_costs() -> None:
         assert readme.count(f"\n| `{name}` | ") == 1, name
 
 
-def test_the_planner_chooses_where_its_forecast_knows_all_costs() -> None:
-    assert [name for name, kind in KINDS.items() if kind.by_planner] == ["gpipe", "1f1b", "2bw"]
+def test_auto_considers_all_but_minibatches_in_one_piece() -> None:
+    assert {name for name, kind in KINDS.items() if not kind.by_planner} == {"stash", "vsync"}
+    assert {name for name, kind in KINDS.items() if kind.gain} == {"zb-h1", "zb-v"}

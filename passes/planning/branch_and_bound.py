@@ -7,15 +7,17 @@ setting, then that of the dynamic program over ideals and replicas, then that of
 comes next.  A branch of one rank a stage first has the sharper bounds and the candidate of
 `passes.partition.search`; where only the cut is open, this is the only branch, and that search goes
 on until its proof.  Models with too many ideals for that keep the bounds of their settings, and the
-boundaries of their best plan are moved as long as that helps.  The search ends when no branch is
-left whose bound is below the best, or with what there is when its budget is spent.
+boundaries of their best plan are moved as long as that helps.  Branches of ranks that hold several
+stages come after all others: their bound says less, and their candidates are likely cuts.  The
+search ends when no branch is left whose bound is below the best, or with what there is when its
+budget is spent.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
@@ -44,6 +46,7 @@ DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
 MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is found
 SEARCHING = 0.8  # of the time; then what was put off is settled
+ALONE = 0.6  # of the time for one stage a rank, where ranks may hold several
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
 GAIN = 1e-3  # relative, of a move whose plan takes long to make
@@ -91,6 +94,7 @@ class PlanSearch:
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
+    relaxed: bool = False  # it is that of ranks which hold several stages
     unproved: list[str] = field(default_factory=list)  # why something was
     bounds: dict[Setting, float] = field(default_factory=dict)  # seconds of a step
     prepared: dict[int, PreparedProblem] = field(default_factory=dict)
@@ -103,26 +107,33 @@ class PlanSearch:
 
     def run(self) -> None:
         """Search until nothing is left or the budget is spent."""
+        sharing = [branch for space in self.space.sharing for branch in self._branches(space)]
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))
-            lines = LineSearch(self.trials, self.space, every, self._prepared)
+            least = min((branch.bound for branch in sharing), default=math.inf)
+            lines = LineSearch(self.trials, self.space, every, self._prepared, least)
             lines.run()
             self.bounds = lines.bounds
-        self._branch_and_bound()
+        self._branch_and_bound(self._branches(self.space), ALONE if sharing else SEARCHING)
+        self._branch_and_bound(sharing, SEARCHING)
         left = self.trials.settle(SETTLING)
         if left < math.inf:
-            self._unfinished(left, "time was over")
+            self._unfinished(left, None, "time was over")
 
-    def _branch_and_bound(self) -> None:
+    def _branches(self, space: SearchSpace) -> Iterator[Branch]:
+        return branches(self.cluster, space, self.training, self._prepared)
+
+    def _branch_and_bound(self, given: Iterable[Branch], until: float) -> None:
+        """Search these branches until that share of the time is over."""
         ticket, trials = count(), self.trials
         heap, tried = [], trials.tried
-        for branch in branches(self.cluster, self.space, self.training, self._prepared):
+        for branch in given:
             branch.bound = max(branch.bound, self.bounds.get(branch.setting, 0.0))
             heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
         while heap and heap[0][0] < trials.below:
-            if why := self._enough(heap[0][2], tried):
-                self._unfinished(heap[0][0], why)
+            if why := self._enough(heap[0][2], tried, until):
+                self._unfinished(*heap[0][::2], why)
                 return
             bound, _, branch = heapq.heappop(heap)
             go_on = self._open if branch.candidates is None else self._next
@@ -130,17 +141,17 @@ class PlanSearch:
             if branch.bound < math.inf:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
-    def _enough(self, branch: Branch, tried: float) -> str:
+    def _enough(self, branch: Branch, tried: float, until: float) -> str:
         """Why the search ends though this branch may hold a better plan; empty: it goes on."""
         trials = self.trials
         if self.space.cut_alone:  # ends by itself, with a plan
             return ""
-        if trials.found and not self.space.placement and not branch.prepared.complete:
-            return branch.left_out(self.space)
+        if trials.found and not branch.space.placement and not branch.prepared.complete:
+            return branch.left_out
         if trials.found and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
         begun = trials.seen or trials.budget.stopped  # one is tried at least
-        return "time was over" if begun and trials.over(SEARCHING) else ""
+        return "time was over" if begun and trials.over(until) else ""
 
     def improve(self) -> None:
         """Move single groups of the best candidate over a boundary as long as that helps, and
@@ -160,14 +171,15 @@ class PlanSearch:
 
     def _next_to(self, best: Candidate) -> Iterator[Candidate]:
         prepared = self._prepared(best.setting.num_microbatches)
-        if not (self.space.placement or prepared.complete):
+        if not (best.shared or self.space.placement or prepared.complete):
             return shifted(prepared, best)
         decide = self.space.decides_recomputation
         return neighbours(prepared, self.cluster, best, decide=decide)
 
-    def _unfinished(self, bound: float, why: str) -> None:
+    def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
         """What was not tried may cost as little as its bound."""
-        self.floor = min(self.floor, bound)
+        if bound < self.floor:
+            self.floor, self.relaxed = bound, branch is not None and bool(branch.space.placement)
         if why not in self.unproved:
             self.unproved.append(why)
 
@@ -186,22 +198,22 @@ class PlanSearch:
 
     def _open(self, branch: Branch) -> None:
         """Solve the branch, and try its most promising candidates."""
-        problem = branch.straight_problem(self.space)
+        problem = branch.straight_problem
         if problem is not None and self._settled(branch, problem):
             branch.bound = math.inf
             return
-        pipelines = branch.pipelines(self.space)
+        pipelines = branch.pipelines()
         bound = pipelines.bound() * branch.setting.scale
-        if not (left_out := branch.left_out(self.space)):
+        if not (left_out := branch.left_out):
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self.trials.below:
-            self._unfinished(branch.bound, left_out)
+            self._unfinished(branch.bound, branch, left_out)
         branch.candidates = pipelines.candidates(lambda: self.trials.below / branch.setting.scale)
         if bound == math.inf:
             branch.bound = math.inf
             return
         if bound < self.trials.below:
-            self._probe(branch, branch.pipelines(self.space, likely=True))
+            self._probe(branch, branch.pipelines(likely=True))
 
     def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
         """Whether the search of one rank a stage leaves nothing of the branch; bounds it too."""
@@ -248,7 +260,7 @@ class PlanSearch:
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
         bound, candidate = next(branch.candidates, (math.inf, None))
-        if not branch.left_out(self.space) or bound == math.inf:
+        if not branch.left_out or bound == math.inf:
             branch.bound = max(branch.bound, bound * branch.setting.scale)
         self.trials.offer(candidate, now=True)
 
@@ -263,7 +275,7 @@ class PlanSearch:
                 self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
             )  # fmt: skip
-        seconds, candidate = self.trials.found[-1]
+        seconds, candidate = self.trials.chosen
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
         plan = self.trials.plan(candidate)
@@ -283,23 +295,30 @@ class PlanSearch:
         if certificate.gap == 0:
             certificate = replace(certificate, status="optimal")
         notes = (*plan.notes, *idle_ranks(self.cluster, candidate, certificate))
+        if len(self.space.schedules) + len(self.space.sharing) > 1:
+            notes = (*notes, *self.trials.why(candidate))
         plan = replace(plan, certificate=certificate, notes=notes)
         return with_problem(plan, problem, self.cluster)
 
     def _prover(self, setting: Setting) -> str:
-        if self.space.placement:
+        if self.space.placement or self.relaxed:
             return RELAXATION
         complete = self.prepared[setting.num_microbatches].complete
         return PROVER if complete else ALONG
 
 
 def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
-    last = len(problem.stages) - 1
-    if space.stages is None and (problem.forbidden or any(s != last for _, s in problem.pins)):
+    if space.stages is None and _numbered(problem):
         raise ConfigError(
             "constraints name stages by number, and the number of stages is open",
             remedy="say how many stages there are to be: stages=4",
         )
+
+
+def _numbered(problem: PartitionProblem) -> bool:
+    """Do constraints name stages by number?"""
+    last = len(problem.stages) - 1
+    return bool(problem.forbidden) or any(s != last for _, s in problem.pins)
 
 
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:
@@ -361,6 +380,8 @@ def best_plan(
     """
     import torch  # noqa: F401  (ledgers are rehearsed with it; the search's time is not for this)
 
+    if space.sharing and _numbered(problem_at(space.microbatches[0])):
+        space = replace(space, sharing=())  # there a stage of that number is another one
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, time_limit, seed,

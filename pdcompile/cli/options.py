@@ -81,7 +81,8 @@ class Flags:
         str | None,
         training(
             help=f"{described()}; FILE.csv or FILE.json: your own (see pdcompile "
-            f"schedule); auto: the planner chooses. Default: {DEFAULT}."
+            f"schedule); auto: the planner chooses of those that update as "
+            f"eager does, and that --max-staleness allows. Default: {DEFAULT}."
         ),
     ] = None
     replicas: Annotated[

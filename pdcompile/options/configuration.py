@@ -76,14 +76,8 @@ def configure(
     """
     schedule = chosen_schedule(options)
     stages, cluster = machines(options, num_ranks)
-    kind, devices = kind_of(schedule), len(cluster.devices)
-    if kind.placed and options.replicas == "equal":  # how many are on a rank, however many ranks
-        placement = kind.placement(devices * kind.usual, devices)
-    else:
-        places = devices // _width(options.replicas)
-        placed = stages > places or kind.written is not None
-        placement = kind.placement(stages, places) if placed else ()
-    reduction = options.loss_reduction
+    placement = _placement(options, kind_of(schedule), stages, len(cluster.devices))
+    devices, reduction = len(cluster.devices), options.loss_reduction
     training = Training(
         schedule=schedule,
         num_microbatches=_num_microbatches(options, min(stages, devices), batch_size, splits),
@@ -97,6 +91,15 @@ def configure(
         linear_lr_scaling=options.linear_lr_scaling,
     )
     return Configuration(cluster, stages, training, num_ranks is None, placement)
+
+
+def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) -> tuple[int, ...]:
+    """The rank of each stage where ranks hold several; empty where they do not."""
+    if kind.placed and options.replicas == "equal":  # how many are on a rank, however many ranks
+        return kind.placement(devices * kind.usual, devices)
+    places = devices // _width(options.replicas)
+    placed = stages > places or kind.written is not None
+    return kind.placement(stages, places) if placed else ()
 
 
 def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
@@ -419,10 +422,12 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
             "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
             placement=configuration.placement,
         )  # fmt: skip
+    considered: list[str] = []
     if options.schedule == "auto":
-        schedules = tuple(n for n in allowed(options.max_staleness) if KINDS[n].by_planner)
+        considered = [n for n in allowed(options.max_staleness) if KINDS[n].by_planner]
+        schedules = tuple(n for n in considered if KINDS[n].usual == 1)
     shared = bool(configuration.placement)
-    return SearchSpace(
+    space = SearchSpace(
         replicas=_replicas(options.replicas, configuration.num_stages),
         recompute=again,
         schedules=schedules,
@@ -438,6 +443,37 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         recomputed=mixed,
         idle=configuration.idle,
         placement=configuration.placement,
+    )
+    several = [
+        _sharing(options, space, KINDS[name], len(configuration.cluster.devices))
+        for name in considered
+        if KINDS[name].usual > 1
+    ]
+    return replace(space, sharing=tuple(one for one in several if one is not None))
+
+
+def _sharing(
+    options: Options, space: SearchSpace, kind: ScheduleKind, devices: int
+) -> SearchSpace | None:
+    """The space of a schedule whose ranks hold several stages, as if it had been named: equal
+    replicas where any are asked for.  None where there is none with these options."""
+    several = devices // _width(options.replicas) > 1
+    if not several or space.recomputed or _counts_of(options) or options.stages is not None:
+        return None
+    replicas = "equal" if options.replicas == "any" else options.replicas
+    named = replace(options, schedule=kind.name, replicas=replicas)
+    dealt = _dealt(named, None, devices)
+    if dealt is None:
+        return None
+    stages, _ = dealt
+    return replace(
+        space,
+        replicas=_replicas(replicas, stages),
+        schedules=(kind.name,),
+        extra_warmup=(0,),
+        stages=None if replicas == "equal" else stages,
+        in_order=True,
+        placement=_placement(named, kind, stages, devices),
     )
 
 

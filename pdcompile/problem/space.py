@@ -49,6 +49,7 @@ class SearchSpace:
             so many ranks; where their number is open, a rank holds as many stages, or all
             `stages` are dealt out over fewer places.
         recomputed: whether each of the `stages` recomputes; empty: as `recompute` says.
+        sharing: spaces besides this one, of schedules whose ranks hold several stages.
     """
 
     replicas: Literal["1", "equal", "any"] | tuple[int, ...] = "1"
@@ -61,6 +62,7 @@ class SearchSpace:
     recomputed: tuple[bool, ...] = ()
     idle: bool = True
     placement: tuple[int, ...] = ()
+    sharing: tuple[SearchSpace, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a choice is empty or names what there is not."""
@@ -74,6 +76,7 @@ class SearchSpace:
             ("recomputed", len(self.recomputed) in (0, self.stages)),
             ("in_order", not self.in_order or self._ordered),
             ("placement", not self.placement or (self.in_order and self._placed)),
+            ("sharing", all(one.placement and not one.sharing for one in self.sharing)),
         )
         for name, holds in checks:
             if not holds:
@@ -152,6 +155,7 @@ class SearchSpace:
             f"schedules {', '.join(map(name_of, self.schedules))}",
             f"microbatches {', '.join(map(str, self.microbatches))}",
             f"extra warm-up {', '.join(map(str, self.extra_warmup))}",
+            *(f"or {one}" for one in self.sharing),
         ]
         return "; ".join(parts)
 

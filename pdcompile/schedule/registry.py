@@ -16,6 +16,7 @@ from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
 GRADIENT_SLOTS = 2  # one in use by the backward that runs, one travelling
+SPLITTING = 0.02  # of a step, at most, that splitting backwards costs
 PARTS = 2  # of a split backward, equally long: costs do not tell them apart
 
 #: how many minibatches old weights are; in words where it follows from the plan, and every
@@ -164,12 +165,14 @@ class ScheduleKind:
 
     @property
     def by_planner(self) -> bool:
-        """Does schedule="auto" consider it?  Others are chosen by name.
+        """Does schedule="auto" consider it?  A minibatch in one piece is another training."""
+        return not self.updates_each
 
-        A minibatch in one piece is another training, several stages a rank are another space, and
-        what it costs to split a backward is in no forecast yet.
-        """
-        return not self.updates_each and self.usual == 1 and not self.splits_backward
+    @property
+    def gain(self) -> float:
+        """The share of a step that it has to save for auto to take it: what it costs to split a
+        backward is in no forecast."""
+        return SPLITTING if self.splits_backward else 0.0
 
     @property
     def one_age(self) -> bool:

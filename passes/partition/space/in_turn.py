@@ -54,10 +54,8 @@ class StagesInTurn:
         those that come first anyway."""
         self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
         self.likely, self.counts = likely, (replicas,) * stages
-        placement = space.placement
         places = len(seats.ranks) // replicas
-        if (len(placement), len(set(placement))) != (stages, places):
-            placement = kind_of(setting.schedule).placement(stages, places)
+        placement = placement_of(space, setting, stages, places)
         first = [place * replicas for place in placement]
         self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
         self.warmup = warmup(
@@ -164,6 +162,14 @@ class StagesInTurn:
         )
         yield whole
         yield replace(whole, objective="bottleneck")
+
+
+def placement_of(space: SearchSpace, setting: Setting, stages: int, places: int) -> tuple[int, ...]:
+    """The place of every stage: as the space says it, or of other counts as the schedule does."""
+    placement = space.placement
+    if (len(placement), len(set(placement))) != (stages, places):
+        return kind_of(setting.schedule).placement(stages, places)
+    return placement
 
 
 def every_cut(prepared: PreparedProblem, num_stages: int) -> list[tuple[int, ...]]:

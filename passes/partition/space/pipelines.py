@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.model import (
     Model,
@@ -107,7 +110,17 @@ class PreparedProblem:
     @cached_property
     def path_line(self) -> Line:
         """The groups along the heaviest path of values with gradients."""
-        return Line.along(self.whole, heaviest_path(self.whole))
+        return Line.along(self.whole, self._path)
+
+    @cached_property
+    def path_seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Forward and backward of the groups of that path."""
+        model, path = self.whole, list(self._path)
+        return np.array(model.forward)[path], np.array(model.backward)[path]
+
+    @cached_property
+    def _path(self) -> tuple[int, ...]:
+        return heaviest_path(self.whole)
 
     @property
     def model(self) -> Model:

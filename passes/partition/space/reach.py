@@ -10,7 +10,8 @@ flush of T seconds needs of every stage
 - F up to the stage + what later ones take for all microbatches + W + A ≤ T;
 
 a stream (F + W) / r and A.  A stage that recomputes takes F more in W.  Where backward is split
-only the second holds, and k (F + W) without A.
+a stage waits for the F of earlier ones alone: F of all earlier stages + k (F + W) ≤ T, and the
+second without A.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.space import Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
-#: how often a demand counts work, forward, backward, and bytes that are trained
-Times = tuple[float, float, float, float]
+#: how often a demand counts work, forward, backward, and bytes that are trained; and how often
+#: the forward that a later stage waits for, which is on the other side
+Times = tuple[float, float, float, float, float]
 Counts = tuple[float, int, int]  # of what is trained, saved and received
 
 
@@ -82,8 +84,20 @@ class Reach:
     @property
     def waits(self) -> float:
         """Of the seconds of earlier stages at speed 1, those that a later one waits for."""
-        known = not (self.stream or kind_of(self.setting.schedule).splits_backward)
-        return 1 / self.seats.fastest if known and not self.balanced else 0.0
+        return 0.0 if self._splits else self._waits
+
+    @property
+    def waits_forward(self) -> float:
+        """The same of forward, where it does not wait for all of backward."""
+        return self._waits if self._splits else 0.0
+
+    @property
+    def _splits(self) -> bool:
+        return kind_of(self.setting.schedule).splits_backward
+
+    @property
+    def _waits(self) -> float:
+        return 0.0 if self.stream or self.balanced else 1 / self.seats.fastest
 
     def per_work(self, r: int, p: int) -> float:
         """Seconds that count of a replica, for each second of a microbatch's work."""
@@ -124,27 +138,29 @@ class Reach:
         forward, backward = least.forward[there], least.backward[there]
         alone = own * (ends + again * forward) - probe.seconds
         once = own if self.stream else own / -(-m // r)
-        yield (own - waits, again * own, 0.0, 0.0), alone + (own - waits) * beside
+        ahead = self.waits_forward
+        above = alone + (own - waits - ahead) * beside
+        yield (own - waits, again * own, 0.0, 0.0, ahead), above
         if waits:
             share = -(-m // r)
             more, few = once * (share - 1), once * self._alternating(r, u, share, probe)
             through = waits * probe.full - probe.seconds
             for f, b in ((more + again * few, few), (few + again * more, more)):
-                yield (0.0, f, b, 0.0), through + f * forward + b * backward
+                yield (0.0, f, b, 0.0, 0.0), through + f * forward + b * backward
         if r == 1:
             return
         per_byte, fixed = self._reduction(p, r)
         summed = per_byte * least.trainable[there] + fixed
         busy = 0.0 if self.stream else own
         above = summed - probe.seconds if self.stream else alone + summed + own * beside
-        yield (busy, again * busy, 0.0, per_byte), above
+        yield (busy, again * busy, 0.0, per_byte, 0.0), above
         if waits:
             above = through + again * more * forward + more * backward + summed
-            yield (0.0, again * more, more + waits, per_byte), above
+            yield (0.0, again * more, more + waits, per_byte, 0.0), above
         if waits and u > r:
             later = max(1.0, m / (u - r)) * (probe.full - ends) + forward - beside
             above = waits * later + once * (again * forward + backward) + summed - probe.seconds
-            yield (0.0, again * once, once, per_byte), above
+            yield (0.0, again * once, once, per_byte, 0.0), above
 
     def _there(self, ends: Array) -> Places:
         """The first place at which so much work may lie before it."""
@@ -159,7 +175,7 @@ class Reach:
             most, ends = line.most, line.most.work
             if not line.exact:  # up to the next place
                 ends = np.append(line.least.work[1:], line.whole)
-            rows = (ends, most.forward, most.backward, most.trainable)
+            rows = (ends, most.forward, most.backward, most.trainable, -line.least.forward)
             for n, row in zip(times, rows, strict=True):
                 total = total + n * row if n else total
             self._rows[times] = np.maximum.accumulate(total)

@@ -7,8 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from pdcompile.cluster import Cluster, stage_limits
-from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn, least_seconds
+from pdcompile.passes.partition.space.in_turn import (
+    SOME,
+    StagesInTurn,
+    least_seconds,
+    placement_of,
+)
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.places_bound import seconds_of_places
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
@@ -28,6 +34,7 @@ class Branch:
     counts: tuple[int, ...]
     stages: int | None
     prepared: PreparedProblem
+    space: SearchSpace
     bound: float = 0.0
     candidates: Iterator[tuple[float, Candidate | None]] | None = None
 
@@ -42,12 +49,14 @@ class Branch:
             extra=setting.extra_warmup,
         )
 
-    def straight_problem(self, space: SearchSpace) -> PartitionProblem | None:
+    @property
+    def straight_problem(self) -> PartitionProblem | None:
         """The branch as a problem of one rank a stage; None where it has other candidates too.
 
         Also where a message that skips stages may be faster than over all links on its way.
         """
         setting, ranks, problem = self.setting, self.seats.ranks, self.prepared.problem
+        space = self.space
         if self.counts != (1,) or space.placement or set(space.recompute) != {False}:
             return None
         if not space.in_order:
@@ -75,15 +84,17 @@ class Branch:
             objective=kind_of(setting.schedule).objective,
         )
 
-    def left_out(self, space: SearchSpace) -> str:
+    @property
+    def left_out(self) -> str:
         """Why its candidates are not all there are; empty where they are."""
-        if space.placement:
+        if self.space.placement:
             return SOME
         complete = self.prepared.complete
         return "" if complete else "only some of the cuts of so large a model were tried"
 
-    def pipelines(self, space: SearchSpace, *, likely: bool = False) -> Found:
+    def pipelines(self, *, likely: bool = False) -> Found:
         """All candidates of the branch, or those that are tried."""
+        space = self.space
         if space.placement:
             assert self.stages is not None
             return StagesInTurn(
@@ -118,11 +129,14 @@ def branches(
         seats = Seats(cluster, ranks)
         for setting in settings(space, training, len(ranks)):
             prepared = prepared_at(setting.num_microbatches)
-            branch = Branch(setting, seats, counts, stages, prepared)
+            branch = Branch(setting, seats, counts, stages, prepared, space)
             branch.bound = simple_bound(prepared, space, setting, seats) * setting.scale
             if space.placement:
+                assert stages is not None
                 least = least_seconds(prepared, setting, seats, counts[0])
-                branch.bound = max(branch.bound, least)
+                places = placement_of(space, setting, stages, len(ranks) // counts[0])
+                shared = seconds_of_places(prepared, setting, seats, counts[0], places)
+                branch.bound = max(branch.bound, least, shared)
             yield branch
 
 

@@ -70,8 +70,9 @@ def _spaces(plan: Plan) -> Iterator[tuple[str, SearchSpace]]:
         (training.schedule,), (training.num_microbatches,), stages=stages,
         recomputed=recomputes if len(set(recomputes)) > 1 else (),
     )  # fmt: skip
-    kinds = (kind for kind in KINDS.values() if kind.by_planner and not kind.stream)
-    schedules = tuple(dict.fromkeys((training.schedule, *(kind.name for kind in kinds))))
+    kinds = KINDS.values()
+    alone = [k.name for k in kinds if k.by_planner and k.usual == 1 and not k.stream]
+    schedules = tuple(dict.fromkeys((training.schedule, *alone)))
     wider: dict[str, dict[str, Any]] = {
         "replicas='any'": {"replicas": "any", "stages": None, "recomputed": ()},
         "recompute='auto'": {"recompute": (False, True), "recomputed": ()},
@@ -81,7 +82,7 @@ def _spaces(plan: Plan) -> Iterator[tuple[str, SearchSpace]]:
         del wider["replicas='any'"]
     if "recomputation by stage" in open_ or True not in recomputes:
         del wider["recompute='auto'"]
-    if "schedules gpipe, 1f1b" in open_:
+    if f"schedules {', '.join(alone)}" in open_:
         del wider["schedule='auto'"]
     for name, change in wider.items():
         yield name, replace(fixed, **change)

@@ -6,6 +6,7 @@ does the bound of a setting along its heaviest path (`passes.partition.space.lin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +24,16 @@ SETTLING = 0.6  # of the time, until plans of it are judged
 
 @dataclass
 class LineSearch:
-    """What lines say of the whole space; `bounds` are seconds of a step."""
+    """What lines say of one stage a rank; `bounds` are seconds of a step.
+
+    `least`: the bound of all else that is searched.
+    """
 
     trials: Trials
     space: SearchSpace
     settings: Sequence[Setting]
     prepared_at: Callable[[int], PreparedProblem]
+    least: float = math.inf
     bounds: dict[Setting, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,7 +50,7 @@ class LineSearch:
             prepared = self.prepared_at(setting.num_microbatches)
             seconds = simple_bound(prepared, space, setting, seats)
             self.bounds[setting] = seconds * setting.scale
-        self.trials.floor = min(self.bounds.values())
+        self.trials.floor = min(self.least, *self.bounds.values())
 
     def run(self) -> None:
         """Try likely plans, with equal replicas first, and bound every setting by the best."""
@@ -86,4 +91,4 @@ class LineSearch:
                 plans, scale = self._plans[setting.num_microbatches], setting.scale
                 found = plans.bound(setting, known / scale, upper / scale, late)
                 self.bounds[setting] = max(known, found * scale)
-        self.trials.floor = min(self.bounds.values())
+        self.trials.floor = min(self.least, *self.bounds.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds,
 from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.space import Candidate
+from pdcompile.schedule.registry import kind_of, name_of
 from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
@@ -45,6 +46,7 @@ class Trials:
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     waiting: list[tuple[bool, float, Candidate]] = field(default_factory=list)  # does not fit?
     tried: float = 0.0  # candidates that were simulated
+    least: dict[str, float] = field(default_factory=dict)  # by schedule, whether it fits or not
     seen: set[Candidate] = field(default_factory=set)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: tuple[Candidate, Plan] | None = None
@@ -57,6 +59,22 @@ class Trials:
     @property
     def best(self) -> Candidate:
         return self.found[-1][1]
+
+    @property
+    def chosen(self) -> tuple[float, Candidate]:
+        """The best, after what schedules cost that no forecast knows."""
+        return min(self.found, key=lambda one: one[0] * (1 + kind_of(one[1].setting.schedule).gain))
+
+    def why(self, candidate: Candidate) -> Iterator[str]:
+        """A note on the schedules that were tried besides the candidate's."""
+        others = [
+            f"{name_of(name)} {format_seconds(seconds)}"
+            for name, seconds in sorted(self.least.items(), key=lambda one: one[1])
+            if name != candidate.setting.schedule and seconds < math.inf
+        ]
+        if others:
+            own = name_of(candidate.setting.schedule)
+            yield f"{own} chosen among schedules: the fastest tried of others, {', '.join(others)}"
 
     @property
     def quick(self) -> bool:
@@ -96,6 +114,8 @@ class Trials:
         problem = self.prepared_at(candidate.setting.num_microbatches).problem
         limit = self.below * (1 - gain) / candidate.setting.scale
         seconds, fits = timed(problem, self.cluster, candidate, limit, self._residents)
+        name, step = candidate.setting.schedule, seconds * candidate.setting.scale
+        self.least[name] = min(self.least.get(name, math.inf), step)
         if seconds >= limit:
             return True
         self.tried += 1
