@@ -74,7 +74,19 @@ class Divides(nn.Module):
         return (x * self.w).view(-1, parts - 0, 2).square().flatten(1)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("build", [Writes, Views, Divides])
+class Twice(nn.Module):
+    """Reads one value twice, and then a view of it that looks the same beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.w
+        return (y + y).sum(1) + (y + y.view(-1, 8)).sum(1)
+
+
+@pytest.mark.parametrize("build", [Writes, Views, Divides, Twice])
 def test_kept_bytes_follow_writes_and_shared_memory(build: Callable[[], nn.Module]) -> None:
     model, x = build(), torch.rand(4, 8)
     graph = trace.trace(model, x)

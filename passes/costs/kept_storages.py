@@ -203,8 +203,9 @@ class _Walk:
             )
 
     def _effect(self, op: Op, names: Sequence[str], reads: Mapping[str, _Nested]) -> _Effect:
-        call = CostedOp(op, self.index)
-        key = (structural_key(call), op.saved_bytes, *(reads[name].key for name in names))
+        call, places = CostedOp(op, self.index), [names.index(name) for name in names]
+        # A value that is read twice is not two values that look alike.
+        key = (structural_key(call), op.saved_bytes, *places, *(reads[name].key for name in names))
         if key not in self.effects:
             self.effects[key] = _effect(op, self.index, reads)
         return self.effects[key]
