@@ -142,8 +142,12 @@ class Search:
         return self._with_updates(Preference(fastest, chosen), simple, fits)
 
     def _with_updates(self, found: Preference, simple: list[Choice], fits: Fits) -> Preference:
-        """With a simple cut in place of what is preferred, where its step is shorter."""
-        if self.budget.late:
+        """With a simple cut in place of what is preferred, where its step is shorter.
+
+        It is asked of the few simple cuts that were evaluated, also when time is over: no plan may
+        be slower than these.
+        """
+        if self.budget.stopped:
             return found
         least = self.step(self.plan.of(found.chosen.stage_of))
         for one in sorted(dict.fromkeys(simple), key=lambda one: one.seconds):
