@@ -286,6 +286,33 @@ def test_sizes_are_expressions_of_the_microbatch(position):
     assert torch.equal(values[found.train.output.name], model(x))
 
 
+class Written(nn.Module):
+    """What `h` held is read under another name after `h`, which is returned, is another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x).clone()
+        h += 1.0
+        kept = h
+        h = torch.full_like(x, 2.0)
+        y = kept.sin()
+        return y, h
+
+
+@pytest.mark.parametrize("positions", [[], [2], [4]])
+def test_what_is_written_in_place_keeps_its_name_as_long_as_its_result(positions):
+    check(
+        Written(),
+        torch.randn(4, 4),
+        positions,
+        torch.randn(4, 4),
+        lambda out, y: F.mse_loss(out[0] * out[1], y),
+    )
+
+
 def test_arguments_that_are_the_default_are_left_out():
     *_, sources = small_gpt([53])
     text = sources.files["stage_0.py"]

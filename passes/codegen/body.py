@@ -106,7 +106,7 @@ class Body:
 
     def _name(self, pieces: Sequence[Piece]) -> None:
         used = [(reads(piece), makes(piece), rereads(piece)) for piece in pieces]
-        alive = spans(used, self.call.inputs, self.call.outputs)
+        alive = _with_written(pieces, spans(used, self.call.inputs, self.call.outputs))
         taken = {*self.arguments, *self.results.values()}
         wished = {identifier(self.wishes[name][0]) for p in pieces for name in makes(p)}
         options = ("b", "batch_size", "batch", "num_samples")
@@ -329,6 +329,18 @@ def _in_place_on(piece: Piece) -> str | None:
         first = item.args[0]
         return first.name if isinstance(first, Ref) else None
     return None
+
+
+def _with_written(
+    pieces: Sequence[Piece], alive: dict[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """Spans in which what ``x += y`` writes into lives as long as the result, which is x."""
+    for piece in reversed(pieces):
+        same = _in_place_on(piece)
+        if same is not None and same in alive:
+            ends = [alive[value][1] for value in makes(piece)]
+            alive[same] = alive[same][0], max(alive[same][1], *ends)
+    return alive
 
 
 def cloned_buffers(op: Op, graph: OpGraph) -> frozenset[str]:
