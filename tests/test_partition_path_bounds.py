@@ -13,6 +13,7 @@ from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.path import path_bounds
 from pdcompile.passes.partition.path.beside import MOST, Beside, heaviest_path
 from pdcompile.passes.partition.path.path_bounds import path_bound
+from pdcompile.passes.partition.search import solve
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -21,7 +22,7 @@ from pdcompile.problem import (
     StageLimits,
     Traffic,
 )
-from tests.helpers.problems import brute_force, chain_problem, random_problem
+from tests.helpers.problems import brute_force, chain_problem, gpt_problem, random_problem
 
 
 def branched(seed: int) -> PartitionProblem:
@@ -108,16 +109,21 @@ def test_bounds_stay_below_the_optimum(block: int, monkeypatch: pytest.MonkeyPat
     assert sum(ratio > 0.9 for ratio in ratios) > 10
 
 
-def test_what_runs_beside_the_path_may_run_at_the_same_time() -> None:
-    """A stage that holds only a branch takes no time of the others' forwards; gradients of what
-    both read go through both."""
+def two_branches() -> PartitionProblem:
+    """b and x read a, c reads both; a stage for each."""
     items = tuple(
         Item(name, (name,), f, f) for name, f in zip("abxc", (1.0, 2.0, 1.5, 1.0), strict=True)
     )
     traffic = (
         Traffic("a", 0, (1, 2), 1, 1), Traffic("b", 1, (3,), 1, 1), Traffic("x", 2, (3,), 1, 1),
     )  # fmt: skip
-    problem = PartitionProblem(items, traffic, (StageLimits(),) * 4, objective="flush")
+    return PartitionProblem(items, traffic, (StageLimits(),) * 4, objective="flush")
+
+
+def test_what_runs_beside_the_path_may_run_at_the_same_time() -> None:
+    """A stage that holds only a branch takes no time of the others' forwards; gradients of what
+    both read go through both."""
+    problem = two_branches()
     assert heaviest_path(build(problem)) == (0, 1, 3)
     assert brute_force(problem) == 9.5
     assert close(problem, 9.5) == pytest.approx(8 / 9.5, abs=1e-3)
@@ -197,3 +203,10 @@ def test_what_many_stages_read_is_out_of_the_way_only_once() -> None:
         tuple(items), tuple(traffic), (StageLimits(),) * 5, objective="flush"
     )
     assert bound_of(problem) >= (3 * 7 - 3 * 2) / (3 * 7)
+
+
+def test_long_chains_are_bounded_along_themselves() -> None:
+    """There are too many pairs of intervals of 243 groups in a row for tables of both."""
+    with Budget(60) as budget:
+        search = solve(gpt_problem(48, 8), budget, thorough=False)
+    assert search.bound > 0.99 * search.upper

@@ -13,7 +13,7 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from tests.helpers.problems import brute_force, chain_problem
-from tests.test_partition_path_bounds import branched
+from tests.test_partition_path_bounds import branched, two_branches
 
 
 def objectives(problem: PartitionProblem) -> list[float]:
@@ -37,15 +37,8 @@ def test_plans_keep_the_order_of_groups() -> None:
 
 
 def test_a_branch_gets_a_stage_of_its_own() -> None:
-    """b and x run beside each other between a and c: 2 (1 + 2 + 1) + 1.5, nothing else is as
-    fast."""
-    items = tuple(
-        Item(name, (name,), f, f) for name, f in zip("abxc", (1.0, 2.0, 1.5, 1.0), strict=True)
-    )
-    traffic = (
-        Traffic("a", 0, (1, 2), 1, 1), Traffic("b", 1, (3,), 1, 1), Traffic("x", 2, (3,), 1, 1),
-    )  # fmt: skip
-    problem = PartitionProblem(items, traffic, (StageLimits(),) * 4, objective="flush")
+    """The branches run beside each other: 2 (1 + 2 + 1) + 1.5, and nothing else is as fast."""
+    problem = two_branches()
     assert min(objectives(problem)) == brute_force(problem) == 9.5
 
 

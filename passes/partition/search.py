@@ -269,14 +269,16 @@ def evaluate_all(search: Search, segments: Segments, most: int | None = MAX_CHAI
 
 def _bound(search: Search, segments: Segments) -> None:
     """Bounds a flush schedule by intervals: of groups in a row, where it offers the chains that it
-    finds, or else of a path."""
-    if segments.model is search.model and applies(segments):
-        bound, chains = ramp_bound(segments, search.bound, search.upper, search.budget)
+    finds, and of a path, which is all of them there, but with other tables."""
+    model, budget = search.model, search.budget
+    if search.problem.objective != "flush":
+        return
+    if segments.model is model and applies(segments):
+        bound, chains = ramp_bound(segments, search.bound, search.upper, budget)
         for groups in chains:
             search.offer(groups)
         search.prove(min(bound, search.upper), "dynamic program over intervals")
-    elif search.problem.objective == "flush":
-        model, budget = search.model, search.budget
+    if not search.proved:
         bound = path_bound(model, search.bound, lambda: search.upper, budget, search.offer)
         search.prove(min(bound, search.upper), "dynamic program along a path")
 

@@ -68,8 +68,8 @@ class Beside:
         number = {v: n for n, v in enumerate(kept, start=1)}
         carried = [(flow.sources[0], sink) for flow in with_gradients(model) for sink in flow.sinks]
         ends = (
-            *_ends(model.num_groups, model.arcs, number, size),
-            *_ends(model.num_groups, carried, number, size),
+            *sides(model.num_groups, model.arcs, number, size),
+            *sides(model.num_groups, carried, number, size),
         )
         return Beside(model, size, *ends, _along(model, path, number, size))
 
@@ -120,7 +120,7 @@ def with_gradients(model: Model) -> list[Flow]:
     return [flow for flow in model.flows if not flow.tied and flow.backward_messages > 0]
 
 
-def _ends(
+def sides(
     count: int, arcs: Iterable[tuple[int, int]], number: dict[int, int], size: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Of every group the last of the path before it and the first behind it, as these arcs go."""

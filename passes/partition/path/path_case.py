@@ -29,21 +29,20 @@ class Ways(NamedTuple):
     def least(self, wide: Array | float = 0.0) -> Array:
         return self.all if self.some is None else np.minimum(self.all, self.some - wide)
 
+    def mapped(self, change: Callable[[Array], Array]) -> Ways:
+        return Ways(change(self.all), None if self.some is None else change(self.some))
+
     def skipping(self, seconds: Array) -> Ways:
         """With others that leave stages out."""
         some = np.broadcast_to(seconds, self.all.shape)
         return Ways(self.all, some if self.some is None else np.minimum(self.some, some))
 
-    def joined(self, others: list[Array | None], *, skipped: bool) -> Ways:
-        """With those of another stage, where that leaves some out."""
-        on_all, on_some = others
+    def joined(self, others: Ways, *, skipped: bool) -> Ways:
+        """With those of another stage; `skipped`: to come from there leaves some out."""
         if skipped:
-            found = self if on_all is None else self.skipping(on_all)
-            return found if on_some is None else found.skipping(on_some)
-        every = self.all if on_all is None else np.minimum(self.all, on_all)
-        return (
-            Ways(every, self.some) if on_some is None else Ways(every, self.some).skipping(on_some)
-        )
+            return self.skipping(others.least())
+        every = Ways(np.minimum(self.all, others.all), self.some)
+        return every if others.some is None else every.skipping(others.some)
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,24 @@ class _Step:
         shared = (others - 1) / others  # all but the one with most
         left, right = parallel.ahead / others, parallel.behind / others
         return _Step(hop, least - shared * parallel.spans, left, right)
+
+    def onward(self, ways: Ways, mask: Mask) -> Ways:
+        """What the next stage has, from what this one has on the intervals of a mask."""
+        return ways.mapped(
+            lambda one: (
+                self.hop.before(np.where(mask, one - self.left, np.inf))
+                + (self.least[:, None] - self.right)
+            )
+        )
+
+    def back(self, ways: Ways, mask: Mask) -> Ways:
+        """The same of this stage, from what the next one has."""
+        return ways.mapped(
+            lambda one: (
+                self.hop.after(np.where(mask, one - self.right, np.inf))
+                + (self.least[None, :] - self.left)
+            )
+        )
 
 
 @dataclass(eq=False)
@@ -257,28 +274,18 @@ class Case:
         way."""
         found: list[Ways] = []
         nearest: list[Array] = []
-        for t in range(len(states)):
+        for t, mask in enumerate(states):
             start = np.full(self.most.shape, np.inf)
             start[0] = 0.0 if self.first[0] <= t <= self.first[1] else np.inf
             ways = Ways(start, None)
             for s in range(t):
                 step = self._steps.get((s, t))
-                if step is None:
-                    continue
-                if step.far:
+                if step is not None and step.far:
                     ways = ways.skipping((nearest[s] + step.least)[:, None])
-                    continue
-                arrived = [
-                    None
-                    if one is None
-                    else step.hop.before(np.where(states[s], one - step.left, np.inf))
-                    + step.least[:, None]
-                    - step.right
-                    for one in found[s]
-                ]
-                ways = ways.joined(arrived, skipped=t > s + 1)
+                elif step is not None:
+                    ways = ways.joined(step.onward(found[s], states[s]), skipped=t > s + 1)
             found.append(ways)
-            nearest.append(np.where(states[t], ways.least(), np.inf).min(0))
+            nearest.append(np.where(mask, ways.least(), np.inf).min(0))
         return found
 
     def behind(self, states: list[Mask]) -> list[Ways]:
@@ -287,27 +294,16 @@ class Case:
         found: dict[int, Ways] = {}
         nearest: dict[int, Array] = {}
         for s in reversed(range(count)):
-            end = np.full(self.most.shape, np.inf)
+            none, end = (np.full(self.most.shape, np.inf) for _ in range(2))
             end[:, -1] = 0.0 if count - 1 - s <= self.last else np.inf
-            ways = Ways(end, None)
-            if s < count - 1:
-                ways = Ways(np.full(end.shape, np.inf), end if self.parallel else None)
+            early = s < count - 1  # the stages after it are without the path
+            ways = Ways(none, end if self.parallel else None) if early else Ways(end, None)
             for t in range(s + 1, count):
                 step = self._steps.get((s, t))
-                if step is None:
-                    continue
-                if step.far:
+                if step is not None and step.far:
                     ways = ways.skipping((nearest[t] + step.least)[None, :])
-                    continue
-                arrived = [
-                    None
-                    if one is None
-                    else step.hop.after(np.where(states[t], one - step.right, np.inf))
-                    + step.least[None, :]
-                    - step.left
-                    for one in found[t]
-                ]
-                ways = ways.joined(arrived, skipped=t > s + 1)
+                elif step is not None:
+                    ways = ways.joined(step.back(found[t], states[t]), skipped=t > s + 1)
             found[s] = ways
             nearest[s] = np.where(states[s], ways.least(), np.inf).min(1)
         return [found[s] for s in range(count)]

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.lattice import neighbours
 from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.path.beside import Array, sides
 
-Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 
@@ -80,13 +79,7 @@ class Line:
         """The groups of a path, and what lies beside it."""
         size = len(path)
         number = {v: n for n, v in enumerate(path, start=1)}
-        before, after = neighbours(model.num_groups, model.arcs)
-        low = np.zeros(model.num_groups, dtype=np.intp)
-        high = np.full(model.num_groups, size + 1, dtype=np.intp)
-        for v in range(model.num_groups):
-            low[v] = max([number.get(v, 0), *(low[u] for u in before[v])])
-        for v in reversed(range(model.num_groups)):
-            high[v] = min([number.get(v, size + 1), *(high[u] for u in after[v])])
+        low, high = sides(model.num_groups, model.arcs, number, size)
         least, most = [], []
         for row in _rows(model):
             sure = np.bincount(high, row, size + 2).cumsum()[: size + 1]

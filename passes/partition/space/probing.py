@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdcompile.passes.partition.space.line import Array
+from pdcompile.passes.partition.path.beside import Array
 from pdcompile.passes.partition.space.reach import Probe, Reach
 from pdcompile.problem.space import StageOption
 

@@ -23,7 +23,8 @@ from functools import cached_property
 import numpy as np
 
 from pdcompile.cluster import Link
-from pdcompile.passes.partition.space.line import Array, Line, Places
+from pdcompile.passes.partition.path.beside import Array
+from pdcompile.passes.partition.space.line import Line, Places
 from pdcompile.passes.partition.space.matrices import held_counts, least_depth, most_depth
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.space import Setting, StageOption
