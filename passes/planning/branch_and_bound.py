@@ -19,6 +19,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -30,7 +31,13 @@ from pdcompile.passes.partition.search import EQUAL, partition, solve
 from pdcompile.passes.partition.space.candidates import violations
 from pdcompile.passes.partition.space.line_plans import shifted
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, exceeds, neighbours
-from pdcompile.passes.partition.space.search_branches import Branch, Found, branches, settings
+from pdcompile.passes.partition.space.search_branches import (
+    Branch,
+    Found,
+    branches,
+    settings,
+    sharpened,
+)
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.partition.space.shortage import no_plan
 from pdcompile.passes.planning.candidate_plan import candidate_plan
@@ -53,8 +60,9 @@ GAIN = 1e-3  # relative, of a move whose plan takes long to make
 QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
-RELAXATION = "relaxation: all work on all devices, and one chain of ops"
+RELAXATION = "linear program over the order of tasks"
 LEDGERS = "memory by formula and by the ledger of the schedule"
+LEAVES = "where ranks hold several stages, a gradient passes each of them"
 RULES = f"contiguous ranks; {LEDGERS}"
 
 
@@ -110,8 +118,8 @@ class PlanSearch:
         sharing = [branch for space in self.space.sharing for branch in self._branches(space)]
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))
-            least = min((branch.bound for branch in sharing), default=math.inf)
-            lines = LineSearch(self.trials, self.space, every, self._prepared, least)
+            others = partial(sharpened, sharing)
+            lines = LineSearch(self.trials, self.space, every, self._prepared, others)
             lines.run()
             self.bounds = lines.bounds
         self._branch_and_bound(self._branches(self.space), ALONE if sharing else SEARCHING)
@@ -132,6 +140,11 @@ class PlanSearch:
             heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
         while heap and heap[0][0] < trials.below:
+            if trials.found and not heap[0][2].sharp and not trials.over(1.0):
+                branch = heapq.heappop(heap)[2]
+                branch.sharpen()
+                heapq.heappush(heap, (branch.bound, next(ticket), branch))
+                continue
             if why := self._enough(heap[0][2], tried, until):
                 self._unfinished(*heap[0][::2], why)
                 return
@@ -198,6 +211,7 @@ class PlanSearch:
 
     def _open(self, branch: Branch) -> None:
         """Solve the branch, and try its most promising candidates."""
+        branch.sharpen()
         problem = branch.straight_problem
         if problem is not None and self._settled(branch, problem):
             branch.bound = math.inf
@@ -325,6 +339,8 @@ def scope_of(space: SearchSpace, cluster: Cluster) -> str:
     """The scope of the certificate, besides coarsening."""
     orders, every_order = arrangements(cluster)
     parts = [str(space), LEDGERS if space.placement else RULES]
+    if space.placement or space.sharing:
+        parts.append(LEAVES)
     if len(orders) > 1 and every_order and not space.in_order:
         parts.append(f"all orders of unlike devices ({len(orders)})")
     return "; ".join([*parts, *left_out(space, cluster)])

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from pdcompile.cluster import stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.budget import Budget
@@ -18,6 +20,7 @@ from pdcompile.passes.partition.space.pipelines import (
     recomputing,
     simulated,
 )
+from pdcompile.passes.partition.space.places_bound import OrderProgram
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.problem import MemoryRule, PartitionProblem
@@ -56,6 +59,9 @@ class StagesInTurn:
         self.likely, self.counts = likely, (replicas,) * stages
         places = len(seats.ranks) // replicas
         placement = placement_of(space, setting, stages, places)
+        self.places = OrderProgram(
+            prepared, setting, seats, replicas, placement, again=False not in space.recompute
+        )
         first = [place * replicas for place in placement]
         self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
         self.warmup = warmup(
@@ -63,8 +69,8 @@ class StagesInTurn:
         )
 
     def bound(self) -> float:
-        """Nothing is known of these cuts but what holds for all (`least_seconds`)."""
-        return math.inf if self.likely else 0.0
+        """What the order of tasks says."""
+        return math.inf if self.likely else self.places.bound
 
     def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate), None for one that breaks something."""
@@ -87,7 +93,25 @@ class StagesInTurn:
                         yield from self._fitted(one)
 
     def _cuts(self) -> Iterator[tuple[int, ...]]:
-        return (found for problem in self._problems() if (found := self._solved(problem)))
+        if by_shares := self._by_shares():
+            yield by_shares
+        yield from (found for problem in self._problems() if (found := self._solved(problem)))
+
+    def _by_shares(self) -> tuple[int, ...]:
+        """The stages of a cut along the order of the groups, where little crosses, into shares of
+        the work that suit the order of tasks; empty where there are too few places to cut."""
+        model, line = self.prepared.whole, self.prepared.order_lines[0]
+        assert line.cuts is not None
+        inner, count = line.cuts[1:-1], len(self.ranks)
+        if len(inner) < count - 1:
+            return ()
+        wanted = self.places.shares.cumsum()[:-1] * line.whole
+        at = np.searchsorted(line.most.work[inner], wanted)
+        rising = np.arange(count - 1)
+        at = np.maximum.accumulate(at - rising) + rising  # each stage has something
+        at = np.minimum(at, len(inner) - (count - 1) + rising)
+        groups = np.searchsorted(inner[at], np.arange(model.num_groups), "right")
+        return model.items_of(groups.tolist())
 
     def _solved(self, straight: PartitionProblem) -> tuple[int, ...]:
         """The stages of the best cut that is found quickly; empty where there is none."""

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.model import (
     Model,
@@ -110,16 +107,11 @@ class PreparedProblem:
     @cached_property
     def path_line(self) -> Line:
         """The groups along the heaviest path of values with gradients."""
-        return Line.along(self.whole, self._path)
+        return Line.along(self.whole, self.path)
 
     @cached_property
-    def path_seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Forward and backward of the groups of that path."""
-        model, path = self.whole, list(self._path)
-        return np.array(model.forward)[path], np.array(model.backward)[path]
-
-    @cached_property
-    def _path(self) -> tuple[int, ...]:
+    def path(self) -> tuple[int, ...]:
+        """The groups of that path."""
         return heaviest_path(self.whole)
 
     @property

@@ -4,14 +4,15 @@ With F and W of one microbatch, k = ⌈m/r⌉ microbatches a replica, w warm-up 
 flush of T seconds needs of every stage
 
 - before + k (F + W) ≤ T, before: F + W of all earlier stages, there and back;
-- k (F + W) + A ≤ T;
+- F of all earlier stages + k (F + W) + A ≤ T;
 - all + (k − 1) max(F, W) + (k − 1 − w) min(F, W) ≤ T, all: F + W of one microbatch everywhere;
 - all − W of earlier stages + (k − 1) W + A ≤ T;
 - F up to the stage + what later ones take for all microbatches + W + A ≤ T;
 
-a stream (F + W) / r and A.  A stage that recomputes takes F more in W.  Where backward is split
-a stage waits for the F of earlier ones alone: F of all earlier stages + k (F + W) ≤ T, and the
-second without A.
+a stream (F + W) / r and A.  A stage that recomputes takes F more in W.  Where backward is split, I
+of W being what the stage before waits for, of these only the second, and
+
+- F of all stages + I of later ones + k W + (k − 1 − w) F ≤ T.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.space import Setting, StageOption
 from pdcompile.schedule.registry import kind_of
 
-#: how often a demand counts work, forward, backward, and bytes that are trained; and how often
-#: the forward that a later stage waits for, which is on the other side
-Times = tuple[float, float, float, float, float]
+#: how often a demand counts work, forward, backward, and bytes that are trained
+Times = tuple[float, float, float, float]
 Counts = tuple[float, int, int]  # of what is trained, saved and received
 
 
@@ -85,20 +85,12 @@ class Reach:
     @property
     def waits(self) -> float:
         """Of the seconds of earlier stages at speed 1, those that a later one waits for."""
-        return 0.0 if self._splits else self._waits
-
-    @property
-    def waits_forward(self) -> float:
-        """The same of forward, where it does not wait for all of backward."""
-        return self._waits if self._splits else 0.0
-
-    @property
-    def _splits(self) -> bool:
-        return kind_of(self.setting.schedule).splits_backward
-
-    @property
-    def _waits(self) -> float:
         return 0.0 if self.stream or self.balanced else 1 / self.seats.fastest
+
+    @cached_property
+    def splits(self) -> bool:
+        """Does a stage wait for a part of backward alone?"""
+        return kind_of(self.setting.schedule).splits_backward
 
     def per_work(self, r: int, p: int) -> float:
         """Seconds that count of a replica, for each second of a microbatch's work."""
@@ -138,30 +130,35 @@ class Reach:
         least, there = self.line.least, self._there(ends)
         forward, backward = least.forward[there], least.backward[there]
         alone = own * (ends + again * forward) - probe.seconds
-        once = own if self.stream else own / -(-m // r)
-        ahead = self.waits_forward
-        above = alone + (own - waits - ahead) * beside
-        yield (own - waits, again * own, 0.0, 0.0, ahead), above
-        if waits:
-            share = -(-m // r)
-            more, few = once * (share - 1), once * self._alternating(r, u, share, probe)
+        if not self.splits:
+            yield (own - waits, again * own, 0.0, 0.0), alone + (own - waits) * beside
+        share = 1 if self.stream else -(-m // r)
+        once = own / share
+        more, few = once * (share - 1), once * self._alternating(r, u, share, probe)
+        if waits and self.splits:
+            home = waits * kind_of(self.setting.schedule).halves(1.0)[0]
+            most, f = self.line.most, few + again * own
+            whole = waits * (most.forward[-1] - beside) + home * most.backward[-1]
+            above = whole - probe.seconds + f * forward + (own - home) * backward
+            yield (0.0, f, own, 0.0), above
+        elif waits:
             through = waits * probe.full - probe.seconds
             for f, b in ((more + again * few, few), (few + again * more, more)):
-                yield (0.0, f, b, 0.0, 0.0), through + f * forward + b * backward
-        if r == 1:
-            return
-        per_byte, fixed = self._reduction(p, r)
+                yield (0.0, f, b, 0.0), through + f * forward + b * backward
+        per_byte, fixed = self._reduction(p, r) if r > 1 else (0.0, 0.0)
         summed = per_byte * least.trainable[there] + fixed
-        busy = 0.0 if self.stream else own
-        above = summed - probe.seconds if self.stream else alone + summed + own * beside
-        yield (busy, again * busy, 0.0, per_byte, 0.0), above
-        if waits:
+        if r > 1 or self.splits:
+            # Of earlier stages F alone: as much as all their work less their W.
+            busy = 0.0 if self.stream else own
+            above = summed - probe.seconds if self.stream else alone + summed
+            yield (busy - waits, again * busy, waits, per_byte), above + (busy - waits) * beside
+        if waits and r > 1 and not self.splits:
             above = through + again * more * forward + more * backward + summed
-            yield (0.0, again * more, more + waits, per_byte, 0.0), above
-        if waits and u > r:
-            later = max(1.0, m / (u - r)) * (probe.full - ends) + forward - beside
-            above = waits * later + once * (again * forward + backward) + summed - probe.seconds
-            yield (0.0, again * once, once, per_byte, 0.0), above
+            yield (0.0, again * more, more + waits, per_byte), above
+            if u > r:
+                later = max(1.0, m / (u - r)) * (probe.full - ends) + forward - beside
+                above = waits * later + once * (again * forward + backward) + summed
+                yield (0.0, again * once, once, per_byte), above - probe.seconds
 
     def _there(self, ends: Array) -> Places:
         """The first place at which so much work may lie before it."""
@@ -176,7 +173,7 @@ class Reach:
             most, ends = line.most, line.most.work
             if not line.exact:  # up to the next place
                 ends = np.append(line.least.work[1:], line.whole)
-            rows = (ends, most.forward, most.backward, most.trainable, -line.least.forward)
+            rows = (ends, most.forward, most.backward, most.trainable)
             for n, row in zip(times, rows, strict=True):
                 total = total + n * row if n else total
             self._rows[times] = np.maximum.accumulate(total)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
@@ -11,10 +12,9 @@ from pdcompile.passes.partition.space.in_turn import (
     SOME,
     StagesInTurn,
     least_seconds,
-    placement_of,
 )
 from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, simple_bound
-from pdcompile.passes.partition.space.places_bound import seconds_of_places
+from pdcompile.passes.partition.space.probing import Late
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
@@ -36,6 +36,8 @@ class Branch:
     prepared: PreparedProblem
     space: SearchSpace
     bound: float = 0.0
+    sharp: bool = False
+    in_turn: StagesInTurn | None = None
     candidates: Iterator[tuple[float, Candidate | None]] | None = None
 
     @property
@@ -92,15 +94,26 @@ class Branch:
         complete = self.prepared.complete
         return "" if complete else "only some of the cuts of so large a model were tried"
 
+    def sharpen(self) -> None:
+        """Raise the bound where ranks hold several stages, which takes some time."""
+        if self.sharp:
+            return
+        self.sharp = True
+        if not self.space.placement:
+            return
+        self.bound = max(self.bound, self.pipelines().bound())
+
     def pipelines(self, *, likely: bool = False) -> Found:
         """All candidates of the branch, or those that are tried."""
         space = self.space
         if space.placement:
             assert self.stages is not None
-            return StagesInTurn(
-                self.prepared, space, self.setting, self.seats, self.counts[0], self.stages,
-                likely=likely,
-            )  # fmt: skip
+            if self.in_turn is None or likely:
+                self.in_turn = StagesInTurn(
+                    self.prepared, space, self.setting, self.seats, self.counts[0], self.stages,
+                    likely=likely,
+                )  # fmt: skip
+            return self.in_turn
         return Pipelines(
             self.prepared,
             space,
@@ -115,6 +128,16 @@ class Branch:
         """The candidate of such a problem's assignment."""
         ranks = tuple((rank,) for rank in self.seats.ranks)
         return Candidate(self.setting, stage_of, (StageOption(),) * len(ranks), ranks, self.warmup)
+
+
+def sharpened(given: Sequence[Branch], seconds: float, late: Late) -> float:
+    """The least bound of some branches, after those below so many seconds were sharpened."""
+    while given and not late():
+        least = min(given, key=lambda branch: branch.bound)
+        if least.sharp or least.bound >= seconds:
+            break
+        least.sharpen()
+    return min((branch.bound for branch in given), default=math.inf)
 
 
 def branches(
@@ -134,9 +157,7 @@ def branches(
             if space.placement:
                 assert stages is not None
                 least = least_seconds(prepared, setting, seats, counts[0])
-                places = placement_of(space, setting, stages, len(ranks) // counts[0])
-                shared = seconds_of_places(prepared, setting, seats, counts[0], places)
-                branch.bound = max(branch.bound, least, shared)
+                branch.bound = max(branch.bound, least)
             yield branch
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from pdcompile.passes.partition.space.line_plans import LinePlans
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.probing import Late
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -26,14 +27,15 @@ SETTLING = 0.6  # of the time, until plans of it are judged
 class LineSearch:
     """What lines say of one stage a rank; `bounds` are seconds of a step.
 
-    `least`: the bound of all else that is searched.
+    `others`: the least bound of all else that is searched, as sharp as the seconds ask for that
+    are given to it, unless it is late.
     """
 
     trials: Trials
     space: SearchSpace
     settings: Sequence[Setting]
     prepared_at: Callable[[int], PreparedProblem]
-    least: float = math.inf
+    others: Callable[[float, Late], float] = lambda _, __: math.inf
     bounds: dict[Setting, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class LineSearch:
             prepared = self.prepared_at(setting.num_microbatches)
             seconds = simple_bound(prepared, space, setting, seats)
             self.bounds[setting] = seconds * setting.scale
-        self.trials.floor = min(self.least, *self.bounds.values())
+        self._note_floor(0.0)
 
     def run(self) -> None:
         """Try likely plans, with equal replicas first, and bound every setting by the best."""
@@ -91,4 +93,8 @@ class LineSearch:
                 plans, scale = self._plans[setting.num_microbatches], setting.scale
                 found = plans.bound(setting, known / scale, upper / scale, late)
                 self.bounds[setting] = max(known, found * scale)
-        self.trials.floor = min(self.least, *self.bounds.values())
+        self._note_floor(self.trials.below)
+
+    def _note_floor(self, seconds: float) -> None:
+        least = self.others(seconds, partial(self.trials.over, SHARE))
+        self.trials.floor = min(least, *self.bounds.values())
