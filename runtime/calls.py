@@ -301,7 +301,7 @@ def check_values(
     part: tuple[int, ...] | None = None,
 ) -> None:
     """Raise InputError where the model's Python would go another way than in the capture."""
-    if size is None:
+    if size is None or not graph.checks:
         return
     layout = replace(compiled.layout, size=size)
     count = compiled.plan.training.num_microbatches

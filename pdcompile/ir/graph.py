@@ -94,6 +94,16 @@ class OpGraph(Cached):
         """The graph that `to_json` wrote; raises PlanError with the place in the file."""
         return graph_json.from_json(cls, text, where=where)
 
+    @property
+    def checks(self) -> tuple[Op, ...]:
+        """The ops that check values which the model's Python read (`ir.value_checks`)."""
+        try:
+            return self._checks
+        except AttributeError:
+            found = tuple(op for op in self.ops if op.target == CHECK)
+            object.__setattr__(self, "_checks", found)
+            return found
+
     def written_inputs(self) -> dict[str, Op]:
         """Path of each input that forward writes, or a view of it, to the first op that does."""
         paths = {self.values[entry.name].storage: entry.path for entry in self.inputs}

@@ -127,8 +127,9 @@ class OpCost:
 class Cached:
     """Slots for cached properties of ops and graphs, which are not fields and never compared."""
 
-    __slots__ = ("_attributes", "_fingerprint", "_inputs")
+    __slots__ = ("_attributes", "_checks", "_fingerprint", "_inputs")
     _attributes: tuple[str, ...]
+    _checks: tuple[Op, ...]
     _fingerprint: str
     _inputs: tuple[str, ...]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from types import MemberDescriptorType
 from typing import Any
 
@@ -80,13 +81,14 @@ class AttributeWatch:
                 )
 
     def check(self, training: bool) -> None:
-        for (owner, name, path, shared), was in zip(
-            self._owners, self._values[training], strict=True
-        ):
-            now = _attribute(owner, name)
+        of_class = cache(_of_class)  # layers are alike: most look into the same few classes
+        for (owner, name, path, _), was in zip(self._owners, self._values[training], strict=True):
+            now = _attribute(owner, name, of_class)
+            if now is was:
+                continue
             if isinstance(was, Contents) and not was.content:
                 continue  # it was empty, and is filled in by calls
-            found = None if now is was and shared else difference(was, now, path, identical)
+            found = difference(was, now, path, identical)
             if found is not None:
                 buffer = "make it a buffer (register_buffer), which may be written in place; or "
                 own = not type(owner).__module__.startswith("torch.")
@@ -104,16 +106,20 @@ class AttributeWatch:
         ]
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def _of_class(kind: type, name: str) -> Any:
+    for base in kind.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return _MISSING
+
+
+def _attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = _of_class) -> Any:
     """What lies under the name in the object or its class, without running a property."""
-    own = getattr(owner, "__dict__", {})
+    own = getattr(owner, "__dict__", ())
     if name in own:
         return own[name]
-    for base in type(owner).__mro__:
-        if name in vars(base):
-            slot = isinstance(vars(base)[name], MemberDescriptorType)
-            return getattr(owner, name, _MISSING) if slot else vars(base)[name]
-    return _MISSING
+    found = of_class(type(owner), name)
+    return getattr(owner, name, _MISSING) if isinstance(found, MemberDescriptorType) else found
 
 
 def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -302,11 +302,11 @@ def _tensors(model: nn.Module, registry: str) -> Iterable[tuple[dict[str, Any], 
 
 def _form(module: nn.Module) -> dict[str, Any]:
     """What a module's stages were made from, in the words that say what has changed."""
-    kind = type(module)
-    hooks = [h for name in _HOOKS for h in _named_hooks(vars(module), name)]
+    kind, own = type(module), vars(module)
+    hooks = [h for name in _HOOKS if own.get(name) for h in _named_hooks(own, name)]
     return {
         "another class": kind,
-        "another forward": (kind.forward, vars(module).get("forward")),
+        "another forward": (kind.forward, own.get("forward")),
         "other submodules": list(module._modules.items()),
         "other parameters": list(module._parameters),
         "other buffers": [(name, buffer is None) for name, buffer in module._buffers.items()],
@@ -317,7 +317,7 @@ def _form(module: nn.Module) -> dict[str, Any]:
 def _named_hooks(attributes: Mapping[str, Any], name: str) -> list[tuple[Any, ...]]:
     """Hooks in their order, and how each is called; those of ours are left out."""
     found = []
-    for key, hook in attributes.get(name, {}).items():
+    for key, hook in attributes[name].items():
         if not str(getattr(hook, "__module__", "")).startswith("pdcompile."):
             how = tuple(kind for kind in _KINDS if key in attributes.get(kind, ()))
             found.append((name, hook, how))
