@@ -115,7 +115,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 def _attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = _of_class) -> Any:
     """What lies under the name in the object or its class, without running a property."""
-    own = getattr(owner, "__dict__", ())
+    own: dict[str, Any] = getattr(owner, "__dict__", {})
     if name in own:
         return own[name]
     found = of_class(type(owner), name)
