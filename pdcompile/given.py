@@ -107,7 +107,11 @@ def given_plan(options: Options, chosen: Configuration, graph: OpGraph) -> Plan 
         )
     check(plan, needed, Cluster.from_toml(plan.cluster, where="plan: cluster"))
     plan = _with_outputs(plan, chosen.training, options.outputs, graph)
-    notes = (*_more_state(plan.training, options.optimizer), *_other_links(options, chosen, plan))
+    notes = (
+        *_more_state(plan.training, options.optimizer),
+        *_other_links(options, chosen, plan),
+        *_other_costs(options),
+    )
     plan = replace(plan, notes=(*plan.notes, *notes))
     # Forecast and bytes may be of another day or version, or edited.
     return with_own_bytes(replace(plan, forecast=None), planned(graph, plan.training))
@@ -168,6 +172,12 @@ def _other_links(options: Options, chosen: Configuration, plan: Plan) -> Iterato
                 "that was given has another one: plan again for that"
             )
             return
+
+
+def _other_costs(options: Options) -> Iterator[str]:
+    """A note on costs that were asked for beside the plan's own."""
+    if options.costs != "measured":
+        yield "times are forecast from the costs in the plan; costs= (--costs) has no effect on it"
 
 
 def given_sources(options: Options, generated: Sources) -> Sources:

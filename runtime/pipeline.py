@@ -32,6 +32,7 @@ from pdcompile.runtime.stage.compute import Feed
 from pdcompile.runtime.state.state_hooks import flush_before_state
 from pdcompile.runtime.supported import check_supported
 from pdcompile.runtime.transport import launch
+from pdcompile.warn import warn
 
 _REFUSED = "this model is split over several ranks and has only this rank's parameters"
 
@@ -246,6 +247,13 @@ class Pipeline(PipelineState):
             session.agree("close", self._num_minibatches)
             session.drain(self._num_minibatches)
             session.close()
+        if session.waits_for_more(self._num_minibatches):
+            warn(
+                "the pipeline was closed between two updates of a replicated stage: gradients of "
+                "its last minibatches wait for more of them and are in no weight; a state dict "
+                "from before close() has them",
+                RuntimeWarning,
+            )
 
     def __enter__(self) -> Pipeline:
         return self

@@ -101,7 +101,7 @@ def test_bytes_of_a_given_plan_are_those_of_its_ops() -> None:
         compiled("gpt", plan=replace(plan, stages=less), memory=max(held) - 1)
     more = tuple(replace(stage, saved_bytes=10**15) for stage in plan.stages)
     assert compiled("gpt", plan=replace(plan, stages=more)).plan.stages == plan.stages
-    assert compiled("gpt", plan=plan).plan.notes == plan.notes
+    assert compiled("gpt", plan=plan, costs="measured").plan.notes == plan.notes
 
 
 def test_memory_that_only_the_formula_fits_is_infeasible() -> None:
@@ -210,6 +210,13 @@ def test_a_plan_for_other_options_is_refused() -> None:
         with pytest.raises(ConfigError, match="would have no effect"):
             compiled("mlp", plan=plan, **options)
     assert compiled("mlp", plan=plan, microbatches="auto").plan.stages == plan.stages
+
+
+def test_costs_beside_a_plan_are_noted() -> None:
+    plan = compiled("mlp").plan
+    for costs, noted in (("measured", False), ("estimated", True)):
+        notes = compiled("mlp", plan=plan, costs=costs).plan.notes
+        assert any("costs= (--costs) has no effect" in one for one in notes) is noted
 
 
 @pytest.mark.parametrize(

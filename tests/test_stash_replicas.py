@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -250,6 +251,19 @@ def test_a_state_in_the_middle_of_a_group_holds_its_gradient_and_count(
     found = [one.full_state_dict() for one in resumed]
     for other in found[1:]:
         equal_states(found[0], other)
+
+
+@pytest.mark.parametrize(("minibatches", "warns"), [(3, False), (4, True)])
+def test_the_end_says_what_waits_for_more(minibatches: int, warns: bool) -> None:
+    model = models.mlp()
+    pipe = prepared(model, (), replicas=(3,), **options_of(model, "stash", optimizer=PLAIN))
+    for t in range(minibatches):
+        x, y = models.batch_for(model, 4, t)
+        pipe.step(x, target=y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.close()
+    assert any("wait for more" in str(one.message) for one in caught) is warns
 
 
 def test_a_state_without_the_beginning_of_a_group() -> None:
